@@ -1,0 +1,23 @@
+"""The words every station shares: the error a person can act on, and the key of a sample.
+
+Nothing here knows a file, a tensor or a cluster.
+"""
+
+import hashlib
+
+
+class PencilError(Exception):
+    """An error a person can act on: it names the thing, what was found, and what to do.
+
+    A job prints its message as one line and exits with code 2, without a traceback. Every module
+    raises a subclass of its own (`ConfigError`, `ShardError`), so callers can tell them apart.
+    """
+
+
+def sample_key(sample_id: str) -> bytes:
+    """Hash a sample id to the 128 bits that name it in tables of fixed width.
+
+    Ids from shards may hold bytes that are no valid text; they arrive as surrogates and are hashed as
+    the bytes they were.
+    """
+    return hashlib.blake2b(sample_id.encode("utf-8", "surrogateescape"), digest_size=16).digest()
