@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pencil_scale.tiff_tags import BadHeaderError, tiff_tags, unpack
+
 MAX_SCANS = 200  # an encoder makes about 10; a hostile file thousands, each a pass over every pixel
-
-
-class BadHeaderError(Exception):
-    """The bytes do not follow the format their first bytes announce, or their kind cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class Header:
     """What the file declares; `mode` is in PIL's words, `whole` is False where the file ends too early.
 
     `num_pixels` is what decoding would have to hold: more than width * height where tiles are larger.
+    `num_missing` is how many bytes the last block (GIF) or all rows (BMP) still lack.
     """
 
     format: str
@@ -34,6 +33,7 @@ class Header:
     num_pixels: int
     oddities: tuple[str, ...] = ()
     whole: bool = True
+    num_missing: int = 0
     num_scans: int = 1
 
 
@@ -54,12 +54,6 @@ def read_header(data: bytes, kind: str) -> Header:
     return _PARSERS[kind](data)
 
 
-def _unpack(form: str, data: bytes, at: int) -> tuple[Any, ...]:
-    if at < 0 or at + struct.calcsize(form) > len(data):
-        raise BadHeaderError(f"ends at byte {len(data):,}, inside its header")
-    return struct.unpack_from(form, data, at)
-
-
 def _header(kind: str, size: tuple[int, int], mode: str, oddities: list[str], **more: Any) -> Header:
     width, height = size
     if width <= 0 or height <= 0:
@@ -71,7 +65,7 @@ def _header(kind: str, size: tuple[int, int], mode: str, oddities: list[str], **
 def _rotation(exif: bytes) -> list[str]:
     """Look up the orientation in a TIFF-shaped EXIF block; anything but upright is worth counting."""
     try:
-        tags, _ = _tiff_tags(exif)
+        tags, _ = tiff_tags(exif)
     except BadHeaderError:
         return []  # decoders ignore broken EXIF, and so do we
     return ["exif-rotated"] if tags.get(274, (1,))[0] in range(2, 9) else []
@@ -82,7 +76,7 @@ def _jpeg(data: bytes) -> Header:
     oddities: list[str] = []
     for marker, start, end in _jpeg_segments(data):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            frame = (marker, *_unpack(">BHHB", data, start))
+            frame = (marker, *unpack(">BHHB", data, start))
         elif marker == 0xE1 and data.startswith(b"Exif\0\0", start):
             oddities += _rotation(data[start + 6 : end])
         elif marker == 0xDA:
@@ -104,7 +98,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
             continue
         if marker == 0xD9:
             raise BadHeaderError("JPEG ends before its first scan")
-        end = at + 2 + _unpack(">H", data, at + 2)[0]
+        end = at + 2 + unpack(">H", data, at + 2)[0]
         if end < at + 4 or end > len(data):
             raise BadHeaderError(f"JPEG segment at byte {at:,} reaches past the end")
         yield marker, at + 4, end
@@ -140,7 +134,7 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _png(data: bytes) -> Header:
-    length, name, width, height, depth, colour = _unpack(">I4sIIBB", data, 8)
+    length, name, width, height, depth, colour = unpack(">I4sIIBB", data, 8)
     if name != b"IHDR" or length != 13 or depth not in _PNG_DEPTHS.get(colour, ()):
         raise BadHeaderError("PNG without a valid IHDR chunk")
     mode = "1" if (colour, depth) == (0, 1) else "I;16" if (colour, depth) == (0, 16) else _PNG_MODES[colour]
@@ -168,7 +162,7 @@ def _png(data: bytes) -> Header:
 
 
 def _gif(data: bytes) -> Header:
-    width, height, flags = _unpack("<HHB", data, 6)
+    width, height, flags = unpack("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     frames, pixels, whole = 0, False, False
     while at < len(data) and frames < 2:
@@ -176,7 +170,7 @@ def _gif(data: bytes) -> Header:
             whole = True
             break
         if data[at] == 0x2C:
-            x, y, w, h, local = _unpack("<HHHHB", data, at + 1)
+            x, y, w, h, local = unpack("<HHHHB", data, at + 1)
             if frames == 0:  # decoders widen the screen to hold the first frame
                 width, height = max(width, x + w), max(height, y + h)
             frames += 1
@@ -191,7 +185,8 @@ def _gif(data: bytes) -> Header:
     if not pixels:
         raise BadHeaderError("GIF without a byte of pixels")
     oddities = ["palette"] + (["animated"] if frames > 1 else [])
-    return _header("gif", (width, height), "P", oddities, whole=whole or frames > 1)
+    missing = max(0, at - 1 - len(data))
+    return _header("gif", (width, height), "P", oddities, whole=whole or frames > 1, num_missing=missing)
 
 
 def _after_sub_blocks(data: bytes, at: int) -> int:
@@ -201,12 +196,12 @@ def _after_sub_blocks(data: bytes, at: int) -> int:
 
 
 def _bmp(data: bytes) -> Header:
-    start, size = _unpack("<II", data, 10)
+    start, size = unpack("<II", data, 10)
     if size == 12:
-        width, height, _, bits = _unpack("<HHHH", data, 18)
+        width, height, _, bits = unpack("<HHHH", data, 18)
         compression = 0
     elif size in (40, 52, 56, 64, 108, 124):
-        width, height, _, bits, compression = _unpack("<iiHHI", data, 18)
+        width, height, _, bits, compression = unpack("<iiHHI", data, 18)
     else:
         raise BadHeaderError(f"BMP with a header of {size:,} bytes")
     if bits not in (1, 4, 8, 16, 24, 32) or start >= len(data):
@@ -214,21 +209,22 @@ def _bmp(data: bytes) -> Header:
     height = abs(height)  # negative: stored from the top
     mode = "P" if bits <= 8 else "RGB"
     # Run-length coded pixels (1, 2) have no size that could be known without decoding them.
-    missing = 0 if compression in (1, 2) else start + (width * bits + 31) // 32 * 4 * height - len(data)
-    return _header("bmp", (width, height), mode, ["palette"] if mode == "P" else [], whole=missing <= 0)
+    end = 0 if compression in (1, 2) else start + (width * bits + 31) // 32 * 4 * height
+    missing, oddities = max(0, end - len(data)), ["palette"] if mode == "P" else []
+    return _header("bmp", (width, height), mode, oddities, whole=not missing, num_missing=missing)
 
 
 def _webp(data: bytes) -> Header:
-    size, kind = _unpack("<I8x4s", data, 4)[0], data[12:16]
+    size, kind = unpack("<I8x4s", data, 4)[0], data[12:16]
     if size + 8 > len(data):
         raise BadHeaderError("WebP cut short: its decoder takes whole files only")
     if kind == b"VP8 ":
-        start_code, width, height = _unpack("<3sHH", data, 23)
+        start_code, width, height = unpack("<3sHH", data, 23)
         if start_code != b"\x9d\x01\x2a":
             raise BadHeaderError("WebP without a key frame")
         return _header("webp", (width & 0x3FFF, height & 0x3FFF), "RGB", [])
     if kind == b"VP8L":
-        mark, bits = _unpack("<BI", data, 20)
+        mark, bits = unpack("<BI", data, 20)
         if mark != 0x2F:
             raise BadHeaderError("WebP without a lossless mark")
         alpha = bool(bits >> 28 & 1)
@@ -240,7 +236,7 @@ def _webp(data: bytes) -> Header:
 
 
 def _webp_extended(data: bytes) -> Header:
-    flags, low, high, low2, high2 = _unpack("<BxxxHBHB", data, 20)
+    flags, low, high, low2, high2 = unpack("<BxxxHBHB", data, 20)
     alpha, exif, animated = flags & 0x10, flags & 0x08, flags & 0x02
     oddities = (["alpha"] if alpha else []) + (["animated"] if animated else [])
     at = 12
@@ -253,36 +249,8 @@ def _webp_extended(data: bytes) -> Header:
     return _header("webp", pair, "RGBA" if alpha else "RGB", oddities)
 
 
-_TIFF_SIZES = {1: "B", 3: "H", 4: "I", 16: "Q"}  # the types that the tags below are written in
-_TIFF_TAGS = {256, 257, 258, 262, 274, 277, 322, 323}
-
-
-def _tiff_tags(data: bytes) -> tuple[dict[int, tuple[int, ...]], int]:
-    """Read the whole-number tags of the first directory, and the place of the next one (0: none)."""
-    order = {b"II": "<", b"MM": ">"}.get(data[:2], "")
-    version = _unpack(f"{order}H", data, 2)[0] if order else 0
-    if version not in (42, 43):
-        raise BadHeaderError("not a TIFF directory")
-    offset, count, width = ("Q", "Q", 8) if version == 43 else ("I", "H", 4)
-    (at,) = _unpack(order + offset, data, 8 if version == 43 else 4)
-    (num_tags,) = _unpack(order + count, data, at)
-    at += struct.calcsize(order + count)
-    tags: dict[int, tuple[int, ...]] = {}
-    for _ in range(num_tags):
-        tag, kind, num = _unpack(f"{order}HH{offset}", data, at)
-        at += 4 + 2 * width
-        if tag in _TIFF_TAGS and kind in _TIFF_SIZES and 1 <= num <= 16:
-            form = f"{order}{num}{_TIFF_SIZES[kind]}"
-            inside = struct.calcsize(form) <= width
-            tags[tag] = _unpack(
-                form, data, at - width if inside else _unpack(order + offset, data, at - width)[0]
-            )
-    following = struct.calcsize(order + offset)
-    return tags, _unpack(order + offset, data, at)[0] if at + following <= len(data) else 0
-
-
 def _tiff(data: bytes) -> Header:
-    tags, following = _tiff_tags(data)
+    tags, following = tiff_tags(data)
     depth, photometric = max(tags.get(258, (1,))), tags.get(262, (0,))[0]
     samples = tags.get(277, (1,))[0]
     mode = {2: "RGB", 3: "P", 5: "CMYK", 6: "YCbCr", 8: "LAB"}.get(photometric, "1" if depth == 1 else "L")

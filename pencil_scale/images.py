@@ -14,6 +14,7 @@ memory instead, so any decoder, in any thread, can take it.
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from PIL import Image, ImageFile
@@ -26,15 +27,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from pencil_scale.image_headers import (
-    MAX_SCANS,
-    PARSED_HERE,
-    BadHeaderError,
-    Header,
-    format_of,
-    png_chunks,
-    read_header,
-)
+from pencil_scale.image_headers import MAX_SCANS, PARSED_HERE, Header, format_of, png_chunks, read_header
+from pencil_scale.tiff_tags import BadHeaderError
 
 # Under PIL's own warning threshold of 89 million, which therefore never speaks up: 8,192 x 8,192.
 MAX_PIXELS = 2**26
@@ -110,20 +104,17 @@ def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
     return replace(facts, problem=_decoding_problem(data, facts)) if decode else facts
 
 
-def complete_truncated(data: bytes, facts: ImageFacts) -> bytes:
-    """Give a file that was cut short a proper end, so that strict decoders take it; others pass as is.
+def complete_truncated(data: bytes) -> bytes:
+    """Give an ok file that was cut short a proper end, so that strict decoders take it; others pass as is.
 
     The pixels that never arrived come out grey or black, as with PIL's own lenient mode, which is a
     switch for the whole process and all its threads and therefore not for us.
     """
-    if "truncated" not in facts.oddities:
+    kind = format_of(data)
+    header = read_header(data, kind) if kind in PARSED_HERE else None
+    if header is None or header.whole:
         return data
-    if facts.format == "png":
-        return _complete_png(data)
-    if facts.format == "bmp":
-        # 4 bytes a pixel is the most there is, rows are padded to 4, and palettes stand before.
-        return data + bytes(4 * (facts.width + 1) * facts.height)
-    return data + {"jpeg": b"\xff\xd9", "gif": b"\x00\x3b"}[facts.format]
+    return _COMPLETIONS[kind](data, header)
 
 
 def _header_of(data: bytes, kind: str) -> Header:
@@ -140,7 +131,7 @@ def _header_of(data: bytes, kind: str) -> Header:
 
 def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
     try:
-        with _PLUGINS[facts.format](io.BytesIO(complete_truncated(data, facts))) as image:
+        with _PLUGINS[facts.format](io.BytesIO(complete_truncated(data))) as image:
             # The plugin parsed the header anew: its word on the size is what it is about to allocate.
             if image.width * image.height > MAX_PIXELS:
                 return "image_bomb"
@@ -152,12 +143,28 @@ def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
     return None
 
 
-def _complete_png(data: bytes) -> bytes:
-    """Rebuild a PNG that ends too early from the chunks and the part of its pixels that arrived.
+def _complete_jpeg(data: bytes, header: Header) -> bytes:
+    return data + b"\xff\xd9"
 
-    A zlib stream that just stops is an error to decoders; one that ends properly with too few rows is
-    not. So what can be unpacked is packed again, its end included. Packed rows take at most 8 bytes a
-    pixel; what a stream unpacks to beyond that is never asked for.
+
+def _complete_bmp(data: bytes, header: Header) -> bytes:
+    return data + bytes(header.num_missing)
+
+
+def _complete_gif(data: bytes, header: Header) -> bytes:
+    """Fill the open block and add blocks of zeros: a code of zeros, of any width, is one pixel of colour 0.
+
+    Codes have at most 12 bits, so 1.5 bytes a pixel reach the last pixel wherever the file was cut.
+    """
+    num_blocks = header.num_pixels * 3 // 2 // 255 + 1
+    return data + bytes(header.num_missing) + (b"\xff" + bytes(255)) * num_blocks + b"\x00\x3b"
+
+
+def _complete_png(data: bytes, header: Header) -> bytes:
+    """Rebuild a PNG from the chunks, and the part of its pixels, that arrived; missing rows are zeros.
+
+    A zlib stream that just stops is an error to decoders, so what can be unpacked is packed again.
+    What a stream unpacks to beyond the declared pixels is never asked for.
     """
     packed, kept = [], [data[:8]]
     for name, start, end in png_chunks(data):
@@ -165,10 +172,22 @@ def _complete_png(data: bytes) -> bytes:
             packed.append(data[start:end])
         elif name in (b"IHDR", b"PLTE", b"tRNS") and end + 4 <= len(data):
             kept.append(data[start - 8 : end + 4])
-    width, height = struct.unpack_from(">II", data, 16)
-    rows = zlib.decompressobj().decompress(b"".join(packed), (8 * width + 8) * height)
-    return b"".join([*kept, _png_chunk(b"IDAT", zlib.compress(rows, 1)), _png_chunk(b"IEND", b"")])
+    depth, colour = data[24], data[25]
+    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
+    # Each row has a filter byte and is rounded up to bytes; interlaced, there are 15/8 * height + 7 rows.
+    num_bytes = header.num_pixels * bits // 8 + 2 * (2 * header.height + 8)
+    rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
+    pixels = zlib.compress(rows + bytes(num_bytes - len(rows)), 1)
+    return b"".join([*kept, _png_chunk(b"IDAT", pixels), _png_chunk(b"IEND", b"")])
 
 
 def _png_chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+_COMPLETIONS: dict[str, Callable[[bytes, Header], bytes]] = {
+    "jpeg": _complete_jpeg,
+    "png": _complete_png,
+    "gif": _complete_gif,
+    "bmp": _complete_bmp,
+}
