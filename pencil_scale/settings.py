@@ -1,0 +1,168 @@
+"""Every key a config file may hold: its type, default, limits, unit and meaning.
+
+The models are frozen and strict: a key nobody knows is an error, and so is a value of another type.
+`pencil_scale.config` reads a file into them and prints this page as `--help`.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from pencil_scale.shapes import (
+    URLS,
+    Identity,
+    Label,
+    LambdaCurve,
+    RunName,
+    Shape,
+    WorkerCount,
+    without_passwords,
+)
+
+
+class Settings(BaseModel):
+    """One section of a config. Shown with its variables as written, never with what they stood for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self:
+            yield name, self._written.get(name, without_passwords(value))
+
+
+def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> Any:
+    """Declare one key of a section."""
+    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
+
+
+class Run(Settings):
+    name: RunName = key("names the run; the same name and storage again goes on where it stopped")
+    storage: str = key("local folder or URL for catalogue/ labels/ checkpoints/ exports/", min_length=1)
+    seed: int = key("fixes order, augmentation, noise and subsets", 1, ge=0)
+
+
+class Data(Settings):
+    shards: URLS = key("the noisy WebDataset tars: brace range, glob, list, or @file of lines")
+    classes: str = key("file of class names, one a line; its line number from 0 is the class", min_length=1)
+    identity: Identity = key("what makes two samples the same one", "key")
+    label: Label = key("where the given label stands", "cls")
+    aliases: str | None = key("file of lines 'raw string<TAB>class' that maps label texts to classes", None)
+    subset: str | None = key("train on this subset alone (made by pipelines.balance_subset)", None)
+    validation: URLS | None = key("clean shards for evaluation each epoch; shared ids leave training", None)
+    test: URLS | None = key("clean shards for the final figure; shared ids leave training", None)
+    truth: str | None = key("table 'id -> class' for some samples: measured, never trained on", None)
+    exclude: str | None = key("file of ids, one a line, that must vanish from every output", None)
+    max_damaged_share: float = key("more damage than this ends a job before it publishes", 0.01, ge=0, le=1)
+    window_mb: int = key("size of the window that is shuffled whole, per read task", 64, ge=1, unit="MB")
+
+
+class Images(Settings):
+    decode: Literal["cpu", "gpu"] = key("where JPEGs are decoded", "cpu")
+    resize: int | None = key("scale the image to this square before cropping", None, ge=1, unit="pixels")
+    crop: int = key("side of the square the network sees", 224, ge=1, unit="pixels")
+    pad: int = key("pad every side by this much before the random crop", 0, ge=0, unit="pixels")
+    flip: bool = key("mirror half of the training images", True)
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> Self:
+        if self.resize is not None and self.crop > self.resize + 2 * self.pad:
+            raise ValueError(f"crop {self.crop} is larger than resize {self.resize} with pad {self.pad}")
+        return self
+
+
+class Model(Settings):
+    backbone: str = key(
+        "a torchvision classifier, preact_resnet32, cifar_resnet34, small_convnet, or package.module:factory",
+        min_length=1,
+    )
+    weights: str | None = key(
+        "path or URL of a state dict to start from; a head of other size is left out", None
+    )
+
+
+class Optimizer(Settings):
+    tuned_batch: int = key("the batch for which the rates and lambda were tuned", ge=1, unit="samples")
+    batch_per_worker: int = key("samples a worker sees at once", ge=1, unit="samples")
+    accumulation: int = key("batches a worker adds up before a step", 1, ge=1, unit="batches")
+    momentum: float = key("of SGD", 0.9, ge=0, lt=1)
+    weight_decay: float = key("of SGD", 1e-4, ge=0)
+    precision: Literal["fp32", "bf16"] = key("of the forward pass", "fp32")
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = key("torch.compile's mode", "off")
+
+
+class BackboneStage(Settings):
+    epochs: int = key("length of the stage; 0 leaves it out", ge=0, unit="epochs")
+    rate: float = key("learning rate at tuned_batch, fixed and high", gt=0)
+
+
+class PencilStage(Settings):
+    epochs: int = key("length of the stage; 0 leaves it out", ge=0, unit="epochs")
+    rate: float = key("learning rate at tuned_batch, fixed and high", gt=0)
+    alpha: float = key("weight of the compatibility loss, at tuned_classes", 0.1, ge=0)
+    beta: float = key("weight of the entropy loss", 0.4, ge=0)
+    lambda_: LambdaCurve = key(
+        "step size of the labels, at tuned_batch and tuned_classes; epochs count from the stage's start",
+        alias="lambda",
+    )
+    tuned_classes: int = key("number of classes for which alpha and lambda were tuned", ge=2, unit="classes")
+    compatibility: Literal["released", "printed"] = key(
+        "form of the compatibility loss; 'printed' can change labels only where alpha * tuned_classes is "
+        "well under 1",
+        "released",
+    )
+    start_confidence: float | None = key(
+        "share of a label its given class holds at first; null: the paper's scale of 10",
+        None,
+        gt=0,
+        lt=1,
+    )
+    allow_fixed_labels: bool = key("train although no label can change with these numbers", False)
+
+
+class FinetuneStage(Settings):
+    epochs: int = key("length of the stage; 0 leaves it out", ge=0, unit="epochs")
+    rate: float = key("learning rate at tuned_batch at the stage's start", gt=0)
+    drop_after: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Shape("list of whole numbers")] = key(
+        "divide the rate after these epochs of the stage", (), unit="epochs"
+    )
+    drop_by: float = key("what the rate is divided by", 10.0, gt=1)
+
+
+class Stages(Settings):
+    backbone: BackboneStage = key("cross entropy on the given classes")
+    pencil: PencilStage = key("weights and labels move together")
+    finetune: FinetuneStage = key("labels stand still, the rate decays")
+
+
+class Workers(Settings):
+    count: WorkerCount = key("training processes", (1, 1))
+    gpu: bool = key("one GPU a worker", False)
+    cpus: float = key("CPUs a worker reserves; leave at least one free for reading", 1.0, gt=0, unit="CPUs")
+    scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
+
+
+class Checkpoint(Settings):
+    every_steps: int | None = key("besides every epoch; null: epochs alone", None, ge=1, unit="steps")
+    keep: int = key("how many checkpoints are kept", 3, ge=1)
+
+
+class Tracking(Settings):
+    uri: str | None = key("MLflow server; null: MLFLOW_TRACKING_URI, else sqlite under a local storage", None)
+    experiment: str | None = key("MLflow experiment; null: the run's name", None)
+    register_as: str | None = key("register the trained model under this name", None)
+
+
+class Config(Settings):
+    """A whole run."""
+
+    run: Run = key("the run")
+    data: Data = key("what to read")
+    images: Images = key("from bytes to pixels", Images())
+    model: Model = key("the network")
+    optimizer: Optimizer = key("how the weights move")
+    stages: Stages = key("the three stages of PENCIL")
+    workers: Workers = key("who trains", Workers())
+    checkpoint: Checkpoint = key("what survives a crash", Checkpoint())
+    tracking: Tracking = key("where figures go", Tracking())
