@@ -101,6 +101,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise ConfigError(_broken_yaml(path, error)) from None
     places: dict[KeyPath, str] = {}
     tree = _plain(loader, root, (), str(path), places) if root is not None else {}
+    places[()] = str(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {_shown(tree)}; sections such as 'run:' and 'data:' were expected")
     return tree, places
@@ -142,15 +143,16 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
     if not equals or not dotted:
         raise ConfigError(f"override '{override}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
     *parents, last = dotted.split(".")
-    section: Any = tree
-    for depth, name in enumerate(parents):
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            taken = _dotted(tuple(parents[: depth + 1]))
-            raise ConfigError(
-                f"override '{dotted}': '{taken}' holds a value, not keys; set {taken}=... itself"
-            )
     place = f"override '{dotted}'"
+    section: Any = tree
+    for depth, name in enumerate(parents, 1):
+        if section.get(name) is None:
+            section[name] = {}
+            places[tuple(parents[:depth])] = place
+        section = section[name]
+        if not isinstance(section, dict):
+            taken = _dotted(tuple(parents[:depth]))
+            raise ConfigError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
     try:
         value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
     except yaml.YAMLError as error:

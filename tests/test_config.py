@@ -1,5 +1,6 @@
 """One YAML and overrides become a frozen config, or one clear line a problem."""
 
+import contextlib
 import pickle
 import subprocess
 import sys
@@ -79,7 +80,9 @@ def test_shell_words_need_no_quoting(good: Path, override: str, found: tuple[str
         ("{start: 3000, end: 0}", Line(3000.0, 0.0), [3000, 1500, 0]),
     ],
 )
-def test_lambda_is_a_number_a_line_or_steps(good: Path, spelled: str, curve: object, values: list[float]) -> None:
+def test_lambda_is_a_number_a_line_or_steps(
+    good: Path, spelled: str, curve: object, values: list[float]
+) -> None:
     found = load_config(good, [f"stages.pencil.lambda={spelled}"]).stages.pencil.lambda_
     assert found == curve
     assert [found.at(epoch, num_epochs=3) for epoch in range(3)] == values
@@ -139,7 +142,10 @@ def test_a_broken_file_is_explained_in_lines(case: str, tmp_path: Path) -> None:
     [
         ("stages.pencil.epochs", r"override 'stages.pencil.epochs': KEY=VALUE was expected"),
         ("=3", r"KEY=VALUE was expected"),
-        ("stages.pencl.epochs=3", r"override 'stages.pencl.epochs'|unknown key 'stages.pencl'.*'stages.pencil'"),
+        (
+            "stages.pencl.epochs=3",
+            r"override 'stages.pencl.epochs': unknown key 'stages.pencl'.*'stages.pencil'",
+        ),
         ("run.name.first=a", r"'run.name' holds a value, not keys"),
         ("stages.pencil.epochs=two", r"override 'stages.pencil.epochs': stages.pencil.epochs: found 'two'"),
         ("data.shards=[a", r"override 'data.shards': broken YAML"),
@@ -168,7 +174,9 @@ def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
 
 def test_the_key_decides_how_a_variable_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TONIGHT", "20261115")
-    config = load_config(good, ["run.name=${TONIGHT}", "run.seed=${TONIGHT}", "data.shards=['a-${TONIGHT}.tar']"])
+    config = load_config(
+        good, ["run.name=${TONIGHT}", "run.seed=${TONIGHT}", "data.shards=['a-${TONIGHT}.tar']"]
+    )
     assert (config.run.name, config.run.seed) == ("20261115", 20261115)
     assert config.data.shards == ("a-20261115.tar",)
 
@@ -192,7 +200,9 @@ def test_an_error_about_a_variable_shows_the_variable(good: Path, monkeypatch: p
 
 
 def test_a_password_written_into_a_url_is_blanked(good: Path) -> None:
-    config = load_config(good, ["run.storage=s3://id:hush@b", "tracking.uri=http://h/?X-Amz-Signature=hush&a=1"])
+    config = load_config(
+        good, ["run.storage=s3://id:hush@b", "tracking.uri=http://h/?X-Amz-Signature=hush&a=1"]
+    )
     assert "hush" not in repr(config) + str(describe(config))
     assert "a=1" in describe(config)["tracking.uri"]
 
@@ -209,10 +219,14 @@ def test_the_help_page_tells_every_key(good: Path) -> None:
 @given(st.text())
 def test_no_override_ends_in_anything_but_a_config_or_its_error(text: str) -> None:
     path = Path(__file__).parent.parent / "configs" / "demo.yaml"
-    try:
-        assert isinstance(load_config(path, [text, f"run.name={text}"]), Config)
-    except ConfigError as error:
-        assert str(error)
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load_config(path, [text]), Config)
+    with contextlib.suppress(ConfigError):
+        assert load_config(path, [f"tracking.experiment={text}"]).tracking.experiment in (
+            text,
+            text[1:-1],
+            None,
+        )
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=str)
