@@ -1,0 +1,169 @@
+"""PENCIL's mathematics: three losses, and the step by which a label moves. Pure tensors, nothing else.
+
+    f   = softmax(class_logits)      what the network believes          [B, C]
+    y_d = softmax(label_logits)      what the label has come to be      [B, C]
+
+    L = KL(f || y_d) / c  +  alpha * L_o(y_d, noisy_class)  +  beta * H(f) / c
+
+The compatibility loss L_o holds a label near the class it was given. Its `printed` form is
+-log y_d[noisy_class]. The `released` form, that of the authors' code, is -log softmax(y_d)[noisy_class]: its
+pull fades as the label moves away, and only so can labels be corrected (`label_outlook` tells when).
+
+Every loss is one value a sample, float32, through log-softmax: finite for any finite logits.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Form = Literal["released", "printed"]
+LONGEST_OUTLOOK = 20_000  # visits; no training run is longer
+
+
+def initial_logits(noisy_class: Tensor, num_classes: int, scale: float = 10.0) -> Tensor:
+    """Start every label near one-hot on its given class: logits of `scale` there, 0 elsewhere."""
+    return functional.one_hot(noisy_class.long(), num_classes).float() * scale
+
+
+def scale_for_confidence(confidence: float, num_classes: int) -> float:
+    """Find the scale at which a fresh label gives its class this share: e^K / (e^K + c - 1)."""
+    if not 1 / num_classes < confidence < 1:
+        raise ValueError(f"confidence {confidence}: a share above 1/{num_classes} and below 1 was expected")
+    odds = torch.tensor(confidence / (1 - confidence) * (num_classes - 1), dtype=torch.float64)
+    return float(odds.log())
+
+
+def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
+    """KL(f || y_d) / c: the order of the two matters, the other one corrects badly.   [B]"""
+    log_f = _full(class_logits).log_softmax(-1)
+    log_y = _full(label_logits).log_softmax(-1)
+    return (log_f.exp() * (log_f - log_y)).mean(-1)
+
+
+def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "released") -> Tensor:
+    """How far the label has left the class it was given.   [B]"""
+    log_y = _full(label_logits).log_softmax(-1)
+    if form == "released":
+        log_y = log_y.exp().log_softmax(-1)
+    return -log_y.gather(-1, noisy_class.long().unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_loss(class_logits: Tensor) -> Tensor:
+    """H(f) / c: pushes the network to make up its mind.   [B]"""
+    log_f = _full(class_logits).log_softmax(-1)
+    return -(log_f.exp() * log_f).mean(-1)
+
+
+def pencil_loss(
+    class_logits: Tensor,
+    label_logits: Tensor,
+    noisy_class: Tensor,
+    alpha: float,
+    beta: float,
+    form: Form = "released",
+) -> Tensor:
+    """The weighted sum that stage two minimises.   [B]"""
+    return (
+        classification_loss(class_logits, label_logits)
+        + alpha * compatibility_loss(label_logits, noisy_class, form)
+        + beta * entropy_loss(class_logits)
+    )
+
+
+def move_labels(
+    class_logits: Tensor,
+    label_logits: Tensor,
+    noisy_class: Tensor,
+    label_rate: float,
+    pull: float,
+    form: Form = "released",
+) -> Tensor:
+    """Move each label by its own sample's gradient, in closed form.   [B, C]
+
+    Autograd on the batch mean would give lambda/B * ((y_d - f)/c + alpha * h), with h the gradient of the
+    compatibility loss. With label_rate = lambda/(B*c) and pull = alpha*c the batch and the class count are
+    gone: a sample's step does not depend on who shares its batch.
+    """
+    f = _full(class_logits.detach()).softmax(-1)
+    y = _full(label_logits).softmax(-1)
+    given = functional.one_hot(noisy_class.long(), y.shape[-1]).to(y.dtype)
+    return _full(label_logits) - label_rate * (y - f + pull * _compatibility_gradient(y, given, form))
+
+
+def _compatibility_gradient(y: Tensor, given: Tensor, form: Form) -> Tensor:
+    """dL_o / d(label_logits), given y_d and the one-hot of the given class."""
+    if form == "printed":
+        return y - given
+    # Two softmaxes in a row: dL_o/dy_d = softmax(y_d) - onehot, then back through y_d = softmax(logits).
+    upstream = y.softmax(-1) - given
+    return y * (upstream - (upstream * y).sum(-1, keepdim=True))
+
+
+def _full(logits: Tensor) -> Tensor:
+    """Half precision becomes float32; float64 stays, for checks against exact formulas."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class LabelOutlook:
+    """What becomes of a label when the network is sure of another class."""
+
+    changes: bool  # it ends on the network's class, and stays there
+    visits: int | None  # after so many visits for good; None if never
+    swings: bool  # it flips to and fro, and never rests
+    share: float  # of the label, that the network's class ends with
+
+
+def label_outlook(
+    num_classes: int,
+    pull: float,
+    label_rate: float | Sequence[float],
+    form: Form = "released",
+    confidence: float = 0.99,
+    scale: float = 10.0,
+) -> LabelOutlook:
+    """Tell whether a label can change with these numbers, by moving one until it rests.
+
+    The network is `confidence` sure of one rival class and spreads the rest evenly. `label_rate` may be one
+    number, or one a visit (the last one holds on). A label may cross over for a while and come back, so a
+    crossing alone proves nothing: what counts is where it rests.
+    """
+    rates = [float(label_rate)] if isinstance(label_rate, int | float) else list(label_rate)
+    given = torch.tensor([0])
+    belief = torch.full((1, num_classes), (1 - confidence) / (num_classes - 1))
+    belief[0, 1] = confidence
+    class_logits, label_logits = belief.log(), initial_logits(given, num_classes, scale)
+    crossings: list[int] = []
+    rests, visit = False, 0
+    for visit, rate in enumerate(itertools.islice(_held(rates), _visits_to_rest(rates)), 1):
+        moved = move_labels(class_logits, label_logits, given, rate, pull, form)
+        crossings += [visit] if _crossed(moved) != _crossed(label_logits) else []
+        # All logits must rest, not the two rivals alone: their gap stands still as it turns, too.
+        rests = visit >= len(rates) and float((moved - label_logits).abs().max()) <= 1e-4 * rate
+        label_logits = moved
+        if rests:
+            break
+    swings = not rests and bool(crossings) and crossings[-1] > visit // 2
+    changes = _crossed(label_logits) and not swings
+    share = float(label_logits.softmax(-1)[0, 1])
+    return LabelOutlook(changes, crossings[-1] if changes else None, swings, share)
+
+
+def _crossed(label_logits: Tensor) -> bool:
+    """Whether the rival class is ahead of the given one."""
+    return bool(label_logits[0, 1] > label_logits[0, 0])
+
+
+def _held(rates: list[float]) -> Iterator[float]:
+    return itertools.chain(rates, itertools.repeat(rates[-1]))
+
+
+def _visits_to_rest(rates: list[float]) -> int:
+    """A label rests when rate times visits has come to some hundreds (1000 is ample), or never."""
+    settling = 0 if rates[-1] == 0 else int(1000 / rates[-1]) + 100
+    return min(len(rates) + settling, LONGEST_OUTLOOK)
