@@ -130,8 +130,15 @@ def _header_of(data: bytes, kind: str) -> Header:
 
 
 def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
+    problem = _strict_problem(data, facts.format)
+    if problem and "truncated" in facts.oddities:
+        return _strict_problem(complete_truncated(data), facts.format)
+    return problem
+
+
+def _strict_problem(data: bytes, kind: str) -> str | None:
     try:
-        with _PLUGINS[facts.format](io.BytesIO(complete_truncated(data))) as image:
+        with _PLUGINS[kind](io.BytesIO(data)) as image:
             # The plugin parsed the header anew: its word on the size is what it is about to allocate.
             if image.width * image.height > MAX_PIXELS:
                 return "image_bomb"
@@ -176,7 +183,10 @@ def _complete_png(data: bytes, header: Header) -> bytes:
     bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
     # Each row has a filter byte and is rounded up to bytes; interlaced, there are 15/8 * height + 7 rows.
     num_bytes = header.num_pixels * bits // 8 + 2 * (2 * header.height + 8)
-    rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
+    try:
+        rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
+    except zlib.error:
+        return data  # damaged as well as cut: for the decoder to refuse
     pixels = zlib.compress(rows + bytes(num_bytes - len(rows)), 1)
     return b"".join([*kept, _png_chunk(b"IDAT", pixels), _png_chunk(b"IEND", b"")])
 
