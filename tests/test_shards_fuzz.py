@@ -1,0 +1,96 @@
+"""Tars with bytes flipped, wiped, cut, repeated: no member may vanish without a trace, nothing may raise."""
+
+import tarfile
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tar_making import python_tar, simple_members
+
+from pencil_scale.byte_source import MemorySource, Window
+from pencil_scale.shards import Sample, ShardReader
+from pencil_scale.tar_walk import Damage, Filler, Member, Piece, TarWalk
+
+USTAR = python_tar(simple_members(12, bytes(range(256)) * 5))
+PAX = python_tar(
+    [(f"d/é{number:03d}.{'x' * 120}.jpg", b"1" * 700) for number in range(8)], tarfile.PAX_FORMAT
+)
+GNU = python_tar([(f"{'d' * 120}/{number:03d}.jpg", b"1" * 700) for number in range(8)], tarfile.GNU_FORMAT)
+
+Edit = tuple[str, int, int, bytes]
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "wipe", "cut", "insert", "drop", "repeat"]),
+        st.one_of(st.integers(0, 60_000), st.integers(0, 110).map(lambda number: number * 512)),
+        st.integers(0, 3000),
+        st.binary(min_size=1, max_size=600),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(data: bytes, steps: list[Edit]) -> bytes:
+    for action, at, length, raw in steps:
+        at = at % (len(data) + 1)
+        rest = {
+            "put": raw + data[at + len(raw) :],
+            "wipe": bytes(len(data[at : at + length])) + data[at + length :],
+            "cut": b"",
+            "insert": raw + data[at:],
+            "drop": data[at + length :],
+            "repeat": data[at : at + length] + data[at:],
+        }[action]
+        data = data[:at] + rest
+    return data
+
+
+def pieces(data: bytes) -> list[Piece]:
+    return list(TarWalk(Window(MemorySource(data))).pieces())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([USTAR, PAX, GNU]), edits)
+def test_the_pieces_tile_any_file_whatever_was_done_to_it(data: bytes, steps: list[Edit]) -> None:
+    position = 0
+    for piece in pieces(edited(data, steps)):
+        assert piece.start == position
+        assert piece.end > piece.start or isinstance(piece, Damage)
+        position = piece.end
+    assert position == len(edited(data, steps))
+
+
+@settings(max_examples=150, deadline=None)
+@given(edits)
+def test_a_member_that_was_there_is_found_again_or_lies_in_damage(steps: list[Edit]) -> None:
+    steps = [step for step in steps if step[0] in ("put", "wipe", "cut")]  # these keep offsets
+    spoiled = edited(USTAR, steps)
+    found = pieces(spoiled)
+    members = {(piece.name, piece.start, piece.size) for piece in found if isinstance(piece, Member)}
+    bad = [(piece.start, piece.end) for piece in found if isinstance(piece, Damage)]
+    for member in pieces(USTAR):
+        if isinstance(member, Filler | Damage) or member.start >= len(spoiled):
+            continue
+        inside = any(start <= member.start < end for start, end in bad)
+        assert inside or (member.name, member.start, member.size) in members
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=4000))
+def test_arbitrary_bytes_are_damage_and_give_no_sample(data: bytes) -> None:
+    found = list(ShardReader(MemorySource(data)).read())
+    assert not any(isinstance(each, Sample) for each in found)
+    assert found or not data.strip(b"\0")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([USTAR, PAX, GNU]), edits)
+def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> None:
+    spoiled = edited(data, steps)
+    reader = ShardReader(MemorySource(spoiled))
+    for found in reader.read():
+        if isinstance(found, Sample):
+            for member in found.members.values():
+                if member.kind != "cut":
+                    assert reader.data(member) == spoiled[member.offset : member.offset + member.size]
+                    assert len(reader.data(member)) == member.size
