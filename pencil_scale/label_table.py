@@ -1,0 +1,278 @@
+"""Label table: one row of label logits per catalogue row, memory-mapped, in Arrow.
+
+The file stays a valid Arrow file while its owner moves rows in place, so anyone may open it at any time.
+Rows nobody visits keep their logits. A row's part and slot are arithmetic.
+
+    table = LabelTable.open(folder, writable_parts=[0, 3])
+    logits = table.read(rows)                 # float32 [B, C]
+    table.write(rows, moved, epoch=7)         # in place; the ledger remembers epoch 7
+    manifest = table.snapshot(store)          # whole and hashed, or not there at all
+
+The ledger counts epochs over the table's life, from 1; `epoch` in every call here counts from 0 in the
+present run. Only snapshots survive a crash by promise: a working copy is scratch.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pencil_scale.manifest import Manifest
+from pencil_scale.part_files import LabelTableError, Layout, PartFile, TableDamagedError, TableMismatchError
+from pencil_scale.part_store import named_storage_errors
+from pencil_scale.snapshot import PartTracker, restore_working_copy
+from pencil_scale.working_copy import (
+    LABELS_FILE,
+    LEDGER_FILE,
+    ClassSource,
+    KeySource,
+    RowsRefusedError,
+    checked_classes,
+    create_working_copy,
+    scaled_one_hot,
+)
+
+Int64s = npt.NDArray[np.int64]
+
+
+class LabelTable:
+    """The learned labels of some or all parts of a table, on local disk."""
+
+    def __init__(self, folder: Path, writable_parts: Sequence[int]):
+        """Map a working copy that is there; use `create`, `open` or `restore`."""
+        self.folder = folder
+        self._labels = PartFile(folder / LABELS_FILE, writable=bool(writable_parts))
+        self._ledger = PartFile(folder / LEDGER_FILE, writable=bool(writable_parts))
+        header = self._labels.header
+        if self._ledger.header != header:
+            raise TableDamagedError(
+                f"{folder}: {LABELS_FILE} and {LEDGER_FILE} are not of one table; restore it"
+            )
+        self.layout, self.parts = header.layout, header.parts
+        self.scale, self.first_epoch = header.scale, header.first_epoch
+        self._map_columns()
+        self._held = self._flags(self.parts)
+        self._writable = self._flags(writable_parts)
+        self._tracker = PartTracker(self._labels, self._ledger)
+        self._lock = threading.Lock()
+
+    def _map_columns(self) -> None:
+        self._logits = self._labels.column("label_logits", np.float32, self.layout.num_classes)
+        self._noisy_class = self._labels.column("noisy_class", np.int32)
+        self._pinned = self._labels.column("pinned", np.uint8)
+        self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
+        self._last_epoch = self._ledger.column("last_epoch", np.int32)
+
+    def _flags(self, parts: Iterable[int]) -> npt.NDArray[np.bool_]:
+        flags = np.zeros(self.layout.num_parts, np.bool_)
+        flags[list(parts)] = True
+        return flags
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        noisy_class: ClassSource,
+        num_classes: int,
+        sample_keys: KeySource | None = None,
+        scale: float = 10.0,
+    ) -> "LabelTable":
+        """Make a table in which every row's logits are scale * one-hot of its given class.
+
+        Arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 says that the
+        row has no usable label: its logits are zeros, no class preferred. Without keys the keys are zeros.
+        """
+        header = create_working_copy(Path(folder), noisy_class, num_classes, sample_keys, scale)
+        return cls(Path(folder), header.parts)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        writable_parts: Sequence[int] | Literal["all"] | None = None,
+        num_classes: int | None = None,
+    ) -> "LabelTable":
+        """Map a working copy: for reading, or to write the parts named."""
+        folder = Path(folder)
+        if not (folder / LABELS_FILE).exists():
+            raise LabelTableError(f"{folder}: no label table here; create it, or restore it from a manifest")
+        with named_storage_errors(folder):
+            table = cls(folder, ())
+            _require_classes(str(folder), table.layout, num_classes)
+            wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
+            for part in set(wanted) - set(table.parts):
+                raise LabelTableError(f"{folder}: part {part} is not in this working copy; restore it first")
+            return cls(folder, wanted) if wanted else table
+
+    @classmethod
+    def restore(
+        cls,
+        manifest: Manifest,
+        folder: str | Path,
+        parts: Iterable[int] | None = None,
+        num_classes: int | None = None,
+    ) -> "LabelTable":
+        """Make a writable working copy of a snapshot, or of some of its parts, checking every hash."""
+        _require_classes(f"manifest over {manifest.store}", manifest.layout, num_classes)
+        if parts is None:
+            manifest.require_whole()
+        held = tuple(sorted(manifest.parts if parts is None else set(parts)))
+        for part in set(held) - set(manifest.parts):
+            raise LabelTableError(f"manifest over {manifest.store}: has no part {part} to restore")
+        restore_working_copy(manifest, Path(folder), held)
+        table = cls(Path(folder), held)
+        table._tracker.remember(manifest)
+        return table
+
+    def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The label logits of these rows, in their order: float32 [B, C]."""
+        return self._logits.values[self._logits.at(*self._locate(rows))]
+
+    def read_class(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """The class each row was given, or pinned to; -1 where it has no usable label."""
+        return self._noisy_class.values[self._noisy_class.at(*self._locate(rows))]
+
+    def read_pinned(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of these rows are pinned."""
+        return self._pinned.values[self._pinned.at(*self._locate(rows))].astype(np.bool_)
+
+    def read_key(self, rows: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """The 128-bit keys of these rows' sample ids: uint8 [B, 16]."""
+        return self._sample_key.values[self._sample_key.at(*self._locate(rows))]
+
+    def read_last_epoch(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """The last epoch of the table's life in which each row was visited; 0: never."""
+        return self._last_epoch.values[self._last_epoch.at(*self._locate(rows))]
+
+    def write(self, rows: npt.ArrayLike, logits: npt.NDArray[np.float32], epoch: int) -> None:
+        """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
+
+        All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
+        """
+        rows, parts, slots = self._locate_for_writing(rows)
+        self._require_finite(rows, logits)
+        with self._lock:
+            marks = self._unvisited(rows, parts, slots, epoch)
+            free = self._pinned.values[self._pinned.at(parts, slots)] == 0
+            if free.all():
+                self._logits.values[self._logits.at(parts, slots)] = logits
+                self._tracker.labels_moved[parts] = True
+            else:
+                self._logits.values[self._logits.at(parts[free], slots[free])] = logits[free]
+                self._tracker.labels_moved[parts[free]] = True
+            self._mark(marks, parts, epoch)
+
+    def mark(self, rows: npt.ArrayLike, epoch: int) -> None:
+        """Mark these rows as visited, leaving their labels alone."""
+        rows, parts, slots = self._locate_for_writing(rows)
+        with self._lock:
+            self._mark(self._unvisited(rows, parts, slots, epoch), parts, epoch)
+
+    def pin(self, rows: npt.ArrayLike, classes: npt.ArrayLike) -> None:
+        """Set these rows' class for good: scale * one-hot, and no write moves them again."""
+        rows, parts, slots = self._locate_for_writing(rows)
+        pinned = checked_classes(classes, self.layout.num_classes, lowest=0)
+        if len(pinned) != len(rows):
+            raise RowsRefusedError(f"{self.folder}: {len(pinned)} classes to pin {len(rows)} rows to")
+        with self._lock:
+            self._noisy_class.values[self._noisy_class.at(parts, slots)] = pinned
+            self._pinned.values[self._pinned.at(parts, slots)] = 1
+            logits = scaled_one_hot(pinned, self.layout.num_classes, self.scale)
+            self._logits.values[self._logits.at(parts, slots)] = logits
+            self._tracker.labels_moved[parts] = True
+
+    def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
+        """Which rows of the whole table bear this epoch: bool [N]."""
+        if not self._held.all():
+            raise LabelTableError(
+                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak for "
+                "the other rows; ask count_visited, or snapshot.visited with a whole manifest"
+            )
+        marks = [self._part_marks(part, epoch) for part in self.parts]
+        return np.concatenate(marks) if marks else np.zeros(0, np.bool_)
+
+    def count_visited(self, epoch: int) -> int:
+        """How many rows of the parts held here bear this epoch."""
+        return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
+
+    def snapshot(self, store: str | Path) -> Manifest:
+        """Write the held parts that moved to the store, and name them all in a manifest of this moment.
+
+        Writes wait meanwhile. It is not saved here: with several ranks it is only part of the whole.
+        """
+        with self._lock:
+            manifest = self._tracker.snapshot(store)
+        self._labels.forget_pages()
+        self._ledger.forget_pages()
+        return manifest
+
+    def _part_marks(self, part: int, epoch: int) -> npt.NDArray[np.bool_]:
+        marks: npt.NDArray[np.bool_] = self._last_epoch.part(part, len(self.layout.rows_of(part))) == (
+            self.first_epoch + epoch
+        )
+        return marks
+
+    def _mark(self, marks: Int64s, parts: Int64s, epoch: int) -> None:
+        self._last_epoch.values[marks] = self.first_epoch + epoch
+        self._tracker.ledger_moved[parts] = True
+
+    def _locate(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        located = _as_rows(rows)
+        if located.size and not (located.min() >= 0 and located.max() < self.layout.num_rows):
+            outside = located[(located < 0) | (located >= self.layout.num_rows)]
+            self._refuse(outside, f"outside the table's {self.layout.num_rows:,} rows")
+        parts = located >> self.layout.shift
+        if not self._held[parts].all():
+            self._refuse(located[~self._held[parts]], "in a part that is not in this working copy")
+        return parts, located & (self.layout.part_rows - 1)
+
+    def _locate_for_writing(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s, Int64s]:
+        parts, slots = self._locate(rows)
+        located = _as_rows(rows)
+        if not self._writable[parts].all():
+            self._refuse(located[~self._writable[parts]], "in a part that was not opened for writing")
+        ordered = np.sort(located)
+        repeated = ordered[1:] == ordered[:-1]
+        if repeated.any():
+            self._refuse(ordered[1:][repeated], "given twice in one write")
+        return located, parts, slots
+
+    def _unvisited(self, rows: Int64s, parts: Int64s, slots: Int64s, epoch: int) -> Int64s:
+        marks = self._last_epoch.at(parts, slots)
+        seen = self._last_epoch.values[marks] >= self.first_epoch + epoch
+        if seen.any():
+            last = int(self._last_epoch.values[marks][seen][0]) - self.first_epoch
+            self._refuse(rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}")
+        return marks
+
+    def _require_finite(self, rows: Int64s, logits: npt.NDArray[np.float32]) -> None:
+        if logits.shape != (len(rows), self.layout.num_classes):
+            expected = (len(rows), self.layout.num_classes)
+            raise RowsRefusedError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
+        # One sum is far cheaper than a test of every value, and is finite only if every value is.
+        if not np.isfinite(logits.sum()) and not np.isfinite(logits).all():
+            self._refuse(rows[~np.isfinite(logits).all(axis=1)], "given logits that are not finite")
+
+    def _refuse(self, rows: Int64s, why: str) -> NoReturn:
+        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise RowsRefusedError(f"{self.folder}: row {rows[0]}{others}: {why}; nothing was written")
+
+
+def _as_rows(rows: npt.ArrayLike) -> Int64s:
+    found = np.asarray(rows)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise RowsRefusedError(
+            f"rows of type {found.dtype} and shape {found.shape}; give a list of row numbers"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def _require_classes(name: str, layout: Layout, num_classes: int | None) -> None:
+    if num_classes is not None and num_classes != layout.num_classes:
+        raise TableMismatchError(
+            f"{name}: labels over {layout.num_classes} classes, the config names {num_classes}; "
+            "use the class list the table was made with, or remap the table"
+        )
