@@ -188,8 +188,8 @@ class LabelTable:
         """Which rows of the whole table bear this epoch: bool [N]."""
         if not self._held.all():
             raise LabelTableError(
-                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak for "
-                "the other rows; ask count_visited, or snapshot.visited with a whole manifest"
+                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak "
+                "for every row; ask count_visited, or snapshot.visited with a whole manifest"
             )
         marks = [self._part_marks(part, epoch) for part in self.parts]
         return np.concatenate(marks) if marks else np.zeros(0, np.bool_)

@@ -1,4 +1,5 @@
 import multiprocessing
+from itertools import pairwise
 from pathlib import Path
 
 import duckdb
@@ -59,7 +60,7 @@ def test_chunks_make_the_same_file_as_arrays(tmp_path: Path) -> None:
     keys = np.frombuffer(b"".join(sample_key(str(row)) for row in range(NUM_ROWS)), np.uint8).reshape(-1, 16)
     LabelTable.create(tmp_path / "whole", classes, NUM_CLASSES, keys)
     cuts = [0, 700, 700, 2048, NUM_ROWS]
-    chunks = (classes[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+    chunks = (classes[a:b] for a, b in pairwise(cuts))
     key_chunks = (keys[a : a + 100] for a in range(0, NUM_ROWS, 100))
     LabelTable.create(tmp_path / "chunks", chunks, NUM_CLASSES, key_chunks)
     whole, chunked = (tmp_path / name / LABELS_FILE for name in ("whole", "chunks"))
@@ -193,8 +194,8 @@ def test_other_programs_open_the_table_while_another_process_writes(tmp_path: Pa
             polars = pl.read_ipc(path)
             counted = duckdb.sql(
                 "select count(*), min(row), max(row), count(label_logits) from arrow"
-            ).fetchone()
-            assert counted == (NUM_ROWS, 0, NUM_ROWS - 1, NUM_ROWS)
+            ).fetchall()
+            assert counted == [(NUM_ROWS, 0, NUM_ROWS - 1, NUM_ROWS)]
             assert polars.shape == (NUM_ROWS, 5)
             assert polars["row"].to_list() == list(range(NUM_ROWS))
             versions.add(float(polars["label_logits"].arr.first().sum()))
