@@ -1,0 +1,137 @@
+"""Networks by name, and weights that fit or are refused."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torchvision import models
+
+from pencil_scale.backbones import BackboneError, build_backbone
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_preact_resnet32_has_the_size_of_the_papers() -> None:
+    model = build_backbone("preact_resnet32", 10)
+    assert num_parameters(model) == 1_860_138
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_cifar_form_of_resnet34_keeps_small_images_whole() -> None:
+    model = build_backbone("cifar_resnet34", 100)
+    seen: list[torch.Size] = []
+    model.get_submodule("layer1").register_forward_hook(lambda _m, _i, out: seen.append(out.shape))
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+    assert seen == [(2, 64, 32, 32)]
+
+
+def test_the_small_convnet_reads_digits() -> None:
+    assert build_backbone("small_convnet", 10)(torch.randn(2, 3, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "squeezenet1_1", "vit_b_16"])
+def test_a_torchvision_classifier_gives_one_row_of_logits_a_sample(name: str) -> None:
+    size = 299 if name == "inception_v3" else 224
+    with torch.device("meta"):
+        model = build_backbone(name, 14).train()
+        assert model(torch.empty(2, 3, size, size)).shape == (2, 14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.list_models(module=models))
+def test_every_torchvision_classifier_is_built_and_can_change_its_head(name: str, tmp_path: Path) -> None:
+    """The head is found by its place, last; a family that put it elsewhere would fail here."""
+    if num_parameters(_on_meta(name, 14)) > 60e6:
+        pytest.skip("a larger sibling of a network that is tried")
+    donor = models.get_model(name, weights=None, num_classes=20)
+    torch.save(donor.state_dict(), tmp_path / "weights.pt")
+    model = build_backbone(name, 14, weights=str(tmp_path / "weights.pt"))
+    trunk = next(iter(donor.state_dict()))
+    assert_close(model.state_dict()[trunk], donor.state_dict()[trunk])
+
+
+def _on_meta(name: str, num_classes: int) -> nn.Module:
+    with torch.device("meta"):
+        return build_backbone(name, num_classes)
+
+
+def test_a_factory_of_the_users_own_is_called() -> None:
+    model = build_backbone("pencil_scale.backbones:small_convnet", 7)
+    assert isinstance(model, nn.Sequential)
+    assert model[-1].out_features == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("resnet5O", "no network 'resnet5O'; preact_resnet32"),
+        ("no.such:thing", "'no.such:thing' cannot be imported: No module named 'no'"),
+        ("math:no_such", "cannot be imported: .*no_such"),
+        (":x", "cannot be imported"),
+        ("builtins:str", r"builtins:str\(10\) gave str; a torch Module"),
+    ],
+)
+def test_a_network_nobody_knows_is_refused(name: str, says: str) -> None:
+    with pytest.raises(BackboneError, match=says):
+        build_backbone(name, 10)
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, state: object) -> str:
+    path = tmp_path / "weights.pt"
+    torch.save(state, path)
+    return str(path)
+
+
+def test_weights_of_the_same_network_are_taken_whole(tmp_path: Path) -> None:
+    donor = build_backbone("small_convnet", 10)
+    model = build_backbone("small_convnet", 10, saved(tmp_path, donor.state_dict()))
+    for name, tensor in donor.state_dict().items():
+        assert_close(model.state_dict()[name], tensor)
+
+
+def test_a_head_of_another_class_count_is_left_out(tmp_path: Path) -> None:
+    donor = build_backbone("small_convnet", 1000)
+    url = "file://" + saved(tmp_path, {f"module.{name}": value for name, value in donor.state_dict().items()})
+    model = build_backbone("small_convnet", 10, url)
+    assert_close(model.state_dict()["0.weight"], donor.state_dict()["0.weight"])
+    assert model.state_dict()["11.weight"].shape == (10, 64)
+
+
+def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
+    url = saved(tmp_path, build_backbone("preact_resnet32", 10).state_dict())
+    with pytest.raises(
+        BackboneError, match=r"weights.pt does not fit the network: \d+ unlike ours \(1.norm1"
+    ):
+        build_backbone("small_convnet", 10, url)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("executed",)
+
+
+def test_nothing_in_a_weights_file_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "weights.pt").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(BackboneError, match="no file of plain weights"):
+        build_backbone("small_convnet", 10, str(tmp_path / "weights.pt"))
+    with pytest.raises(BackboneError, match="no file of plain weights"):
+        build_backbone("small_convnet", 10, saved(tmp_path, {"0.weight": Trap()}))
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_files_that_are_no_weights_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(BackboneError, match=r"absent.pt cannot be read"):
+        build_backbone("small_convnet", 10, str(tmp_path / "absent.pt"))
+    with pytest.raises(BackboneError, match="holds a list"):
+        build_backbone("small_convnet", 10, saved(tmp_path, [1, 2]))
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(BackboneError, match="no file of plain weights"):
+        build_backbone("small_convnet", 10, str(tmp_path / "empty.pt"))
