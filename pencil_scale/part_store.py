@@ -10,6 +10,7 @@ fsynced and renamed; on an object store it is one put. A name that exists is a f
 
 import errno
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,8 @@ def named_storage_errors(path: str | Path) -> Iterator[None]:
 @contextmanager
 def written_beside(path: Path, durable: bool) -> Iterator[Path]:
     """Give a name to write to; the file gets its real name only when it is whole."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}{BESIDE}")
+    # Two parts may have the same content, and two hosts the same process ids: every writer writes alone.
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}{BESIDE}")
     with named_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

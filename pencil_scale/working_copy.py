@@ -70,21 +70,35 @@ def create_working_copy(
 def first_labels(
     header: Header, classes: npt.NDArray[np.int32], keys: npt.NDArray[np.uint8] | None
 ) -> Iterator[pa.RecordBatch]:
-    """The labels of a new table, part by part: scale * one-hot, nothing pinned."""
-    schema = labels_schema(header.layout.num_classes)
+    """The labels of a new table, part by part."""
     for part in header.parts:
         rows = header.layout.rows_of(part)
-        given = np.asarray(classes[rows.start : rows.stop])
-        key = np.zeros((len(rows), 16), np.uint8) if keys is None else keys[rows.start : rows.stop]
-        logits = scaled_one_hot(given, header.layout.num_classes, header.scale)
-        unpinned = np.zeros(len(rows), np.uint8)
-        yield fixed_batch(schema, [np.arange(rows.start, rows.stop), key, given, unpinned, logits])
+        here = slice(rows.start, rows.stop)
+        yield new_rows(rows, classes[here], None if keys is None else keys[here], header)
+
+
+def new_rows(
+    rows: range, classes: npt.NDArray[np.int32], keys: npt.NDArray[np.uint8] | None, header: Header
+) -> pa.RecordBatch:
+    """Rows as they enter the table: scale * one-hot, not pinned; without keys the keys are zeros."""
+    num_classes = header.layout.num_classes
+    key = np.zeros((len(rows), 16), np.uint8) if keys is None else keys
+    unpinned = np.zeros(len(rows), np.uint8)
+    logits = scaled_one_hot(classes, num_classes, header.scale)
+    row = np.arange(rows.start, rows.stop)
+    columns: list[npt.NDArray[Any]] = [row, key, classes, unpinned, logits]
+    return fixed_batch(labels_schema(num_classes), columns)
 
 
 def first_ledger(header: Header) -> Iterator[pa.RecordBatch]:
-    """The ledger of rows that nobody has visited."""
+    """The ledger of a new table, part by part."""
     for part in header.parts:
-        yield fixed_batch(LEDGER_SCHEMA, [np.zeros(len(header.layout.rows_of(part)), np.int32)])
+        yield new_marks(len(header.layout.rows_of(part)))
+
+
+def new_marks(num_rows: int) -> pa.RecordBatch:
+    """The ledger of rows that nobody has visited."""
+    return fixed_batch(LEDGER_SCHEMA, [np.zeros(num_rows, np.int32)])
 
 
 def scaled_one_hot(classes: npt.NDArray[np.int32], num_classes: int, scale: float) -> npt.NDArray[np.float32]:
@@ -95,13 +109,15 @@ def scaled_one_hot(classes: npt.NDArray[np.int32], num_classes: int, scale: floa
     return logits
 
 
-def class_column(source: ClassSource, num_classes: int, spool: Path) -> npt.NDArray[np.int32]:
+def class_column(
+    source: ClassSource, num_classes: int, spool: Path, first_row: int = 0
+) -> npt.NDArray[np.int32]:
     """The given classes as one array, checked; chunks go through a file in `spool`."""
     if not isinstance(source, Iterator):
-        return checked_classes(source, num_classes)
+        return checked_classes(source, num_classes, first_row=first_row)
 
     def checked() -> Iterator[npt.NDArray[np.int32]]:
-        start = 0
+        start = first_row
         for chunk in source:
             classes = checked_classes(chunk, num_classes, first_row=start)
             start += len(classes)
