@@ -1,0 +1,101 @@
+"""Catalogue schema: the columns of its tables, and every word a status or damage can be.
+
+`status` is the word training goes by; `found_status` is what the shard alone said, so that an id taken
+off the exclude list needs no second reading of its shard.
+"""
+
+import pyarrow as pa
+
+CHUNK_ROWS = 4096
+
+# One record of one sample. Texts are spelled by `raw_text.to_stored`.
+RECORD = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("sample_key", pa.binary(16), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("image_offset", pa.int64(), nullable=False),
+        pa.field("image_bytes", pa.int64(), nullable=False),
+        pa.field("format", pa.string(), nullable=False),
+        pa.field("noisy_class", pa.int32()),
+        pa.field("true_class", pa.int32()),
+        pa.field("found_status", pa.string(), nullable=False),
+        pa.field("oddity", pa.string()),
+        pa.field("content_key", pa.binary(16)),  # the first half of the image's SHA-256
+    ]
+)
+
+# A row of the catalogue, and an alias of one: a record with its place and the word on it.
+ROW = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        *RECORD,
+    ]
+)
+
+# What could not become a row. `num_samples` is 1 where exactly one sample is meant, 0 where nobody knows.
+FINDING = pa.schema(
+    [
+        pa.field("start", pa.int64(), nullable=False),
+        pa.field("end", pa.int64(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("key", pa.string()),
+        pa.field("num_samples", pa.int32(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+    ]
+)
+DAMAGE = pa.schema([pa.field("shard", pa.int32(), nullable=False), *FINDING])
+
+# Statuses that are nobody's fault: counted, never trained on, given a prediction on export.
+OTHER_STATUSES = {
+    "unlabelled": "no label found; give one, or leave it to the trained model",
+    "several_labels": "its labels name different classes; decide between them in an alias file or table",
+    "unknown_class": "its label matches no class and no alias; add it to data.aliases",
+    "excluded": "listed in data.exclude",
+    "held_out": "also in the validation or test shards, so not trained on",
+    "vanished": "its shard is gone and no other holds it; the row is kept for its return",
+}
+
+# Statuses of rows that are damaged: the id could be read, the sample cannot be used.
+DAMAGED_STATUSES = {
+    "cut": "damage in the shard took a part of it; fetch the shard again",
+    "repeated_member": "two members of one name; write the shard again with names that differ",
+    "image_missing": "no image member; write the shard again, or ignore it",
+    "several_images": "more than one image member; keep one, or give the others a suffix such as seg.png",
+    "image_empty": "the image has 0 bytes; fetch it again",
+    "image_unreadable": "the image does not decode; fetch it again",
+    "image_bomb": "the image declares too many pixels to decode safely; shrink it",
+    "image_too_large": "the image member is over 256 MiB; shrink it",
+    "link_member": "the image or label is a link to elsewhere; write the shard with files",
+    "sparse_member": "the image or label is a sparse file; write the shard without --sparse",
+    "label_not_a_number": "its .cls holds no number and no class name; mend the label",
+    "label_out_of_range": "its label is a number outside the class list; check data.classes",
+    "label_unreadable": "its JSON does not parse or is over 1 MiB; mend it",
+}
+
+# Damage that left no row: its place is in the damage table.
+DAMAGE_KINDS = {
+    "shard_missing": "listed but not there; fetch it, or take it off the list",
+    "empty_file": "fetch the shard again",
+    "not_a_tar": "fetch the shard again, or take it off the list",
+    "no_samples": "the tar is whole and holds no sample; take it off the list",
+    "cut_in_header": "fetch the shard again",
+    "cut_in_data": "fetch the shard again",
+    "no_end_marker": "fetch the shard again; if its writer never writes the marker, nothing is lost",
+    "garbled_header": "fetch the shard again",
+    "zeroed_header": "fetch the shard again",
+    "zeros_in_archive": "fetch the shard again, or write joined archives as one",
+    "trailing_garbage": "nothing is lost; fetch the shard again to be sure",
+    "bad_pax_header": "fetch the shard again",
+    "oversized_extended_header": "nobody needs names of a megabyte: look who wrote this",
+    "stray_extended_header": "fetch the shard again",
+    "key_repeated": "the same key twice in a shard; write it again with unique keys",
+    "key_not_contiguous": "a sample's members lie apart; write the shard sorted by name",
+    "id_missing": "data.identity finds no id in it; choose another identity",
+    "cut": DAMAGED_STATUSES["cut"],
+    "count_mismatch": "img2dataset counted another number of samples; fetch the shard again",
+}
+
+ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
