@@ -145,7 +145,9 @@ def load_weights(model: nn.Module, url: str) -> None:
             f"model.weights: {url} does not fit the network: {_listed(odd, 'unlike ours')}"
             f"{_listed(missing, 'missing')}give the weights of the same backbone"
         )
-    model.load_state_dict({**model.state_dict(), **{name: found[name] for name in wanted}})
+    state = model.state_dict()  # filled in place: some networks read the version it carries
+    state.update({name: found[name] for name in wanted})
+    model.load_state_dict(state)
 
 
 def _read_weights(url: str) -> dict[str, Tensor]:
