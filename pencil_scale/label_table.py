@@ -127,6 +127,11 @@ class LabelTable:
         table._tracker.remember(manifest)
         return table
 
+    @property
+    def writable_parts(self) -> set[int]:
+        """The parts open for writing."""
+        return set(np.flatnonzero(self._writable).tolist())
+
     def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """The label logits of these rows, in their order: float32 [B, C]."""
         return self._logits.values[self._logits.at(*self._locate(rows))]

@@ -1,0 +1,183 @@
+"""Exchange: one round of label traffic between all ranks, in two collectives.
+
+First every rank tells every other which rows it asks for and which it has moved, in notes of one fixed size,
+so nobody needs to be told sizes beforehand. Now both sides of every pair know what is coming, and the second
+collective carries the rows: answers to the questions just heard, and the moved logits just announced.
+The rows of a round's questions and of its moves are disjoint (a row occurs once an epoch), so their order
+inside a round does not matter.
+
+    answers = Exchange(table, world, group).round(Outgoing(asked=rows, moved=moved, epoch=7), logits)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from pencil_scale.label_table import LabelTable
+from pencil_scale.schema import PencilError
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+FIRST_CAPACITY = 64
+NOTE_HEAD = 6
+
+
+class OwnersError(PencilError):
+    """Labels could not be brought to or from their owners."""
+
+
+class PeerFailedError(OwnersError):
+    """Another rank said that it cannot go on."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} could not go on; its own log says why")
+
+
+class Flag(IntFlag):
+    """What a rank lets every other know about itself."""
+
+    NONE = 0
+    IDLE = 1  # it asks for no more rows until everyone has drained
+    DRAINED = 2  # it waits in `drain`, and everything it had to send is sent
+    MORE = 4  # it needs another round at once, whoever else does
+    FAILED = 8  # it takes no part any more
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What one rank brings to a round: to everyone together, or, once grouped by owner, to one other."""
+
+    asked: Int64s = field(default_factory=lambda: NO_ROWS)
+    moved: Int64s = field(default_factory=lambda: NO_ROWS)
+    marked: Int64s = field(default_factory=lambda: NO_ROWS)
+    epoch: int = 0  # of the moved and marked rows
+    capacity: int = 0  # how many rows it would like the next round to carry
+    flags: Flag = Flag.NONE
+
+    def encode(self, capacity: int) -> Int64s:
+        """As a note of fixed size: six numbers, then row numbers, then nothing."""
+        note = np.zeros(NOTE_HEAD + 2 * capacity, np.int64)
+        sizes = len(self.asked), len(self.moved), len(self.marked)
+        note[:NOTE_HEAD] = *sizes, self.epoch, self.capacity, self.flags
+        note[NOTE_HEAD : NOTE_HEAD + sum(sizes)] = np.concatenate([self.asked, self.moved, self.marked])
+        return note
+
+    @classmethod
+    def decode(cls, note: Int64s) -> "Outgoing":
+        """Read a note back."""
+        num_asked, num_moved, num_marked, epoch, capacity, flags = note[:NOTE_HEAD].tolist()
+        ends = NOTE_HEAD + np.cumsum([num_asked, num_moved, num_marked])
+        asked, moved, marked, _ = np.split(note[NOTE_HEAD:], ends - NOTE_HEAD)
+        return cls(asked, moved, marked, epoch, capacity, Flag(flags))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a round brought: the labels asked for, and what every rank said of itself."""
+
+    logits: Float32s  # [asked, C]
+    noisy_class: npt.NDArray[np.int32]  # [asked]
+    flags: list[Flag]  # one a rank
+
+
+class _ByOwner:
+    """Rows grouped by the rank that owns them: part p belongs to rank p mod world."""
+
+    def __init__(self, rows: Int64s, shift: int, world: int):
+        owner = (rows >> shift) % world
+        self.order = np.argsort(owner, kind="stable")
+        self.ends = np.cumsum(np.bincount(owner, minlength=world))
+        self.groups: list[Int64s] = np.split(rows[self.order], self.ends[:-1])
+
+
+class Exchange:
+    """The wire of one rank. One thread alone may use it: two on one group abort, or deadlock."""
+
+    def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
+        self._table, self._world, self._group = table, world, group
+        self.capacity = (
+            FIRST_CAPACITY  # rows a round may ask for, and as many it may write; grows by agreement
+        )
+
+    def round(self, out: Outgoing, logits: Float32s) -> Answers:
+        """Bring questions and moved rows (`logits` are theirs) to the owners, and do an owner's part."""
+        shift = self._table.layout.shift
+        asked, moved, marked = (
+            _ByOwner(rows, shift, self._world) for rows in (out.asked, out.moved, out.marked)
+        )
+        groups = zip(asked.groups, moved.groups, marked.groups, strict=True)
+        heard = self._swap_notes([replace(out, asked=a, moved=b, marked=c) for a, b, c in groups])
+        answers = self._answer(heard)
+        leaving = np.split(logits[moved.order], moved.ends[:-1])
+        arrived = self._swap_rows(answers, leaving, asked, heard)
+        self._write(heard, [rows for _, rows in arrived])
+        return self._unpack(asked, [rows for rows, _ in arrived], [note.flags for note in heard])
+
+    def farewell(self) -> None:
+        """Tell the others, at their next round, not to wait for this rank."""
+        self._swap([Outgoing(flags=Flag.FAILED).encode(self.capacity)] * self._world)
+
+    def _swap_notes(self, notes: list[Outgoing]) -> list[Outgoing]:
+        encoded = [note.encode(self.capacity) for note in notes]
+        heard = [Outgoing.decode(note) for note in self._swap(encoded)]
+        gone = [rank for rank, note in enumerate(heard) if note.flags & Flag.FAILED]
+        if gone:
+            raise PeerFailedError(gone[0])
+        self.capacity = max(self.capacity, *(note.capacity for note in heard))
+        return heard
+
+    def _answer(self, heard: list[Outgoing]) -> list[Float32s]:
+        """The rows every other rank asked for, [n, C + 1]: the logits, and the bits of the class."""
+        rows = np.concatenate([note.asked for note in heard])
+        packed = np.empty((len(rows), self._table.layout.num_classes + 1), np.float32)
+        packed[:, :-1] = self._table.read(rows)
+        packed.view(np.int32)[:, -1] = self._table.read_class(rows)
+        return np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
+
+    def _swap_rows(
+        self, answers: list[Float32s], leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
+    ) -> list[tuple[Float32s, Float32s]]:
+        """From every rank: the answers it owes this one, and the logits that it moved."""
+        num_classes = self._table.layout.num_classes
+        parcels = [np.concatenate([a.ravel(), b.ravel()]) for a, b in zip(answers, leaving, strict=True)]
+        owed = [len(rows) * (num_classes + 1) for rows in asked.groups]
+        sizes = [size + len(note.moved) * num_classes for size, note in zip(owed, heard, strict=True)]
+        return [
+            (parcel[:size].reshape(-1, num_classes + 1), parcel[size:].reshape(-1, num_classes))
+            for parcel, size in zip(self._swap(parcels, sizes), owed, strict=True)
+        ]
+
+    def _write(self, heard: list[Outgoing], logits: list[Float32s]) -> None:
+        for epoch in sorted({note.epoch for note in heard if len(note.moved) or len(note.marked)}):
+            at_once = [rank for rank, note in enumerate(heard) if note.epoch == epoch]
+            moved = np.concatenate([heard[rank].moved for rank in at_once])
+            marked = np.concatenate([heard[rank].marked for rank in at_once])
+            if len(moved):
+                self._table.write(moved, np.concatenate([logits[rank] for rank in at_once]), epoch)
+            if len(marked):
+                self._table.mark(marked, epoch)
+
+    def _unpack(self, asked: _ByOwner, answers: list[Float32s], flags: list[Flag]) -> Answers:
+        packed = np.empty((len(asked.order), self._table.layout.num_classes + 1), np.float32)
+        packed[asked.order] = np.concatenate(answers)
+        return Answers(packed[:, :-1], packed.view(np.int32)[:, -1], flags)
+
+    def _swap(
+        self, leaving: Sequence[npt.NDArray[Any]], sizes: list[int] | None = None
+    ) -> list[npt.NDArray[Any]]:
+        """Give every rank its array and take one of every rank; without `sizes` all have the same."""
+        if self._world == 1:
+            return list(leaving)
+        sent = torch.from_numpy(np.concatenate(leaving))
+        sent_sizes = [len(array) for array in leaving]
+        arriving = sent_sizes if sizes is None else sizes
+        received = torch.empty(sum(arriving), dtype=sent.dtype)
+        dist.all_to_all_single(received, sent, arriving, sent_sizes, group=self._group)
+        return np.split(received.numpy(), np.cumsum(arriving)[:-1])
