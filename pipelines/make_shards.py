@@ -29,6 +29,8 @@ from pipelines.shard_options import NoiseSpec, ShardJob, jobs_of, parse_argument
 from pipelines.shard_samples import Labels, SourceError
 from pipelines.shard_writing import OutError, OutFolder, ShardPlan, ShardResult, write_shard
 
+MOST_CLASSES = 50  # in the end table
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -218,8 +220,12 @@ def print_summary(summary: Summary) -> None:
             "left out", f"{len(summary.ignored):,} files that are no images: {summary.ignored[0]} ..."
         )
     table.add_section()
-    for name, count in summary.class_counts.items():
+    counts = list(summary.class_counts.items())
+    for name, count in counts[:MOST_CLASSES]:
         table.add_row(name, f"{count:,}")
+    if len(counts) > MOST_CLASSES:
+        rest = sum(count for _, count in counts[MOST_CLASSES:])
+        table.add_row(f"{len(counts) - MOST_CLASSES:,} classes more", f"{rest:,}")
     Console(markup=False, highlight=False).print(table)
 
 

@@ -147,7 +147,10 @@ class TableSource:
         num_rows = 0
         for batch in stream_columns(self.url, path, [*raw, self.columns.key], [self.columns.image]):
             for name, column in raw.items():
-                column.add(batch.column(name))
+                try:
+                    column.add(batch.column(name))
+                except SourceError as error:
+                    raise SourceError(f"{path}, column {name}: {error}") from None
             if self.columns.key:
                 keys.add(batch.column(self.columns.key).to_pylist())
             num_rows += batch.num_rows

@@ -85,19 +85,21 @@ class OutFolder:
     def new_file(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file that takes its name when the block ends well, and leaves nothing when it does not."""
         partial = f".{name}.{uuid.uuid4().hex}.partial"
-        folder = self._path if self._local else None
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() if folder is None else _here(folder) as place:
-            path = Path(place) / partial
-            try:
-                with path.open("wb") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._publish(path, name, partial)
-            finally:
-                path.unlink(missing_ok=True)
+        try:
+            with self._place() as place:
+                path = Path(place) / partial
+                try:
+                    with path.open("wb") as file:
+                        yield file
+                        file.flush()
+                        os.fsync(file.fileno())
+                    self._publish(path, name, partial)
+                finally:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutError(
+                f"{self.url}/{name}: cannot be written ({error}); check space and access"
+            ) from error
 
     def sweep(self, prefix: str) -> None:
         """Remove what killed writers of these shards left beside them."""
@@ -105,22 +107,28 @@ class OutFolder:
             for path in Path(self._path).glob(f".{prefix}-*.partial"):
                 path.unlink(missing_ok=True)
 
+    @contextmanager
+    def _place(self) -> Iterator[str]:
+        """Give the folder to write in: this one, or one of this machine for what is sent elsewhere."""
+        if self._local:
+            Path(self._path).mkdir(parents=True, exist_ok=True)
+            yield self._path
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                yield folder
+
     def _publish(self, path: Path, name: str, partial: str) -> None:
         target = f"{self._path}/{name}"
         protocol = self._filesystem.protocol
+        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         if self._local:
             path.replace(target)
-        elif {protocol} & OBJECT_STORES if isinstance(protocol, str) else set(protocol) & OBJECT_STORES:
+        elif protocols & OBJECT_STORES:
             self._filesystem.put_file(str(path), target)
         else:
             self._filesystem.makedirs(self._path, exist_ok=True)
             self._filesystem.put_file(str(path), f"{self._path}/{partial}")
             self._filesystem.mv(f"{self._path}/{partial}", target)
-
-
-@contextmanager
-def _here(folder: str) -> Iterator[str]:
-    yield folder
 
 
 def write_shard(plan: ShardPlan, classes: Sequence[str], out: str) -> ShardResult:

@@ -30,7 +30,7 @@ def stream_columns(
     try:
         with filesystem.open(path) as file:
             yield from batches(file, path, names, present)
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+    except (pa.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         kind, why = "CSV" if is_csv(path) else "Parquet", str(error).splitlines()[0]
         raise SourceError(f"{path}: not a readable {kind} table ({why})") from None
 

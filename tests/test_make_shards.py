@@ -377,6 +377,14 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    source = class_folders(tmp_path / "src")
+    assert "file/out/classes.txt: cannot be written" in refusal(
+        capsys, "folder", source, tmp_path / "file" / "out"
+    )
+
+
 def test_a_shard_depends_on_its_samples_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, now in (("a", 1.0), ("b", 1e9)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
