@@ -37,10 +37,14 @@ def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> A
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
 
 
+Triple = Annotated[tuple[float, float, float], Shape("[red, green, blue]")]
+
+
 class Run(Settings):
     name: RunName = key("names the run; the same name and storage again goes on where it stopped")
     storage: str = key("local folder or URL for catalogue/ labels/ checkpoints/ exports/", min_length=1)
     seed: int = key("fixes order, augmentation, noise and subsets", 1, ge=0)
+    deterministic: bool = key("the same bits every time on the same machine, at some cost in speed", False)
 
 
 class Data(Settings):
@@ -67,6 +71,8 @@ class Images(Settings):
     crop: int = key("side of the square the network sees", 224, ge=1, unit="pixels")
     pad: int = key("pad every side by this much before the random crop", 0, ge=0, unit="pixels")
     flip: bool = key("mirror half of the training images", True)
+    mean: Triple = key("subtracted from each channel, on a scale from 0 to 1", (0.485, 0.456, 0.406))
+    std: Triple = key("each channel is divided by it", (0.229, 0.224, 0.225))
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:
