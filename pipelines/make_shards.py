@@ -57,7 +57,8 @@ def run(job: ShardJob) -> Summary:
     missing = [name for name in names if name not in there]
     results = list(write_missing(job, labels, names, set(missing))) if missing else []
     out.sweep(job.prefix)
-    sizes = there | {result.name: result.num_bytes for result in results}
+    sizes = out.files()
+    _refuse_lost(job.out, [name for name in names if name not in sizes])
     return Summary(
         out=job.out,
         num_samples=len(labels.given_class),
@@ -70,6 +71,14 @@ def run(job: ShardJob) -> Summary:
         num_differing=_num_differing(labels),
         ignored=labels.ignored,
     )
+
+
+def _refuse_lost(out: str, lost: Sequence[str]) -> None:
+    if lost:
+        raise OutError(
+            f"{out}: {len(lost):,} shards such as {lost[0]} were written where this machine cannot see "
+            "them; on a cluster OUT must be a shared folder or a URL"
+        )
 
 
 def add_noise(labels: Labels, spec: NoiseSpec | None) -> tuple[Labels, NoisyLabels | None]:

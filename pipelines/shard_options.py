@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelines.raw_labels import read_names
-from pipelines.shard_samples import Source, SourceError
+from pipelines.shard_samples import Source, SourceError, absolute_url
 from pipelines.shard_sources import CLOTHING1M_SPLITS, Clothing1MSource, DigitsSource, FolderSource
 from pipelines.shard_tables import TableColumns, TableSource
 
@@ -154,24 +154,25 @@ def jobs_of(arguments: argparse.Namespace) -> list[ShardJob]:
 
 def _job(arguments: argparse.Namespace, source: Source, prefix: str, noise: NoiseSpec | None) -> ShardJob:
     recorded = {name: value for name, value in vars(arguments).items() if name not in ("out", "prefix")}
-    return ShardJob(source, arguments.out, prefix, arguments.samples_per_shard, noise, recorded)
+    return ShardJob(source, absolute_url(arguments.out), prefix, arguments.samples_per_shard, noise, recorded)
 
 
 def source_of(arguments: argparse.Namespace) -> Source:
     """Make the source that the command line names."""
     seed = arguments.seed if getattr(arguments, "shuffle", False) else None
     if arguments.kind == "clothing1m":
-        return Clothing1MSource(arguments.src, arguments.split, seed)
+        return Clothing1MSource(absolute_url(arguments.src), arguments.split, seed)
     names = read_names(arguments.label_names) if arguments.label_names else None
     if arguments.kind == "folder":
-        return FolderSource(arguments.src, names, seed)
+        return FolderSource(absolute_url(arguments.src), names, seed)
     if arguments.given_labels and arguments.true_column:
         raise SourceError("--given-labels keeps the label column as the truth: leave --true-column out")
     columns = TableColumns(
         arguments.image_column, arguments.label_column, arguments.true_column, arguments.key_column
     )
     given = read_given_labels(arguments.given_labels) if arguments.given_labels else None
-    return TableSource(arguments.src, columns, names, arguments.image_root, given)
+    root = absolute_url(arguments.image_root) if arguments.image_root else None
+    return TableSource(absolute_url(arguments.src), columns, names, root, given)
 
 
 def noise_of(arguments: argparse.Namespace) -> NoiseSpec | None:

@@ -11,7 +11,7 @@ shard at a time, where that shard's images lie, and whoever writes the shard rea
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import fsspec
@@ -101,6 +101,12 @@ def open_root(url: str) -> tuple[Any, str]:
     except (OSError, ValueError, ImportError) as error:
         raise SourceError(f"{url}: cannot be opened ({error})") from error
     return filesystem, path.rstrip("/")
+
+
+def absolute_url(url: str) -> str:
+    """Make a local path absolute, also at the end of a chain: a worker's folder is not the caller's."""
+    chain, link, last = url.rpartition("::")
+    return url if "://" in last else chain + link + str(Path(last).expanduser().absolute())
 
 
 def join_path(base: str, path: str) -> str:

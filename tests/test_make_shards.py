@@ -1,5 +1,6 @@
 """Shards made of folders, tables and downloads: read back by webdataset, by tarfile, and byte for byte."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -422,10 +423,13 @@ def test_shards_reach_s3_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_webdataset_reads_back_what_the_job_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_webdataset_reads_back_what_the_job_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = class_folders(tmp_path / "src", per_class=6)
     (source / "notes.txt").write_text("no image")
-    assert make_shards.main(["folder", str(source), str(tmp_path / "out"), "--samples-per-shard", "4"]) == 0
+    monkeypatch.chdir(tmp_path)  # Ray's workers stay where they are: relative paths must reach them whole
+    assert make_shards.main(["folder", "src", "out", "--samples-per-shard", "4"]) == 0
     shards = str(tmp_path / "out" / "train-{000000..000004}.tar")
     samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False))
     assert len({sample["__key__"] for sample in samples}) == 18
@@ -434,6 +438,21 @@ def test_webdataset_reads_back_what_the_job_wrote(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "5 (5 written now, 0 there before)" in said
     assert "1 files that are no images: notes.txt" in said
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_shards_that_only_another_machine_can_see_are_not_called_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("folder", class_folders(tmp_path / "src"), tmp_path / "out")
+    elsewhere = str(tmp_path / "elsewhere")
+    write = make_shards.write_missing
+    monkeypatch.setattr(
+        make_shards, "write_missing", lambda job, *rest: write(dataclasses.replace(job, out=elsewhere), *rest)
+    )
+    with pytest.raises(make_shards.OutError, match=r"1 shards such as train-000000.tar"):
+        make_shards.run(job)
 
 
 @pytest.mark.ray
