@@ -1,0 +1,261 @@
+"""Index the shards: read every tar once, strictly, and publish the catalogue everything else trusts.
+
+    python -m pipelines.index_shards configs/demo.yaml
+    python -m pipelines.index_shards CONFIG data.shards='s3://crawl/{000..099}.tar' data.check_images=decode
+
+Run again it reads only shards that are new or changed. Validation and test shards get catalogues of their
+own (`catalogue/validation`, `catalogue/test`); ids they share with training leave training.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from pencil_scale.catalogue import Catalogue, CatalogueError, ShardEntry, catalogue_folder, read_manifest
+from pencil_scale.catalogue_changes import Changes, check_damage, compare
+from pencil_scale.catalogue_manifest import describe, missing_damage
+from pencil_scale.catalogue_report import summary_page, summary_text
+from pencil_scale.catalogue_update import (
+    CatalogueUpdate,
+    Overlay,
+    StagedShard,
+    Written,
+    merged_entries,
+    publish,
+)
+from pencil_scale.command import run_job
+from pencil_scale.identity import shard_stem
+from pencil_scale.index_rules import make_overlay, make_rules
+from pencil_scale.part_store import PartStore
+from pencil_scale.schema import PencilError
+from pencil_scale.settings import Config
+from pencil_scale.shard_index import IndexRules
+from pencil_scale.shard_urls import Listing, Shard, expand_urls, list_shards
+from pencil_scale.staging import ShardReport, stage_shard, staged_name
+from pipelines.local_ray import ensure_ray, num_processors
+from pipelines.progress import Progress
+
+UNKNOWN_LABELS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The catalogue as it now stands, and what this run did to it."""
+
+    catalogue: Catalogue
+    num_shards_read: int
+    written: Written | None
+    published: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """One catalogue to bring up to date: training, validation or test."""
+
+    name: str  # empty for training
+    storage: str
+    shards: Sequence[str]
+    rules: IndexRules
+    rules_name: str
+    overlay: Overlay
+    img2dataset: bool
+    max_damaged_share: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names."""
+    return run_job(run, argv, module="pipelines.index_shards", what=(__doc__ or "").splitlines()[0])
+
+
+def run(config: Config) -> Summary:
+    """Bring the catalogues of validation, test and training up to date, in this order."""
+    data, storage = config.data, config.run.storage
+    clean_rules = make_rules(
+        data.identity,
+        data.clean_label or data.label,
+        data.classes,
+        data.aliases,
+        decode_images=data.check_images == "decode",
+    )
+    no_overlay = make_overlay(data.exclude)
+    held_out = []
+    for name, shards in (("validation", data.validation), ("test", data.test)):
+        if shards is not None:
+            part = Part(
+                name, config.run.storage, shards, *clean_rules, no_overlay, False, data.max_damaged_share
+            )
+            held_out.append(index(part).catalogue)
+    rules = make_rules(
+        data.identity, data.label, data.classes, data.aliases, data.truth, data.check_images == "decode"
+    )
+    overlay = make_overlay(data.exclude, held_out)
+    part = Part("", storage, data.shards, *rules, overlay, data.img2dataset, data.max_damaged_share)
+    return index(part)
+
+
+def index(part: Part) -> Summary:
+    """Bring one catalogue up to date: list, read what changed, check the damage, merge, publish."""
+    folder = catalogue_folder(part.storage, part.name)
+    store = PartStore(folder)
+    manifest = read_manifest(folder)
+    old = Catalogue(folder, manifest) if manifest else None
+    _check_identity(old, part)
+    listing = list_shards(part.shards, part.img2dataset)
+    changes = compare(listing, old, part.rules_name)
+    _say_changes(part, listing, changes, old)
+    if old is not None and _is_current(old, part, changes, listing):
+        _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        return Summary(old, 0, None, published=False)
+    shards = _in_listed_order(changes, listing)
+    reports = _stage_all(store, shards, part)
+    check_damage(shards, reports, listing.missing, part.max_damaged_share)
+    return _publish(part, store, old, changes, listing, shards, reports)
+
+
+def _publish(
+    part: Part,
+    store: PartStore,
+    old: Catalogue | None,
+    changes: Changes,
+    listing: Listing,
+    shards: Sequence[Shard],
+    reports: Sequence[ShardReport],
+) -> Summary:
+    read = list(zip(shards, reports, strict=True))
+    fresh = [_entry(shard, report, part.rules_name) for shard, report in read]
+    entries, numbers = merged_entries(old, fresh, changes.gone)
+    staged = [StagedShard(numbers[shard.url], report.staged_as, report.num_records) for shard, report in read]
+    update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
+    written = update.write([missing_damage(listing.missing)])
+    version = old.version if old else 0
+    manifest = describe(store, written, entries, part.rules, part.overlay.name, version + 1)
+    publish(store, manifest, version)
+    catalogue = Catalogue(store.url, manifest)
+    store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
+    for name in store.names("staging"):
+        store.delete(name)
+    print(summary_text(catalogue, part.name or "training"))
+    return Summary(catalogue, len(shards), written, published=True)
+
+
+def _stage_all(store: PartStore, shards: Sequence[Shard], part: Part) -> list[ShardReport]:
+    """Index the shards on the cluster; what a dead run staged is taken over."""
+    names = [staged_name(shard, part.rules_name) for shard in shards]
+    tasks = list(zip(shards, names, strict=True))
+    # Memory cannot be shared with tasks on a cluster; it is for trying things out.
+    run_all = _here if store.url.startswith("memory:") else _on_cluster
+    reports: dict[str, ShardReport] = {}
+    with Progress(f"indexing {part.name or 'training'} shards", len(tasks)) as progress:
+        for report in run_all(store.url, tasks, part.rules):
+            reports[report.staged_as] = report
+            progress.advance()
+    return [reports[name] for name in names]
+
+
+def _here(store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules) -> Iterator[ShardReport]:
+    for shard, name in tasks:
+        yield stage_shard(PartStore(store_url), shard, rules, name)
+
+
+def _on_cluster(
+    store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules
+) -> Iterator[ShardReport]:
+    """Run one task a shard, two a processor under way, and give reports as they come."""
+    if not tasks:
+        return
+    ensure_ray()
+    task = ray.remote(max_retries=3)(_stage)
+    shared = ray.put(rules)  # label tables are held once a machine, not once a task
+    waiting = list(reversed(tasks))
+    running: list[Any] = []
+    while waiting or running:
+        while waiting and len(running) < 2 * num_processors():
+            shard, name = waiting.pop()
+            running.append(task.remote(store_url, shard, shared, name))
+        done, running = ray.wait(running, num_returns=1)
+        for found in ray.get(done):
+            if isinstance(found, PencilError):
+                raise found
+            yield found
+
+
+def _stage(store_url: str, shard: Shard, rules: IndexRules, name: str) -> ShardReport | PencilError:
+    """Stage one shard; an error for people comes back as a value, without Ray's traceback around it."""
+    try:
+        return stage_shard(PartStore(store_url), shard, rules, name)
+    except PencilError as error:
+        return error
+
+
+def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
+    unknown = Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)
+    return ShardEntry(
+        shard.url,
+        shard.version.num_bytes,
+        shard.version.tag,
+        "indexed",
+        report.num_samples,
+        rules_name,
+        report.oddities,
+        report.skipped,
+        dict(unknown),
+    )
+
+
+def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:
+    same_shards = not changes.to_read and not changes.gone
+    same_missing = old.manifest["damage"].get("shard_missing", 0) == len(listing.missing)
+    return same_shards and same_missing and old.manifest["overlay"] == part.overlay.name
+
+
+def _check_identity(old: Catalogue | None, part: Part) -> None:
+    if old is not None and old.manifest["identity"] != part.rules.identity:
+        raise CatalogueError(
+            f"data.identity: {old.folder} names its samples by {old.manifest['identity']}, the config by "
+            f"{part.rules.identity}; rows are for life, so choose another run.storage"
+        )
+    if part.rules.identity == "shard_key":
+        stems = Counter(shard_stem(url) for url in expand_urls(part.shards))
+        twice = next((stem for stem, count in stems.items() if count > 1), None)
+        if twice is not None:
+            raise CatalogueError(
+                f"data.identity: two shards are called {twice}.tar, so shard_key would mix their samples; "
+                "rename one, or choose another identity"
+            )
+
+
+def _in_listed_order(changes: Changes, listing: Listing) -> list[Shard]:
+    """The first of two equal samples is the first in the list, whatever made its shard be read."""
+    order = {shard.url: place for place, shard in enumerate(listing.shards)}
+    return sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
+
+
+def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
+    gone = [old.shards[number].url for number in changes.gone] if old else []
+    waiting, missing = listing.waiting, listing.missing
+    for what, urls in (
+        ("changed since they were indexed and are read again", [shard.url for shard in changes.changed]),
+        (
+            "are read again, because labels, classes or checks changed",
+            [shard.url for shard in changes.reread],
+        ),
+        ("vanished; their samples move to where the same ids are, or wait", gone),
+        ("are unfinished (no _stats.json) and wait", waiting),
+        ("are listed but not there", missing),
+    ):
+        if urls:
+            _say(part, f"{len(urls):,} shards {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
+    if changes.unlisted:
+        _say(part, f"{len(changes.unlisted):,} shards are no longer listed but stand unchanged; they stay")
+
+
+def _say(part: Part, words: str) -> None:
+    print(f"{part.name or 'training'}: {words}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
