@@ -93,7 +93,7 @@ class PartStore:
         """Whether the file is there, and whole: a put cut off by a store without atomic puts is not."""
         try:
             return int(self._files.info(f"{self._root}/{name}")["size"]) == num_bytes
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def put(self, name: str, data: bytes | memoryview) -> None:
