@@ -62,6 +62,11 @@ class Courier:
         """Writes that have not left yet."""
         return len(self._writes)
 
+    def begin(self) -> None:
+        """A new pass: questions will come."""
+        with self._changed:
+            self._idle = False
+
     def ask(self, request: Request) -> None:
         """Fetch labels; `request.ready` tells when they are there."""
         with self._changed:

@@ -100,6 +100,7 @@ class Owners:
         self._epoch: int | None = None
         self._step = 0
         self._drained = True
+        self._pass = 0
 
     def with_labels(self, batches: Iterable[AnyBatch], epoch: int | None = None) -> Iterator[AnyBatch]:
         """Yield every batch with its labels, fetched while the batch before it is computed.
@@ -110,7 +111,9 @@ class Owners:
             raise OwnersError(
                 "labels of an earlier pass are still on their way; call drain() on every rank first"
             )
-        self._drained, self._step, self._epoch = False, 0, epoch
+        self._pass += 1
+        self._step, self._epoch, this_pass = 0, epoch, self._pass
+        self._courier.begin()
         coming: deque[tuple[AnyBatch, Request]] = deque()
         try:
             for batch in batches:
@@ -120,8 +123,11 @@ class Owners:
             self._courier.finish()
             while coming:
                 yield self._hand_over(*coming.popleft())
+            self._courier.finish()  # a second time, for whoever drained while holding the last batch
         finally:
-            self._courier.finish()
+            # A pass left early; but one that was drained since is over, and may be collected at any time.
+            if not self._drained and self._pass == this_pass:
+                self._courier.finish()
 
     def move(self, rows: Tensor, logits: Tensor, epoch: int) -> None:
         """Send these rows home with their new logits, and mark them as visited; returns at once."""
@@ -166,6 +172,7 @@ class Owners:
         label_logits = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
         noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
         request = Request(asked, label_logits, noisy_class)
+        self._drained = False
         self._courier.ask(request)
         return request
 

@@ -192,6 +192,49 @@ def test_a_batch_larger_than_a_round_does_not_wait_for_the_others_next_step(tmp_
     assert visited(merged(2, tmp_path), 0).sum() == 1150
 
 
+def old_passes_linger(owners: Owners, folder: Path) -> bool:
+    """Leave passes at their last batch, as a loop that counts its steps does, and close them much later."""
+    rows = share_of(owners.rank, owners.world)
+    lingering = []
+    for epoch in range(4):
+        batches = owners.with_labels(batches_of(rows, even_sizes(len(rows), 500)), epoch)
+        for _ in range(len(even_sizes(len(rows), 500))):
+            batch = next(batches)
+            if lingering:
+                lingering.pop().close()
+            dist.all_reduce(torch.ones(1))
+            owners.move(batch.rows, batch.label_logits + 1, epoch)
+        owners.drain()
+        lingering.append(batches)
+        dist.barrier()
+    return True
+
+
+@pytest.mark.slow
+def test_a_pass_closed_after_its_drain_does_not_disturb_the_next(tmp_path: Path) -> None:
+    assert run_world(2, tmp_path, old_passes_linger) == [True] * 2
+    assert visited(merged(2, tmp_path), 3).all()
+
+
+def drained_at_the_last_batch(owners: Owners, folder: Path) -> bool:
+    """Rank 0 drains while it holds its last batch; the others go on, and it waits for them elsewhere."""
+    rows = share_of(owners.rank, owners.world)
+    sizes = even_sizes(len(rows), 1000) if owners.rank == 0 else even_sizes(len(rows), 250)
+    for step, batch in enumerate(owners.with_labels(batches_of(rows, sizes), epoch=0)):
+        owners.move(batch.rows, batch.label_logits + 1, epoch=0)
+        if step == 1:
+            owners.drain()
+    dist.barrier()
+    owners.drain()
+    return True
+
+
+@pytest.mark.slow
+def test_a_rank_that_drained_at_its_last_batch_still_serves_the_others(tmp_path: Path) -> None:
+    assert run_world(3, tmp_path, drained_at_the_last_batch) == [True] * 3
+    assert visited(merged(3, tmp_path), 0).all()
+
+
 def snapshot_half_way(owners: Owners, folder: Path) -> int:
     rows = share_of(owners.rank, owners.world)
     batches = batches_of(rows, even_sizes(len(rows), 100))
