@@ -1,0 +1,373 @@
+"""Rows for life: what happens to them when shards come, change, move and go."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from catalogue_making import CLASSES, Bench, accounted_for, image, sample, samples
+
+from pencil_scale.catalogue import Catalogue, CatalogueError
+from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
+from pencil_scale.catalogue_update import publish
+from pencil_scale.label_classes import LabelError
+from pencil_scale.part_store import PartStore
+from pencil_scale.schema import PencilError
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def words(bench: Bench, summary: object) -> dict[str, tuple[int, str, str]]:
+    """For each id: its row, its shard's name, its status."""
+    catalogue = summary.catalogue  # type: ignore[attr-defined]
+    return {
+        row["sample_id"]: (row["row"], Path(catalogue.shards[row["shard"]].url).name, row["status"])
+        for row in bench.rows(summary)  # type: ignore[arg-type]
+    }
+
+
+# -- what a row says ----------------------------------------------------------------------------------
+
+
+def test_a_row_says_where_its_image_lies_and_what_it_is(bench: Bench) -> None:
+    path = bench.shard("a.tar", samples(range(5)))
+    summary = bench.index()
+    for row in bench.rows(summary):
+        number = int(row["key"])
+        found = path.read_bytes()[row["image_offset"] : row["image_offset"] + row["image_bytes"]]
+        assert found == image(number)
+        assert (row["row"], row["noisy_class"], row["format"], row["true_class"]) == (
+            number,
+            number % 3,
+            "png",
+            None,
+        )
+    manifest = summary.catalogue.manifest
+    assert (manifest["num_rows"], manifest["num_ok"], manifest["num_classes"]) == (5, 5, 3)
+    assert (manifest["status"], manifest["damage"]) == ({"ok": 5}, {})
+
+
+def test_segments_have_row_groups_of_4096_and_chunks_agree_with_the_rows(
+    bench: Bench, tmp_path: Path
+) -> None:
+    members = [(f"{number:06d}.png", image(number % 7)) for number in range(CHUNK_ROWS + 100)]
+    labels = "\n".join(f"{number:06d} {number % 3}" for number in range(0, CHUNK_ROWS + 100, 2))
+    (tmp_path / "labels.txt").write_text(labels)
+    bench.shard("a.tar", members)
+    catalogue = bench.index(label=f"file:{tmp_path}/labels.txt").catalogue
+    segment = catalogue._file(catalogue.manifest["segments"][0]["file"])
+    sizes = [segment.metadata.row_group(group).num_rows for group in range(segment.num_row_groups)]
+    assert sizes == [CHUNK_ROWS, 100]
+    assert catalogue.chunks().num_ok.tolist() == [CHUNK_ROWS // 2, 50]
+    rows = catalogue.ok_rows()
+    assert rows.row.tolist() == list(range(0, CHUNK_ROWS + 100, 2))
+    assert catalogue.chunks().ok_bytes.sum() == rows.image_bytes.sum()
+    assert catalogue.ok_rows([1]).row.tolist() == list(range(CHUNK_ROWS, CHUNK_ROWS + 100, 2))
+    assert catalogue.read(10, 13, ["row", "status"]).to_pylist()[1] == {"row": 11, "status": "unlabelled"}
+
+
+def test_any_parquet_reader_opens_a_segment(bench: Bench) -> None:
+    bench.shard("a.tar", samples(range(5)))
+    catalogue = bench.index().catalogue
+    name = catalogue.manifest["segments"][0]["file"]
+    table = pq.read_table(f"{catalogue._root}/{name}", filesystem=catalogue._filesystem)
+    assert table.schema.names == ROW.names
+    assert len(table) == 5
+
+
+# -- identity -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("identity", "expected"),
+    [
+        ("key", ["000001", "000002"]),
+        ("shard_key", ["a/000001", "a/000002"]),
+        ("json:url", ["https://x/1", "https://x/2"]),
+    ],
+)
+def test_ids_come_from_the_policy(bench: Bench, identity: str, expected: list[str]) -> None:
+    bench.shard("a.tar", samples([1, 2]))
+    assert [row["sample_id"] for row in bench.rows(bench.index(identity=identity))] == expected
+
+
+def test_the_content_hash_names_a_sample_by_its_bytes(bench: Bench) -> None:
+    import hashlib
+
+    bench.shard("a.tar", [*sample(1), *sample(1, key="again"), *sample(2)])
+    summary = bench.index(identity="sha256")
+    expected = [hashlib.sha256(image(number)).hexdigest() for number in (1, 2)]
+    assert [row["sample_id"] for row in bench.rows(summary)] == expected
+    assert summary.catalogue.manifest["num_duplicates"] == 1
+
+
+def test_another_identity_cannot_be_laid_over_rows_that_exist(bench: Bench) -> None:
+    bench.shard("a.tar", samples([1, 2]))
+    bench.index()
+    with pytest.raises(CatalogueError, match="rows are for life"):
+        bench.index(identity="sha256")
+
+
+def test_shards_of_one_name_do_not_mix_under_shard_key(bench: Bench, tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        bench.shard(f"{folder}/a.tar", samples([1]))
+    with pytest.raises(CatalogueError, match=r"two shards are called a\.tar"):
+        bench.index(shards=f"{tmp_path}/{{x,y}}/a.tar", identity="shard_key")
+
+
+# -- labels -------------------------------------------------------------------------------------------
+
+
+def test_labels_come_from_every_source_the_config_can_name(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", [*samples(range(3)), ("t.png", image(9)), ("t.txt", b"cat\n"), ("t.json", b"{}")])
+    ids = [f"{number:06d}" for number in range(3)]
+    pq.write_table(pa.table({"id": ids, "label": CLASSES}), tmp_path / "labels.parquet")
+    (tmp_path / "labels.csv").write_text(
+        "id,label\n" + "\n".join(map(",".join, zip(ids, CLASSES, strict=True)))
+    )
+    lines = [f"./{key}.png {number}" for number, key in enumerate(ids)]
+    (tmp_path / "kv.txt").write_text("\n".join(lines) + "\n")
+    for label in ("cls", "json:name", f"file:{tmp_path}/kv.txt", f"table:{tmp_path}/labels.parquet#id,label"):
+        summary = bench.index(label=label)
+        assert [row["noisy_class"] for row in bench.rows(summary)] == [0, 1, 2, None]
+        assert summary.catalogue.manifest["status"] == {"ok": 3, "unlabelled": 1}
+    summary = bench.index(label=f"table:{tmp_path}/labels.csv#id,label")
+    assert summary.catalogue.num_ok == 3
+    summary = bench.index(label="txt")
+    assert [row["noisy_class"] for row in bench.rows(summary)] == [None, None, None, 2]
+
+
+def test_a_label_is_an_alias_a_name_or_a_number_and_the_unmatched_are_listed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    raws = ["bee", "Bienen", "2", "wasp", "wasp", "moth", "", "ant\ncat", "bee\nBienen", "99"]
+    members = [
+        (f"{n}.{s}", d) for n, raw in enumerate(raws) for s, d in (("png", image(n)), ("txt", raw.encode()))
+    ]
+    bench.shard("a.tar", members)
+    (tmp_path / "aliases.tsv").write_text("Bienen\tbee\nmoth\tant\n")
+    summary = bench.index(label="txt", aliases=f"{tmp_path}/aliases.tsv")
+    expected = [
+        "ok",
+        "ok",
+        "ok",
+        "unknown_class",
+        "unknown_class",
+        "ok",
+        "unlabelled",
+        "several_labels",
+        "ok",
+    ]
+    rows = bench.rows(summary)
+    assert [row["status"] for row in rows] == [*expected, "label_out_of_range"]
+    assert [row["noisy_class"] for row in rows] == [1, 1, 2, None, None, 0, None, None, 1, None]
+    assert summary.catalogue.manifest["unknown_labels"] == {"wasp": 2}
+
+
+def test_an_alias_to_nowhere_is_an_error_with_its_line(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", samples([1]))
+    (tmp_path / "aliases.tsv").write_text("Bienen\tbee\nMotte\tmoth\n")
+    with pytest.raises(LabelError, match=r"line 2 is 'Motte\\tmoth'"):
+        bench.index(aliases=f"{tmp_path}/aliases.tsv")
+
+
+def test_lines_that_disagree_are_several_labels(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", samples([1, 2]))
+    (tmp_path / "kv.txt").write_text("000001 0\n000001 2\n000002 1\n000002 bee\n")
+    rows = bench.rows(bench.index(label=f"file:{tmp_path}/kv.txt"))
+    assert [(row["status"], row["noisy_class"]) for row in rows] == [("several_labels", None), ("ok", 1)]
+
+
+def test_truth_is_kept_beside_the_given_class_and_measured(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    pq.write_table(pa.table({"id": ["000001", "000002"], "is": ["bee", "ant"]}), tmp_path / "truth.parquet")
+    summary = bench.index(truth=f"{tmp_path}/truth.parquet#id,is")
+    assert [row["true_class"] for row in bench.rows(summary)] == [None, 1, 0, None, None, None]
+    assert summary.catalogue.manifest["truth"] == {"num_known": 2, "num_wrong": 1}
+
+
+def test_changed_labels_are_read_again_under_the_same_rows(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    labels = tmp_path / "kv.txt"
+    labels.write_text("000000 0\n000001 0\n000002 0\n")
+    bench.index(label=f"file:{labels}")
+    labels.write_text("000000 0\n000001 1\n000002 2 \n")
+    summary = bench.index(label=f"file:{labels}")
+    assert [(row["row"], row["noisy_class"]) for row in bench.rows(summary)] == [(0, 0), (1, 1), (2, 2)]
+
+
+# -- shards come, change and go -----------------------------------------------------------------------
+
+
+def test_more_shards_are_appended_and_none_is_read_twice(bench: Bench) -> None:
+    bench.shard("a.tar", samples(range(5)))
+    first = bench.index()
+    again = bench.index()
+    assert (again.published, again.num_shards_read, again.catalogue.version) == (False, 0, 1)
+    bench.shard("b.tar", samples(range(5, 8)))
+    more = bench.index()
+    assert (more.num_shards_read, more.catalogue.version) == (1, 2)
+    assert bench.rows(more)[:5] == bench.rows(first)
+    assert [row["row"] for row in bench.rows(more)] == list(range(8))
+    assert Catalogue.open(bench.storage, version=1).num_rows == 5
+
+
+def test_a_changed_shard_keeps_the_rows_of_the_ids_it_still_has(bench: Bench) -> None:
+    bench.shard("a.tar", samples(range(5)))
+    before = bench.rows(bench.index())
+    bench.shard("a.tar", [("pad.txt", b"x" * 5000), *samples([4, 3, 9])])
+    summary = bench.index()
+    found = words(bench, summary)
+    assert {key: (row, status) for key, (row, _, status) in found.items()} == {
+        "000000": (0, "vanished"),
+        "000001": (1, "vanished"),
+        "000002": (2, "vanished"),
+        "000003": (3, "ok"),
+        "000004": (4, "ok"),
+        "pad": (5, "image_missing"),
+        "000009": (6, "ok"),
+    }
+    assert bench.rows(summary)[4]["image_offset"] != before[4]["image_offset"]
+    assert summary.written is not None
+    assert (summary.written.num_moved, summary.written.num_vanished) == (2, 3)
+
+
+def test_a_vanished_shards_samples_move_to_their_duplicates_or_wait_for_their_return(bench: Bench) -> None:
+    path = bench.shard("a.tar", samples(range(4)))
+    bench.shard("b.tar", samples([2, 3, 4]))
+    summary = bench.index()
+    assert summary.catalogue.aliases()["row"].to_pylist() == [2, 3]
+    held = path.read_bytes()
+    path.unlink()
+    found = words(bench, bench.index())
+    assert found["000000"] == (0, "a.tar", "vanished")
+    assert found["000002"] == (2, "b.tar", "ok")
+    path.write_bytes(held)
+    summary = bench.index()
+    assert words(bench, summary)["000000"] == (0, "a.tar", "ok")
+    assert words(bench, summary)["000002"] == (2, "b.tar", "ok")
+    assert summary.catalogue.manifest["num_duplicates"] == 2
+    assert accounted_for(summary) == 7
+
+
+def test_of_equal_ids_the_first_is_kept_and_the_others_are_aliases_of_its_row(bench: Bench) -> None:
+    bench.shard("a.tar", samples([0, 1]))
+    bench.shard("b.tar", [*samples([1, 2]), *sample(0, label=2)])
+    summary = bench.index()
+    aliases = summary.catalogue.aliases().to_pylist()
+    assert [(alias["row"], alias["shard"], alias["noisy_class"]) for alias in aliases] == [
+        (1, 1, 1),
+        (0, 1, 2),
+    ]
+    assert words(bench, summary)["000001"] == (1, "a.tar", "ok")
+    assert accounted_for(summary) == 5
+
+
+def test_ids_that_name_different_images_are_warned_about(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.shard("a.tar", samples([0, 1]))
+    bench.shard("b.tar", sample(7, key="000001"))
+    assert bench.index().catalogue.manifest["num_duplicates_of_other_content"] == 1
+    assert "try shard_key" in capsys.readouterr().out
+
+
+def test_a_shard_that_left_the_list_but_still_stands_stays(bench: Bench) -> None:
+    bench.shard("a.tar", samples([0, 1]))
+    bench.index()
+    bench.shard("b.tar", samples([2]))
+    summary = bench.index(shards=f"{bench.folder}/b.tar")
+    assert summary.catalogue.num_ok == 3
+
+
+def test_excluded_ids_leave_and_come_back_without_reading_a_shard(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.tar", [*samples([0, 1, 2]), ("u.png", image(5))])
+    bench.index()
+    (tmp_path / "takedown.txt").write_text("000001\nu\nnobody\n")
+    out = bench.index(exclude=f"{tmp_path}/takedown.txt")
+    assert out.num_shards_read == 0
+    assert out.catalogue.manifest["status"] == {"ok": 2, "excluded": 2}
+    (tmp_path / "takedown.txt").write_text("")
+    back = bench.index(exclude=f"{tmp_path}/takedown.txt")
+    assert back.catalogue.manifest["status"] == {"ok": 3, "unlabelled": 1}
+    bench.shard("b.tar", samples([3]))
+    (tmp_path / "takedown.txt").write_text("000003\n")
+    assert bench.index(exclude=f"{tmp_path}/takedown.txt").catalogue.manifest["status"]["excluded"] == 1
+
+
+def test_ids_shared_with_validation_or_test_leave_training(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "clean").mkdir()
+    bench.shard("a.tar", samples(range(6)))
+    bench.shard("clean/val.tar", samples([1, 9]))
+    bench.shard("clean/test.tar", samples([2, 3]))
+    clean = {"validation": f"{tmp_path}/clean/val.tar", "test": f"{tmp_path}/clean/test.tar"}
+    summary = bench.index(**clean)
+    assert summary.catalogue.manifest["status"] == {"ok": 3, "held_out": 3}
+    assert Catalogue.open(bench.storage, part="validation").num_ok == 2
+    assert Catalogue.open(bench.storage, part="test").num_ok == 2
+
+
+def test_equal_images_under_different_labels_prove_noise(bench: Bench) -> None:
+    labels = [0, 0, 1, 2]
+    members = [
+        m for n, label in enumerate(labels) for m in ((f"t{n}.png", image(99)), (f"t{n}.cls", b"%d" % label))
+    ]
+    bench.shard("a.tar", [*members, *samples(range(4))])
+    found = bench.index().catalogue.manifest["equal_content"]
+    expected = {"num_labelled": 8, "num_repeated_images": 1, "num_samples": 4, "num_conflicting_images": 1}
+    assert found == {**expected, "num_proven_wrong": 2, "proven_noise": 0.25}
+
+
+def test_shards_sorted_by_class_ask_for_a_window_and_mixed_ones_for_a_single_chunk(
+    bench: Bench, tmp_path: Path
+) -> None:
+    lines = []
+    for label in range(3):
+        keys = [f"{label}-{number:05d}" for number in range(CHUNK_ROWS)]
+        bench.shard(f"{label}.tar", [(f"{key}.png", image(1)) for key in keys])
+        lines += [f"{key} {label}" for key in keys]
+    (tmp_path / "sorted.txt").write_text("\n".join(lines))
+    mixed = [f"{line.split()[0]} {place % 3}" for place, line in enumerate(lines)]
+    (tmp_path / "mixed.txt").write_text("\n".join(mixed))
+    manifest = bench.index(label=f"file:{tmp_path}/sorted.txt").catalogue.manifest
+    assert manifest["window"]["num_chunks"] == 3  # all there are
+    assert manifest["shard_mix"]["num_single_class"] == 3
+    manifest = bench.index(label=f"file:{tmp_path}/mixed.txt").catalogue.manifest
+    assert manifest["window"]["num_chunks"] == 1
+    assert manifest["shard_mix"]["num_single_class"] == 0
+
+
+# -- manifests ----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_was_overtaken_does_not_publish(bench: Bench) -> None:
+    bench.shard("a.tar", samples([1]))
+    catalogue = bench.index().catalogue
+    with pytest.raises(CatalogueError, match="another job published version 1"):
+        publish(PartStore(catalogue.folder), {**catalogue.manifest, "version": 1}, old_version=0)
+
+
+def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(CatalogueError, match=r"run pipelines\.index_shards first"):
+        Catalogue.open(str(tmp_path))
+    folder = tmp_path / "catalogue"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"version": ')
+    with pytest.raises(CatalogueError, match="no whole manifest"):
+        Catalogue.open(str(tmp_path))
+    (folder / "manifest.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(CatalogueError, match="format 99"):
+        Catalogue.open(str(tmp_path))
+
+
+def test_errors_of_the_job_are_for_people(bench: Bench) -> None:
+    with pytest.raises(PencilError, match="nothing matches"):
+        bench.index()
+    bench.shard("a.tar", samples([1]))
+    with pytest.raises(PencilError, match=r"data\.classes"):
+        bench.index(classes="nowhere.txt")
