@@ -1,0 +1,214 @@
+"""The training loop: epochs, steps, and the moments at which progress becomes permanent.
+
+It knows no Ray, no MLflow and no files: what it needs is handed in as plain callables, and so the whole loop
+runs on a list of batches in a unit test. Every rank runs it in step with the others: each has the same number
+of batches, and each call of `save`, `close_epoch`, `stop` and `total` is made by all ranks together.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pencil_scale.owners import Batch, Owners
+from pencil_scale.schedule import Schedule, Stage
+from pencil_scale.schema import PencilError
+from pencil_scale.step import Stepper
+
+LOG_EVERY_STEPS = 50
+NAMED_PROBLEMS = 20
+
+
+class TooManyUnreadableError(PencilError):
+    """More images could not be decoded than the config allows."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: what a checkpoint must remember besides weights and labels."""
+
+    epoch: int = 0  # epochs done
+    step: int = 0  # batches done of the epoch under way
+    all_steps: int = 0  # batches done since the run began
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out.
+
+    A batch may bear `problems`, a line for each of its images that could not be decoded.
+    """
+
+    num_steps: int
+    batches: Iterable[Batch]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop is given by whoever runs it."""
+
+    epoch: Callable[[int], Epoch]
+    prepare: Callable[[Batch, int], Batch]  # to the device: decoded, augmented, never empty
+    save: Callable[[Progress], None]  # labels and weights as a pair
+    close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, tell, save
+    log_step: Callable[[Stage, Progress, dict[str, float]], None]
+    total: Callable[[float], float] = lambda value: value  # the sum over all ranks
+    stop: Callable[[], bool] = lambda: False  # whether any rank was asked to end early
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When things happen that do not happen at every step."""
+
+    save_every: int | None = None
+    stop_every: int = 1
+    warmup_steps: int = 0
+    max_unreadable_share: float = 0.01
+
+
+@dataclass
+class Clock:
+    """Where the seconds of an epoch went."""
+
+    started: float = field(default_factory=time.perf_counter)
+    data_s: float = 0.0  # waiting for the stream
+    labels_s: float = 0.0  # waiting for the owners
+    num_images: int = 0
+
+    def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass batches on, adding up how long the stream was waited for."""
+        coming = iter(batches)
+        while True:
+            asked = time.perf_counter()
+            batch = next(coming, None)
+            self.data_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def labels(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same for the owners: they pull from the stream, so the rest of the wait is theirs."""
+        while True:
+            asked, data_s = time.perf_counter(), self.data_s
+            batch = next(batches, None)
+            self.labels_s += time.perf_counter() - asked - (self.data_s - data_s)
+            if batch is None:
+                return
+            self.num_images += len(batch.rows)
+            yield batch
+
+    def figures(self) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        return {
+            "epoch_s": seconds,
+            "images_per_s": self.num_images / seconds,
+            "data_wait_share": self.data_s / seconds,
+            "label_wait_share": self.labels_s / seconds,
+        }
+
+
+class Loop:
+    """Trains from one point of progress to the schedule's end, or to where it is asked to stop."""
+
+    def __init__(
+        self, stepper: Stepper, schedule: Schedule, owners: Owners, hooks: Hooks, pace: Pace, seed: int
+    ) -> None:
+        self.stepper, self.schedule, self.owners = stepper, schedule, owners
+        self.hooks, self.pace, self.seed = hooks, pace, seed
+        self._loss_sum, self._num_losses = 0.0, 0
+        self._recent: list[torch.Tensor] = []
+        self._problems: list[str] = []
+
+    def run(self, progress: Progress) -> Progress:
+        """Train on; the progress returned has all epochs done unless a stop was asked for."""
+        while progress.epoch < self.schedule.epochs:
+            stage = self.schedule.stage_at(progress.epoch)
+            clock = Clock()
+            progress, finished = self._train_epoch(stage, progress, clock)
+            self.owners.drain()
+            if not finished:
+                self.hooks.save(progress)
+                return progress
+            figures = self._figures(stage, progress, clock)
+            progress = replace(progress, epoch=progress.epoch + 1, step=0)
+            self.hooks.close_epoch(stage, progress, figures)
+        return progress
+
+    def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
+        """Train what is left of an epoch; also say whether it came to its end."""
+        epoch = self.hooks.epoch(progress.epoch)
+        num_steps = progress.step + epoch.num_steps
+        batches = self.owners.with_labels(clock.data(epoch.batches), progress.epoch)
+        for batch in clock.labels(batches):
+            self._step(batch, stage, progress, num_steps)
+            progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
+            self._report(stage, progress)
+            if progress.step == num_steps or progress.step % self.stepper.accumulation:
+                continue  # the end is near, or gradients are still being added up
+            if progress.all_steps % self.pace.stop_every == 0 and self.hooks.stop():
+                return progress, False
+            if self.pace.save_every and progress.step % self.pace.save_every == 0:
+                self.owners.drain()
+                self.hooks.save(progress)
+        return progress, True
+
+    def _step(self, batch: Batch, stage: Stage, progress: Progress, num_steps: int) -> None:
+        # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
+        torch.manual_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
+        _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
+        self._problems += getattr(batch, "problems", ())
+        prepared = self.hooks.prepare(batch, progress.epoch)
+        result = self.stepper.step(prepared, stage, progress.step, num_steps)
+        self._recent.append(result.loss)
+        if stage.moves_labels:
+            self.owners.move(batch.rows, result.label_logits[: len(batch.rows)], progress.epoch)
+        else:
+            self.owners.mark(batch.rows, progress.epoch)
+
+    def _warmth(self, progress: Progress) -> float:
+        return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
+
+    def _report(self, stage: Stage, progress: Progress) -> None:
+        """Tell the mean loss now and then: every reading waits for the device."""
+        if len(self._recent) == LOG_EVERY_STEPS:
+            self.hooks.log_step(stage, progress, {"loss": self._fold_recent() / LOG_EVERY_STEPS})
+
+    def _fold_recent(self) -> float:
+        recent = float(torch.stack(self._recent).sum()) if self._recent else 0.0
+        self._loss_sum, self._num_losses = self._loss_sum + recent, self._num_losses + len(self._recent)
+        self._recent = []
+        return recent
+
+    def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
+        """What an epoch came to, over all ranks; too many unreadable images end the run here."""
+        total = self.hooks.total
+        visited = total(self.owners.table.count_visited(progress.epoch))
+        num_unreadable = total(len(self._problems))
+        if num_unreadable > self.pace.max_unreadable_share * visited:
+            listed = "; ".join(self._problems[:NAMED_PROBLEMS])
+            raise TooManyUnreadableError(
+                f"epoch {progress.epoch}: {num_unreadable:,.0f} of {visited:,.0f} images cannot be decoded, "
+                f"more than data.max_damaged_share allows: {listed}"
+            )
+        figures = clock.figures()
+        figures["images_per_s"] = total(figures["images_per_s"])
+        figures |= {"rows_visited": visited, "rows_unreadable": num_unreadable}
+        self._fold_recent()
+        figures |= {"loss": self._loss_sum / max(self._num_losses, 1), "learning_rate": stage.learning_rate}
+        self._loss_sum, self._num_losses, self._problems = 0.0, 0, []
+        return figures
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed out of several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ (number + 1)) * 0x9E3779B97F4A7C15) % 2**63
+        mixed ^= mixed >> 29
+    return mixed

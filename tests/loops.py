@@ -1,0 +1,74 @@
+"""A whole training run on lists of batches, without Ray: what the tests of the loop share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pencil_scale.augment import Recipe, augment
+from pencil_scale.backbones import build_backbone
+from pencil_scale.config import load_config
+from pencil_scale.label_table import LabelTable
+from pencil_scale.loop import Epoch, Hooks, Loop, Pace, Progress
+from pencil_scale.owners import Batch, Owners
+from pencil_scale.schedule import Schedule, Stage
+from pencil_scale.step import Stepper
+
+START = Progress()
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+
+
+class SmallRun:
+    """Images and noisy classes in memory, a table on disk, and a record of all that was told."""
+
+    def __init__(
+        self, folder: Path, images: torch.Tensor, noisy_class: np.ndarray, *overrides: str, **pace: Any
+    ):
+        self.config = load_config(DEMO, list(overrides))
+        self.images, self.batch = images, self.config.optimizer.tuned_batch
+        torch.manual_seed(self.config.run.seed)
+        self.model: nn.Module = build_backbone("small_convnet", 10)
+        self.table = LabelTable.create(folder, noisy_class, 10)
+        self.recipe = Recipe.from_config(self.config.images)
+        self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        self.pace = Pace(**pace)
+        self.saved: list[Progress] = []
+        self.epochs: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []
+        self.unreadable: set[int] = set()
+
+    def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
+        hooks = Hooks(
+            epoch=self.epoch,
+            prepare=self.prepare,
+            save=self.saved.append,
+            close_epoch=self.close_epoch,
+            log_step=lambda stage, progress, figures: self.steps.append(figures),
+            stop=stop,
+        )
+        accumulation = self.config.optimizer.accumulation
+        stepper = Stepper(self.model, self.optimizer, accumulation=accumulation)
+        with Owners(self.table) as owners:
+            return Loop(stepper, self.schedule, owners, hooks, self.pace, seed=1).run(progress)
+
+    def epoch(self, epoch: int) -> Epoch:
+        order = np.random.default_rng([1, epoch]).permutation(len(self.images))
+        left = torch.from_numpy(order[~self.table.visited(epoch)[order]])
+        return Epoch(-(-len(left) // self.batch), self.batches(left))
+
+    def batches(self, rows: torch.Tensor) -> Iterator[Batch]:
+        for some in rows.split(self.batch):
+            weight = torch.tensor([float(int(row) not in self.unreadable) for row in some])
+            yield Batch(rows=some, images=self.images[some], weight=weight)
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))
+
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
+        self.saved.append(progress)
+        self.epochs.append({"stage": stage.name, **figures})
