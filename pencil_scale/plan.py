@@ -1,0 +1,254 @@
+"""Epoch plan: the order of an epoch's rows, and which rank reads which of them.
+
+The order is a function of (seed, epoch, catalogue version, subset) alone. A chunk of the catalogue is cut
+into stretches of at most a ninth of a window, the stretches are permuted, and as many as fit the window's
+bytes are shuffled together. Both orders are sorts by a hash of (seed, epoch, place), so a row that is taken out
+because it was visited leaves the order of all others as it was.
+
+Ranks take windows in turn; where there are too few for four each, a window is dealt out in slices. Planning
+needs the counts of the chunks and no row: whoever reads a piece looks its rows up and shuffles them.
+
+    order = EpochOrder.of(counts, seed=1, epoch=7, window_bytes=64 << 20)
+    left = order.left(visited, members)                    # rows still to be read, by window
+    for cut in deal(left, world)[rank]:
+        piece = order.piece(cut, visited)                  # all that a read task must be told
+        rows = piece.rows(members)                         # int64, in the order of the epoch
+    sizes = batch_sizes(share, batch, num_steps(left.sum(), batch, world))
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, rising
+
+CHUNK_ROWS = 4096
+STRETCHES_A_WINDOW = 8
+PIECES_A_RANK = 4  # so that the first batch need not wait for a quarter of the epoch
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """How many rows of every chunk an epoch visits, and the bytes of their images."""
+
+    num_rows: Int64s
+    num_bytes: Int64s
+
+    @property
+    def total(self) -> int:
+        return int(self.num_rows.sum())
+
+
+class Cut(NamedTuple):
+    """Rows [start, stop) of those that are left of a window."""
+
+    window: int
+    start: int
+    stop: int
+
+
+class Stretch(NamedTuple):
+    """Part `part` of `parts` of the rows that a chunk gives."""
+
+    chunk: int
+    part: int
+    parts: int
+
+    def of(self, rows: Int64s) -> Int64s:
+        return rows[len(rows) * self.part // self.parts : len(rows) * (self.part + 1) // self.parts]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one read task reads: some rows of one window, told by places that are small to send."""
+
+    stretches: tuple[Stretch, ...]
+    start: int
+    stop: int
+    key: int | None  # of the shuffle; None: rows stay in catalogue order
+    visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit a row of it
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, members: Members) -> Int64s:
+        """Look up the rows and give them in the order of the epoch."""
+        chunks = {chunk: members(chunk) for chunk in dict.fromkeys(place.chunk for place in self.stretches)}
+        found = [self._unvisited(place.chunk, place.of(chunks[place.chunk])) for place in self.stretches]
+        rows = np.concatenate([np.empty(0, np.int64), *found])
+        return (rows if self.key is None else shuffled(rows, self.key))[self.start : self.stop]
+
+    def _unvisited(self, chunk: int, rows: Int64s) -> Int64s:
+        if chunk not in self.visited:
+            return rows
+        bits = np.unpackbits(np.frombuffer(self.visited[chunk], np.uint8)).view(np.bool_)
+        return rows[~bits[rows - chunk * CHUNK_ROWS]]
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The windows of an epoch, as stretches of chunks in their order."""
+
+    counts: RowCounts
+    chunk: Int64s  # [stretches], in the order of the epoch
+    part: Int64s
+    parts: Int64s
+    first: Int64s  # [windows + 1]: a window's stretches are first[w] to first[w + 1]
+    key: int | None
+
+    @classmethod
+    def of(
+        cls, counts: RowCounts, seed: int, epoch: int, window_bytes: int, shuffle: bool = True
+    ) -> "EpochOrder":
+        """Order an epoch; a window holds at most about `window_bytes`, or one image if that is larger."""
+        # A window closes with the stretch that crosses its bound, so the bound leaves room for one more.
+        stretch_bytes = max(1, window_bytes // (STRETCHES_A_WINDOW + 1))
+        parts = np.minimum(-(-counts.num_bytes // stretch_bytes), counts.num_rows)
+        parts = np.where(counts.num_rows > 0, np.maximum(parts, 1), 0)
+        chunk = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(chunk)) - np.repeat(np.cumsum(parts) - parts, parts)
+        key = mixed_key(seed, epoch) if shuffle else None
+        if key is not None:
+            order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + part, ~key), kind="stable")
+            chunk, part = chunk[order], part[order]
+        first = _window_starts(counts.num_bytes[chunk] / parts[chunk], window_bytes - stretch_bytes)
+        return cls(counts, chunk, part, parts[chunk], first, key)
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.first) - 1
+
+    def left(self, visited: Mask | None = None, members: Members | None = None) -> Int64s:
+        """Count the rows of every window that are not visited yet.
+
+        `visited` marks rows of this epoch alone. Where a chunk is cut into stretches and some of its rows
+        are visited, `members` is asked which rows it has; no other case needs it.
+        """
+        rows = self.counts.num_rows[self.chunk]
+        left = rows * (self.part + 1) // self.parts - rows * self.part // self.parts
+        if visited is not None:
+            done = _by_chunk(visited, len(self.counts.num_rows))[self.chunk]
+            left = np.where(done == 0, left, np.where(self.parts == 1, rows - done, 0))
+            mixed = np.flatnonzero((done > 0) & (done < rows) & (self.parts > 1))
+            for chunk in np.unique(self.chunk[mixed]):
+                assert members is not None
+                inside = members(int(chunk))
+                for place in mixed[self.chunk[mixed] == chunk]:
+                    left[place] = np.count_nonzero(~visited[self._stretch(int(place)).of(inside)])
+        return np.add.reduceat(np.append(left, 0), self.first)[:-1] if self.num_windows else left
+
+    def piece(self, cut: Cut, visited: Mask | None = None) -> Piece:
+        """Say what a read task must know to read this cut."""
+        places = range(self.first[cut.window], self.first[cut.window + 1])
+        stretches = tuple(self._stretch(place) for place in places)
+        bits = {} if visited is None else _bits_of(visited, {place.chunk for place in stretches})
+        return Piece(stretches, cut.start, cut.stop, self.key, bits)
+
+    def _stretch(self, place: int) -> Stretch:
+        return Stretch(int(self.chunk[place]), int(self.part[place]), int(self.parts[place]))
+
+
+def deal(left: Int64s, world: int) -> list[list[Cut]]:
+    """Give every rank its cuts, so that shares differ by at most one row.
+
+    Windows go to the ranks whole and in turn until a rank's share is full; the last ones are cut.
+    """
+    total = int(left.sum())
+    room = [total // world + (rank < total % world) for rank in range(world)]
+    shares: list[list[Cut]] = [[] for _ in range(world)]
+    rank = 0
+    for window, start, stop in _slices(left, (PIECES_A_RANK + 1) * world):
+        while start < stop:
+            while room[rank] == 0:
+                rank = (rank + 1) % world
+            end = min(stop, start + room[rank])
+            shares[rank].append(Cut(window, start, end))
+            room[rank] -= end - start
+            start, rank = end, (rank + 1) % world
+    return shares
+
+
+def _slices(left: Int64s, at_least: int) -> list[Cut]:
+    """Windows as they are, or in equal slices where there would be fewer than `at_least` to deal out.
+
+    A slice is no window of its own: that would make the order depend on the number of ranks.
+    """
+    full = np.flatnonzero(left)
+    slices = -(-at_least // max(1, len(full)))
+    return [
+        Cut(int(window), int(left[window]) * k // slices, int(left[window]) * (k + 1) // slices)
+        for window in full
+        for k in range(slices)
+    ]
+
+
+def num_steps(total: int, batch: int, world: int) -> int:
+    """Count the steps of an epoch: as many on every rank as the largest share needs."""
+    largest_share = -(-total // world)
+    return -(-largest_share // batch)
+
+
+def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
+    """Cut a rank's rows into batches: full ones, and the last two evened out.
+
+    So no batch of a single row appears, over which batch norm could not compute a variance. A rank with
+    fewer rows than steps has empty batches at the end.
+    """
+    if num_rows > batch * num_steps:
+        raise ValueError(f"{num_rows} rows do not fit {num_steps} batches of {batch}")
+    full = min(max(num_steps - 2, 0), num_rows // batch)
+    rest, places = num_rows - full * batch, num_steps - full
+    return [batch] * full + [rest // places + (place < rest % places) for place in range(places)]
+
+
+def shuffled(rows: Int64s, key: int) -> Int64s:
+    """Put rows into the order that a key gives them."""
+    return rows[np.argsort(hashes(rows, key), kind="stable")]
+
+
+def hashes(numbers: Int64s, key: int) -> npt.NDArray[np.uint64]:
+    """Mix numbers with a key, all 64 bits, alike on every machine and in every version of NumPy."""
+    # Splitmix64; products wrap around at 2**64, as they should.
+    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key % 2**64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+
+
+def mixed_key(seed: int, epoch: int) -> int:
+    """Make one key of seed and epoch; neighbouring epochs share nothing."""
+    digest = hashlib.blake2b(f"epoch {epoch} of seed {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _window_starts(stretch_bytes: npt.NDArray[np.float64], window_bytes: int) -> Int64s:
+    """Cut the stretches into windows of about equal bytes."""
+    if len(stretch_bytes) == 0:
+        return np.zeros(1, np.int64)
+    begins = np.cumsum(stretch_bytes) - stretch_bytes
+    total = float(stretch_bytes.sum())
+    windows = max(1, int(np.ceil(total / max(1, window_bytes))))
+    window = np.floor(begins * windows / max(total, 1.0)).astype(np.int64)
+    starts = np.flatnonzero(np.diff(window, prepend=-1))
+    return np.append(starts, len(stretch_bytes))
+
+
+def _by_chunk(mask: Mask, num_chunks: int) -> Int64s:
+    """Count what is marked in every chunk."""
+    counts = np.zeros(num_chunks, np.int64)
+    if len(mask):
+        starts = np.arange(0, len(mask), CHUNK_ROWS)
+        counts[: len(starts)] = np.add.reduceat(mask, starts, dtype=np.int64)
+    return counts
+
+
+def _bits_of(mask: Mask, chunks: set[int]) -> dict[int, bytes]:
+    """Spell the mask of these chunks as bits, 512 bytes a chunk; one with nothing marked is left out."""
+    inside = {chunk: mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS] for chunk in chunks}
+    return {chunk: np.packbits(marked).tobytes() for chunk, marked in inside.items() if marked.any()}
