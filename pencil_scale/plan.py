@@ -2,8 +2,8 @@
 
 The order is a function of (seed, epoch, catalogue version, subset) alone. A chunk of the catalogue is cut
 into stretches of at most a ninth of a window, the stretches are permuted, and as many as fit the window's
-bytes are shuffled together. Both orders are sorts by a hash of (seed, epoch, place), so a row that is taken out
-because it was visited leaves the order of all others as it was.
+bytes are shuffled together. Both orders are sorts by a hash of (seed, epoch, place), so a row that is taken
+out because it was visited leaves the order of all others as it was.
 
 Ranks take windows in turn; where there are too few for four each, a window is dealt out in slices. Planning
 needs the counts of the chunks and no row: whoever reads a piece looks its rows up and shuffles them.
@@ -19,6 +19,7 @@ needs the counts of the chunks and no row: whoever reads a piece looks its rows 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -136,11 +137,12 @@ class EpochOrder:
             done = _by_chunk(visited, len(self.counts.num_rows))[self.chunk]
             left = np.where(done == 0, left, np.where(self.parts == 1, rows - done, 0))
             mixed = np.flatnonzero((done > 0) & (done < rows) & (self.parts > 1))
-            for chunk in np.unique(self.chunk[mixed]):
+            mixed = mixed[np.argsort(self.chunk[mixed], kind="stable")]
+            for chunk, places in groupby(mixed.tolist(), key=lambda place: int(self.chunk[place])):
                 assert members is not None
-                inside = members(int(chunk))
-                for place in mixed[self.chunk[mixed] == chunk]:
-                    left[place] = np.count_nonzero(~visited[self._stretch(int(place)).of(inside)])
+                inside = members(chunk)
+                for place in places:
+                    left[place] = np.count_nonzero(~visited[self._stretch(place).of(inside)])
         return np.add.reduceat(np.append(left, 0), self.first)[:-1] if self.num_windows else left
 
     def piece(self, cut: Cut, visited: Mask | None = None) -> Piece:
