@@ -1,0 +1,47 @@
+# `make demo` and `make test` set up all they need by themselves, in .venv.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for found in python3 python3.12 python3.11; do \
+	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
+
+.PHONY: help install demo test quick lint format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this page
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(VENV)/installed  ## the virtual environment, with everything in it
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=...'; exit 2; }
+	@echo 'installing into $(VENV) (torch is large: a few minutes the first time)'
+	@$(PYTHON) -m venv $(VENV) || { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+demo: install  ## see it work: digits with 40 % wrong labels
+	@$(BIN)/python -m pencil_scale.train configs/demo.yaml
+
+test: install  ## every test this machine can run
+	$(BIN)/pytest -m ''
+
+quick: install  ## the quick tests: no cluster, no network, seconds
+	$(BIN)/pytest
+
+lint: install  ## format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install  ## put every file into the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install  ## every benchmark, at its small size; each prints its ratio to a limit
+	@for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done
+
+clean:  ## remove the environment and every run
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
