@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from pencil_scale.checkpoint import Progress
 from pencil_scale.owners import Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
@@ -22,15 +23,6 @@ NAMED_PROBLEMS = 20
 
 class TooManyUnreadableError(PencilError):
     """More images could not be decoded than the config allows."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: what a checkpoint must remember besides weights and labels."""
-
-    epoch: int = 0  # epochs done
-    step: int = 0  # batches done of the epoch under way
-    all_steps: int = 0  # batches done since the run began
 
 
 @dataclass(frozen=True)

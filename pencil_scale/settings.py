@@ -99,6 +99,8 @@ class Optimizer(Settings):
     weight_decay: float = key("of SGD", 1e-4, ge=0)
     precision: Literal["fp32", "bf16"] = key("of the forward pass", "fp32")
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = key("torch.compile's mode", "off")
+    warmup_steps: int = key("the learning rate rises linearly over these first steps", 0, ge=0, unit="steps")
+    sync_batch_norm: bool = key("batch norm over all workers' samples, not each worker's own", False)
 
 
 class BackboneStage(Settings):
@@ -127,6 +129,7 @@ class PencilStage(Settings):
         gt=0,
         lt=1,
     )
+    max_class_loss: float = key("warn when a class lost more than this share of its samples", 0.5, ge=0, le=1)
     allow_fixed_labels: bool = key("train although no label can change with these numbers", False)
 
 
@@ -150,17 +153,26 @@ class Workers(Settings):
     gpu: bool = key("one GPU a worker", False)
     cpus: float = key("CPUs a worker reserves; leave at least one free for reading", 1.0, gt=0, unit="CPUs")
     scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
+    timeout_s: int = key(
+        "how long a worker waits for the others before it gives up", 600, ge=1, unit="seconds"
+    )
+    max_failures: int = key("how often workers may die and be replaced", 3, ge=0)
 
 
 class Checkpoint(Settings):
     every_steps: int | None = key("besides every epoch; null: epochs alone", None, ge=1, unit="steps")
     keep: int = key("how many checkpoints are kept", 3, ge=1)
+    history: bool = key("keep what every label was after each epoch that moved labels", True)
 
 
 class Tracking(Settings):
     uri: str | None = key("MLflow server; null: MLFLOW_TRACKING_URI, else sqlite under a local storage", None)
     experiment: str | None = key("MLflow experiment; null: the run's name", None)
     register_as: str | None = key("register the trained model under this name", None)
+
+
+class Cost(Settings):
+    gpu_hour: float | None = key("price of one worker for an hour, for --dry-run", None, ge=0)
 
 
 class Config(Settings):
@@ -175,3 +187,4 @@ class Config(Settings):
     workers: Workers = key("who trains", Workers())
     checkpoint: Checkpoint = key("what survives a crash", Checkpoint())
     tracking: Tracking = key("where figures go", Tracking())
+    cost: Cost = key("what it costs", Cost())

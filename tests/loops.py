@@ -11,9 +11,10 @@ from torch import nn
 
 from pencil_scale.augment import Recipe, augment
 from pencil_scale.backbones import build_backbone
+from pencil_scale.checkpoint import Progress
 from pencil_scale.config import load_config
 from pencil_scale.label_table import LabelTable
-from pencil_scale.loop import Epoch, Hooks, Loop, Pace, Progress
+from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.step import Stepper

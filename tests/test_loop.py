@@ -8,8 +8,8 @@ import torch
 from loops import SmallRun
 
 from pencil_scale.augment import centre
+from pencil_scale.checkpoint import Progress
 from pencil_scale.decisions import decide
-from pencil_scale.loop import Progress
 from pencil_scale.noise import symmetric_noise
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
