@@ -207,13 +207,17 @@ class TarWalk:
             detail = "an extended header without its member"
             pieces.append(Damage(self._pending, position, "stray_extended_header", detail))
             self._forget()
+        if stop - position < 2 * BLOCK:
+            self._ended = True  # the missing marker is told here
+            detail = "a lone zero block where the end marker has two: cut, or written so"
+            return [*pieces, Damage(position, stop, "no_end_marker", detail)]
         following = self._next_header(stop) if stop < self._num_bytes else self._num_bytes
         if following < self._num_bytes:
             detail = "zero bytes, then more members: archives joined together, or a stretch that was wiped"
             pieces.append(Damage(position, following, "zeros_in_archive", detail))
             return pieces
         pieces.append(Filler(position, stop))
-        self._ended = stop - position >= 2 * BLOCK
+        self._ended = True
         if stop < self._num_bytes:
             detail = "bytes behind the end marker that hold no header"
             pieces.append(Damage(stop, self._num_bytes, "trailing_garbage", detail))

@@ -108,6 +108,7 @@ def index(part: Part) -> Summary:
     changes = compare(listing, old, part.rules_name)
     _say_changes(part, listing, changes, old)
     if old is not None and _is_current(old, part, changes, listing):
+        _sweep(store)
         _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         return Summary(old, 0, None, published=False)
     shards = _in_listed_order(changes, listing)
@@ -133,13 +134,18 @@ def _publish(
     written = update.write([missing_damage(listing.missing)])
     version = old.version if old else 0
     manifest = describe(store, written, entries, part.rules, part.overlay.name, version + 1)
-    publish(store, manifest, version)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
-    for name in store.names("staging"):
-        store.delete(name)
+    publish(store, manifest, version)
+    _sweep(store)
     print(summary_text(catalogue, part.name or "training"))
     return Summary(catalogue, len(shards), written, published=True)
+
+
+def _sweep(store: PartStore) -> None:
+    """Remove what was staged; the manifest that is now published has no need of it."""
+    for name in store.names("staging"):
+        store.delete(name)
 
 
 def _stage_all(store: PartStore, shards: Sequence[Shard], part: Part) -> list[ShardReport]:

@@ -2,11 +2,14 @@
 
 import tarfile
 
+from catalogue_making import CLASSES, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tar_making import python_tar, simple_members
 
 from pencil_scale.byte_source import MemorySource, Window
+from pencil_scale.label_classes import LabelClasses
+from pencil_scale.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.shards import Sample, ShardReader
 from pencil_scale.tar_walk import Damage, Filler, Member, Piece, TarWalk
 
@@ -15,6 +18,12 @@ PAX = python_tar(
     [(f"d/é{number:03d}.{'x' * 120}.jpg", b"1" * 700) for number in range(8)], tarfile.PAX_FORMAT
 )
 GNU = python_tar([(f"{'d' * 120}/{number:03d}.jpg", b"1" * 700) for number in range(8)], tarfile.GNU_FORMAT)
+
+REAL = python_tar(samples(range(20)))
+RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(CLASSES), {}), decode_images=True)
+STARTS = {
+    found.key: found.start for found in ShardReader(MemorySource(REAL)).read() if isinstance(found, Sample)
+}
 
 Edit = tuple[str, int, int, bytes]
 
@@ -94,3 +103,19 @@ def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> N
                 if member.kind != "cut":
                     assert reader.data(member) == spoiled[member.offset : member.offset + member.size]
                     assert len(reader.data(member)) == member.size
+
+
+@settings(max_examples=80, deadline=None)
+@given(edits)
+def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Edit]) -> None:
+    spoiled = edited(REAL, [step for step in steps if step[0] in ("put", "wipe", "cut")])
+    indexer = ShardIndexer(MemorySource(spoiled), RULES)
+    batches = list(indexer.batches())
+    keys = [key for batch in batches for key in batch.records["key"].to_pylist()]
+    findings = [finding for batch in batches for finding in batch.findings.to_pylist()]
+    assert indexer.num_samples == len(keys) + sum(finding["num_samples"] for finding in findings)
+    told = set(keys) | {finding["key"] for finding in findings}
+    for key, start in STARTS.items():
+        if start < len(spoiled):
+            inside = any(finding["start"] <= start < finding["end"] for finding in findings)
+            assert key in told or inside
