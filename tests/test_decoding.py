@@ -141,7 +141,7 @@ def test_a_large_photo_is_scaled_like_a_small_one() -> None:
 def test_what_arrived_of_a_cut_file_is_used(kind: str) -> None:
     texture = np.random.default_rng(1).integers(0, 60, (240, 320, 3), dtype=np.uint8)
     image = Image.fromarray(np.asarray(quarters(320, 240)) // 2 + texture)
-    data = spelled(image, kind)
+    data = spelled(image, kind, **({"interlace": False} if kind == "GIF" else {}))
     cut = decode(data[: len(data) * 6 // 10])
     assert cut.shape == (240, 320, 3)
     if kind != "BMP":  # stored from the bottom
