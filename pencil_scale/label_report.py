@@ -6,7 +6,6 @@ Read from a snapshot, part by part, so it needs one part of memory and disturbs 
     report.figures()["corrected_share"], report.transitions          # [C, C], given -> corrected
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ from pencil_scale.manifest import Manifest
 from pencil_scale.snapshot import LABELS_FOLDER, get_parts
 
 Int64s = npt.NDArray[np.int64]
-Truth = Callable[[range], npt.NDArray[np.int64]]  # true classes of some rows; -1 where unknown
 HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.float16())])
 
 
@@ -87,7 +85,6 @@ def study_labels(
     manifest: Manifest,
     catalogue: Catalogue,
     members: npt.NDArray[np.int64] | None = None,
-    truth: Truth | None = None,
     history: pa.ipc.RecordBatchFileWriter | None = None,
 ) -> LabelReport:
     """Go through a snapshot once, counting the rows that are trained on (of `members`, if a subset is).
@@ -104,7 +101,6 @@ def study_labels(
         logits = _logits(batch)
         found = decide(logits, batch.column("noisy_class").to_numpy())
         given, true, ok = _known_of(catalogue, rows)
-        true = truth(rows) if truth else true
         on = ok & (given >= 0) & _among(rows, members)
         np.add.at(transitions, (given[on], found.corrected_class[on]), 1)
         entropy_sum += _entropy(logits[on])

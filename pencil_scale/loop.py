@@ -27,10 +27,7 @@ class TooManyUnreadableError(PencilError):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out.
-
-    A batch may bear `problems`, a line for each of its images that could not be decoded.
-    """
+    """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out."""
 
     num_steps: int
     batches: Iterable[Batch]
@@ -149,8 +146,8 @@ class Loop:
         # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
         torch.manual_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
         _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
-        self._problems += getattr(batch, "problems", ())
         prepared = self.hooks.prepare(batch, progress.epoch)
+        self._problems += prepared.problems
         result = self.stepper.step(prepared, stage, progress.step, num_steps)
         self._recent.append(result.loss)
         if stage.moves_labels:

@@ -47,6 +47,7 @@ class Batch:
     weight: Tensor  # float32 [B]; 0 where the image could not be read
     label_logits: Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [B, C]
     noisy_class: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # int64 [B]
+    problems: tuple[str, ...] = ()  # a line for each image that could not be decoded
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

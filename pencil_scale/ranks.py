@@ -1,0 +1,74 @@
+"""Ranks: the few words the training processes of a run say to each other, over gloo.
+
+Used by the training thread alone, every call by all ranks together.
+"""
+
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import ray
+import torch
+import torch.distributed as dist
+
+Word = TypeVar("Word")
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among the others; alone, every word is its own answer."""
+
+    rank: int
+    world: int
+    group: Any = None
+
+    @classmethod
+    def meet(cls, timeout_s: float) -> "Ranks":
+        """Join the process group that Ray Train made, if there is one."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(0, 1)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), dist.get_world_size(), group)
+
+    def total(self, value: float) -> float:
+        """The sum over all ranks; counts stay exact up to 2**53."""
+        if self.world == 1:
+            return float(value)
+        summed = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.group)
+        return float(summed)
+
+    def any(self, wish: bool) -> bool:
+        """Whether any rank wishes it; all hear the same answer."""
+        return self.total(float(wish)) > 0
+
+    def gather(self, word: Word) -> list[Word] | None:
+        """Rank 0 gets everybody's word in order, the others get None."""
+        if self.world == 1:
+            return [word]
+        heard: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(word, heard, group=self.group)
+        return heard
+
+
+class StopWatch:
+    """Asks the driver now and then whether it wants the run to stop, without keeping the training waiting."""
+
+    def __init__(self, control: Any) -> None:
+        self.wanted = False
+        self._control = control
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stop watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_S) and not self.wanted:
+            try:
+                self.wanted = bool(ray.get(self._control.stop_wanted.remote(), timeout=30))
+            except ray.exceptions.RayError:
+                continue  # the driver is away for a moment, or for good: Ray Train sees to the latter
+
+    def close(self) -> None:
+        self._closed.set()
