@@ -74,22 +74,27 @@ class Piece:
     stop: int
     key: int | None  # of the shuffle; None: rows stay in catalogue order
     visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit a row of it
+    chosen: dict[int, bytes] | None = None  # the subset, in the same way; None: all rows
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def rows(self, members: Members) -> Int64s:
+    @property
+    def chunks(self) -> list[int]:
+        return sorted({place.chunk for place in self.stretches})
+
+    def rows(self, ok_rows: Members) -> Int64s:
         """Look up the rows and give them in the order of the epoch."""
-        chunks = {chunk: members(chunk) for chunk in dict.fromkeys(place.chunk for place in self.stretches)}
-        found = [self._unvisited(place.chunk, place.of(chunks[place.chunk])) for place in self.stretches]
+        members = {chunk: self._members(chunk, ok_rows(chunk)) for chunk in self.chunks}
+        found = [self._unvisited(place.chunk, place.of(members[place.chunk])) for place in self.stretches]
         rows = np.concatenate([np.empty(0, np.int64), *found])
         return (rows if self.key is None else shuffled(rows, self.key))[self.start : self.stop]
 
+    def _members(self, chunk: int, rows: Int64s) -> Int64s:
+        return rows if self.chosen is None else rows[_marked(self.chosen, chunk, rows)]
+
     def _unvisited(self, chunk: int, rows: Int64s) -> Int64s:
-        if chunk not in self.visited:
-            return rows
-        bits = np.unpackbits(np.frombuffer(self.visited[chunk], np.uint8)).view(np.bool_)
-        return rows[~bits[rows - chunk * CHUNK_ROWS]]
+        return rows[~_marked(self.visited, chunk, rows)]
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,14 @@ class EpochOrder:
                     left[place] = np.count_nonzero(~visited[self._stretch(place).of(inside)])
         return np.add.reduceat(np.append(left, 0), self.first)[:-1] if self.num_windows else left
 
-    def piece(self, cut: Cut, visited: Mask | None = None) -> Piece:
-        """Say what a read task must know to read this cut."""
+    def piece(self, cut: Cut, visited: Mask | None = None, subset: Mask | None = None) -> Piece:
+        """Say what a read task must know to read this cut; the counts were those of the subset."""
         places = range(self.first[cut.window], self.first[cut.window + 1])
         stretches = tuple(self._stretch(place) for place in places)
-        bits = {} if visited is None else _bits_of(visited, {place.chunk for place in stretches})
-        return Piece(stretches, cut.start, cut.stop, self.key, bits)
+        chunks = {place.chunk for place in stretches}
+        done = {} if visited is None else _bits_of(visited, chunks)
+        chosen = None if subset is None else _bits_of(subset, chunks)
+        return Piece(stretches, cut.start, cut.stop, self.key, done, chosen)
 
     def _stretch(self, place: int) -> Stretch:
         return Stretch(int(self.chunk[place]), int(self.part[place]), int(self.parts[place]))
@@ -251,6 +258,14 @@ def _by_chunk(mask: Mask, num_chunks: int) -> Int64s:
 
 
 def _bits_of(mask: Mask, chunks: set[int]) -> dict[int, bytes]:
-    """Spell the mask of these chunks as bits, 512 bytes a chunk; one with nothing marked is left out."""
+    """Spell a mask of these chunks as bits, 512 bytes a chunk; one with nothing marked is left out."""
     inside = {chunk: mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS] for chunk in chunks}
     return {chunk: np.packbits(marked).tobytes() for chunk, marked in inside.items() if marked.any()}
+
+
+def _marked(bits: dict[int, bytes], chunk: int, rows: Int64s) -> Mask:
+    """Look up which rows of a chunk are marked."""
+    if chunk not in bits:
+        return np.zeros(len(rows), np.bool_)
+    unpacked = np.unpackbits(np.frombuffer(bits[chunk], np.uint8)).view(np.bool_)
+    return np.asarray(unpacked[rows - chunk * CHUNK_ROWS])

@@ -87,6 +87,18 @@ def test_what_is_left_after_a_crash_keeps_its_order(rows: Rows, world: int, shar
     assert np.array_equal(np.sort(again), np.flatnonzero(rows.mask & ~visited))
 
 
+@settings(max_examples=40, deadline=None)
+@given(catalogues, st.integers(1, 4), st.floats(0, 1), st.integers(0, 1000))
+def test_a_subset_is_read_once_and_nothing_else(rows: Rows, world: int, share: float, seed: int) -> None:
+    subset = np.random.default_rng(seed).random(len(rows.mask)) < share
+    chosen = rows.ok[subset[rows.ok]]
+    counts = np.bincount(chosen // CHUNK_ROWS, minlength=len(rows.counts.num_rows))
+    order = EpochOrder.of(RowCounts(counts, counts * 100), 1, 0, 1 << 16)
+    cuts = [cut for share in deal(order.left(), world) for cut in share]
+    read = flat([order.piece(cut, subset=subset).rows(rows.members) for cut in cuts])
+    assert np.array_equal(np.sort(read), chosen)
+
+
 def test_a_run_killed_again_and_again_reads_what_an_undisturbed_one_reads() -> None:
     rows = Rows(30_000, 0.9, 3_000, 5)
     order = rows.order(window_bytes=1 << 22)
