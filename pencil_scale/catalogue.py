@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.byte_source import ShardVersion, filesystem_of
+from pencil_scale.byte_source import ShardVersion, filesystem_of, version_of
 from pencil_scale.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.schema import PencilError
 
@@ -106,8 +106,12 @@ class Catalogue:
         segments = [Segment(**entry) for entry in manifest["segments"]]
         self._rows = [segment for segment in segments if segment.kind == "rows"]
         self._changes = [segment for segment in segments if segment.kind == "changes"]
+        self._chunks: Chunks | None = None
         self._filesystem, self._root = filesystem_of(folder)
         self._file = lru_cache(maxsize=OPEN_FILES)(self._open_file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Catalogue, (self.folder, self.manifest)  # files are opened anew where it arrives
 
     @classmethod
     def open(cls, storage: str, version: int | None = None, part: str = "") -> "Catalogue":
@@ -173,12 +177,25 @@ class Catalogue:
 
     def chunks(self) -> Chunks:
         """Read how much there is to train on in every chunk: all that planning an epoch needs."""
-        table = pq.read_table(f"{self._root}/{self.manifest['chunks']}", filesystem=self._filesystem)
-        return Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
+        if self._chunks is None:
+            table = self._open_file(self.manifest["chunks"]).read()
+            self._chunks = Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
+        return self._chunks
 
     def damage(self) -> pa.Table:
         """Read the damage table: what could not become a row, with its shard and bytes."""
         return pa.concat_tables([*self.small_tables("damage_tables"), DAMAGE.empty_table()])
+
+    def verify_shard(self, number: int) -> None:
+        """Refuse a shard whose bytes are no longer those that were indexed: its offsets mean nothing now."""
+        entry = self.shards[number]
+        found = version_of(entry.url)
+        if found != entry.version:
+            what = "is gone" if found is None else f"has {found.num_bytes:,} bytes, {found.tag}"
+            raise CatalogueError(
+                f"shard {entry.url}: {what}; {entry.num_bytes:,} bytes, {entry.tag} were indexed: run "
+                "pipelines.index_shards again"
+            )
 
     def aliases(self) -> pa.Table:
         """Read the duplicates: records whose id another sample had first, under that sample's row."""

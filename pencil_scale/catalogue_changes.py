@@ -66,25 +66,49 @@ def _not_listed(listing: Listing, old: Catalogue | None) -> tuple[tuple[int, ...
 
 
 def damaged_share(shards: Sequence[Shard], reports: Sequence[ShardReport], num_missing: int) -> float:
-    """Estimate which share of the samples just read is damaged.
-
-    Samples with a damaged status, and samples in the damage table, are counted. Bytes that could not be
-    read at all are counted as so many mean samples, and a shard that gave nothing as a mean shard.
-    """
+    """Estimate which share of the samples just read is damaged."""
     total = sum(report.num_samples for report in reports)
+    seen, unseen = _damaged(shards, reports, num_missing)
+    return (seen + unseen) / (total + unseen) if total else float(unseen > 0)
+
+
+def check_early(
+    shards: Sequence[Shard], reports: Sequence[ShardReport], total_bytes: int, limit: float
+) -> None:
+    """Stop a long run as soon as its damage is too much even if all that is still to come is sound.
+
+    How many samples will come is guessed from the bytes of those that came.
+    """
+    seen, unseen = _damaged(shards, reports, 0)
+    read_bytes = sum(shard.version.num_bytes for shard in shards)
+    if read_bytes and read_bytes < total_bytes:
+        expected = sum(report.num_samples for report in reports) * total_bytes / read_bytes
+        if expected and seen + unseen > limit * expected:
+            share = (seen + unseen) / expected
+            raise TooDamagedError(
+                f"data.max_damaged_share: after {len(shards):,} shards damage is {share:.2%} of all samples "
+                f"expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; nothing was published"
+            )
+
+
+def _damaged(
+    shards: Sequence[Shard], reports: Sequence[ShardReport], num_missing: int
+) -> tuple[float, float]:
+    """Count damaged samples: those seen, by status or in the damage table, and those only inferred.
+
+    Bytes that could not be read at all stand for so many mean samples, a shard that gave nothing for a
+    mean shard.
+    """
     full = [(shard, report) for shard, report in zip(shards, reports, strict=True) if report.num_samples]
     empty = [report for report in reports if report.num_samples == 0 and "no_samples" not in report.findings]
     num_bad_shards = len(empty) + num_missing
-    if not full:
-        return 1.0 if num_bad_shards else 0.0
+    total = sum(report.num_samples for _, report in full)
+    if total == 0:
+        return 0.0, float(num_bad_shards)
     mean_bytes = sum(shard.version.num_bytes for shard, _ in full) / total
-    unseen = num_bad_shards * total / len(full)
-    unseen += sum(report.lost_bytes for _, report in full) / mean_bytes
-    unseen += sum(
-        max(0, shard.num_expected - report.num_samples) for shard, report in full if shard.num_expected
-    )
-    seen = sum(_num_damaged(report) for _, report in full)
-    return (seen + unseen) / (total + unseen)
+    lost = sum(report.lost_bytes for _, report in full) / mean_bytes
+    short = sum(max(0, (shard.num_expected or 0) - report.num_samples) for shard, report in full)
+    return sum(_num_damaged(report) for _, report in full), num_bad_shards * total / len(full) + lost + short
 
 
 def check_damage(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,6 +19,7 @@ from pencil_scale.part_store import PartStore
 from pencil_scale.shard_index import IndexRules
 
 UNKNOWN_LABELS_SHOWN = 1000
+LEAST_MIXED_SHOWN = 10
 
 
 def describe(
@@ -70,6 +72,7 @@ def _figures(catalogue: Catalogue, statistics: Statistics) -> dict[str, Any]:
         "truth": {"num_known": statistics.num_true, "num_wrong": statistics.num_wrong},
         "window": {"num_chunks": statistics.window_chunks(), "mb": round(statistics.window_mb(), 3)},
         "shard_mix": _shard_mix(statistics),
+        "least_mixed": _least_mixed(catalogue, statistics),
     }
 
 
@@ -98,6 +101,23 @@ def _shard_mix(statistics: Statistics) -> dict[str, Any]:
         ),
         "mean_num_classes": round(float((mix > 0).sum(axis=1).mean()), 2),
     }
+
+
+def _least_mixed(catalogue: Catalogue, statistics: Statistics) -> list[dict[str, Any]]:
+    """The shards in which one class takes the largest share."""
+    totals = statistics.shard_mix.sum(axis=1)
+    shares = statistics.shard_mix.max(axis=1) / np.maximum(totals, 1)
+    return [
+        {
+            "url": catalogue.shards[number].url,
+            "num_ok": int(totals[number]),
+            "num_classes": int((statistics.shard_mix[number] > 0).sum()),
+            "largest": catalogue.manifest["classes"][int(statistics.shard_mix[number].argmax())],
+            "share": round(float(shares[number]), 4),
+        }
+        for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
+        if totals[number]
+    ]
 
 
 def _found_in_shards(shards: Sequence[ShardEntry]) -> dict[str, Any]:

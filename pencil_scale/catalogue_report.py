@@ -38,6 +38,12 @@ labels come from {{ label }}.</p>
 {% for name, count, share in classes %}
 <tr><td class="text">{{ name }}</td><td class="number">{{ "{:,}".format(count) }}</td>
 <td><div class="bar" style="width: {{ share }}%"></div></td></tr>{% endfor %}</table>
+{% if mixes %}<h2>Class mix, least even shards first</h2>
+<table><tr><th>shard</th><th>ok</th><th>classes</th><th>largest class</th><th>its share</th></tr>
+{% for mix in mixes %}
+<tr><td class="text">{{ mix.url }}</td><td class="number">{{ "{:,}".format(mix.num_ok) }}</td>
+<td class="number">{{ mix.num_classes }}</td><td>{{ mix.largest }}</td>
+<td class="number">{{ "{:.1%}".format(mix.share) }}</td></tr>{% endfor %}</table>{% endif %}
 <h2>Statuses and damage</h2>
 <table><tr><th>word</th><th>count</th><th>what to do</th></tr>
 {% for word, count, advice in words %}
@@ -78,6 +84,7 @@ def summary_page(catalogue: Catalogue) -> str:
             (name, count, round(100 * count / largest, 2))
             for name, count in zip(manifest["classes"], counts, strict=True)
         ],
+        mixes=[{**mix, "url": without_passwords(mix["url"])} for mix in manifest["least_mixed"]],
         words=[(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)],
         damage=damage,
         num_damage=num_damage,

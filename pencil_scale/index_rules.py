@@ -16,6 +16,7 @@ from pencil_scale.catalogue_update import Overlay, hashes_of
 from pencil_scale.duplicates import Keys
 from pencil_scale.label_classes import LabelClasses, LabelError, read_label_classes
 from pencil_scale.label_lookup import read_lookup
+from pencil_scale.raw_text import from_stored
 from pencil_scale.schema import sample_key
 from pencil_scale.shard_index import IndexRules, LabelSource
 
@@ -42,7 +43,9 @@ def make_rules(
 
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
     """Hash the ids to exclude, and those of the validation and test shards."""
-    excluded = _sorted([sample_key(line) for line in _ids(exclude_url)])
+    lines = _ids(exclude_url)
+    # An id may be listed as it is, or as our own tables spell it.
+    excluded = _sorted([sample_key(name) for line in lines for name in {line, from_stored(line)}])
     columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
     held = np.unique(np.concatenate([np.empty(0, "S16"), *(hashes_of(column) for column in columns)]))
     digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]

@@ -19,6 +19,7 @@ import pyarrow.dataset
 
 from pencil_scale.byte_source import filesystem_of
 from pencil_scale.label_classes import LabelError
+from pencil_scale.raw_text import from_stored
 from pencil_scale.schema import sample_key
 from pencil_scale.shards import IMAGE_SUFFIXES, split_name
 
@@ -104,8 +105,9 @@ def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tup
         for batch in table.to_batches(columns=[id_column, label_column]):
             names, labels = batch.column(0).to_pylist(), batch.column(1).to_pylist()
             for name, label in zip(names, labels, strict=True):
-                if name is not None:
-                    yield str(name), tuple(label) if isinstance(label, list) else label
+                # An id may stand there as it is, or as our own tables spell it.
+                for spelled in {} if name is None else {str(name), from_stored(str(name))}:
+                    yield spelled, tuple(label) if isinstance(label, list) else label
     except (OSError, pa.ArrowInvalid) as error:
         raise LabelError(f"{url}: cannot be read as {form} ({error})") from error
 

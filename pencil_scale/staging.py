@@ -24,7 +24,7 @@ from pencil_scale.shard_index import IndexRules, ShardIndexer
 from pencil_scale.shard_urls import Shard
 
 # Kinds that take no samples with them, whatever bytes they span.
-HARMLESS = frozenset(("trailing_garbage", "no_end_marker", "no_samples", "stray_extended_header"))
+HARMLESS = frozenset(("no_end_marker", "no_samples", "stray_extended_header"))
 
 
 @dataclass

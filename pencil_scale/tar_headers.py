@@ -172,6 +172,17 @@ def padded(size: int) -> int:
     return (size + BLOCK - 1) & ~(BLOCK - 1)
 
 
+def is_padding(num_zeros: int, num_bytes: int) -> bool:
+    """Tell whether zeros at an archive's end are its marker and padding, or more than any writer pads.
+
+    Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
+    """
+    records = [10_240, *(BLOCK << doubled for doubled in range(12))]
+    return num_zeros < 10_240 + 2 * BLOCK or any(
+        num_bytes % record == 0 and num_zeros < record + 2 * BLOCK for record in records
+    )
+
+
 def name_text(name: bytes) -> str:
     """Turn a name into text; bytes that are no UTF-8 become surrogates and come back unchanged."""
     return name.decode("utf-8", "surrogateescape")

@@ -211,17 +211,22 @@ class TarWalk:
             self._ended = True  # the missing marker is told here
             detail = "a lone zero block where the end marker has two: cut, or written so"
             return [*pieces, Damage(position, stop, "no_end_marker", detail)]
-        following = self._next_header(stop) if stop < self._num_bytes else self._num_bytes
+        return [*pieces, self._end_or_gap(position, stop)]
+
+    def _end_or_gap(self, position: int, stop: int) -> Piece:
+        """Judge two zero blocks and more by what is behind them, and by how many they are."""
+        following = self._next_header(stop)
         if following < self._num_bytes:
             detail = "zero bytes, then more members: archives joined together, or a stretch that was wiped"
-            pieces.append(Damage(position, following, "zeros_in_archive", detail))
-            return pieces
-        pieces.append(Filler(position, stop))
+            return Damage(position, following, "zeros_in_archive", detail)
         self._ended = True
         if stop < self._num_bytes:
-            detail = "bytes behind the end marker that hold no header"
-            pieces.append(Damage(stop, self._num_bytes, "trailing_garbage", detail))
-        return pieces
+            detail = "zero bytes as at the end, then bytes that hold no header"
+            return Damage(position, self._num_bytes, "trailing_garbage", detail)
+        if tar_headers.is_padding(stop - position, self._num_bytes):
+            return Filler(position, stop)
+        detail = f"{stop - position:,} zero bytes at the end: a file made in full length, then not filled"
+        return Damage(position, stop, "zero_tail", detail)
 
     def _end_of_zeros(self, position: int) -> int:
         while position < self._num_bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from pencil_scale.catalogue import Catalogue, CatalogueError, ShardEntry, catalogue_folder, read_manifest
-from pencil_scale.catalogue_changes import Changes, check_damage, compare
+from pencil_scale.catalogue_changes import Changes, check_damage, check_early, compare
 from pencil_scale.catalogue_manifest import describe, missing_damage
 from pencil_scale.catalogue_report import summary_page, summary_text
 from pencil_scale.catalogue_update import (
@@ -150,8 +150,8 @@ def _sweep(store: PartStore) -> None:
 
 def _stage_all(store: PartStore, shards: Sequence[Shard], part: Part) -> list[ShardReport]:
     """Index the shards on the cluster; what a dead run staged is taken over."""
-    names = [staged_name(shard, part.rules_name) for shard in shards]
-    tasks = list(zip(shards, names, strict=True))
+    tasks = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
+    total_bytes = sum(shard.version.num_bytes for shard in shards)
     # Memory cannot be shared with tasks on a cluster; it is for trying things out.
     run_all = _here if store.url.startswith("memory:") else _on_cluster
     reports: dict[str, ShardReport] = {}
@@ -159,7 +159,11 @@ def _stage_all(store: PartStore, shards: Sequence[Shard], part: Part) -> list[Sh
         for report in run_all(store.url, tasks, part.rules):
             reports[report.staged_as] = report
             progress.advance()
-    return [reports[name] for name in names]
+            if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
+                read = [(shard, reports[name]) for shard, name in tasks if name in reports]
+                seen, found = zip(*read, strict=True)
+                check_early(seen, found, total_bytes, part.max_damaged_share)
+    return [reports[name] for _, name in tasks]
 
 
 def _here(store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules) -> Iterator[ShardReport]:

@@ -342,6 +342,27 @@ def test_shards_sorted_by_class_ask_for_a_window_and_mixed_ones_for_a_single_chu
     assert manifest["shard_mix"]["num_single_class"] == 0
 
 
+def test_a_shard_is_checked_before_its_offsets_are_trusted(bench: Bench) -> None:
+    path = bench.shard("a.tar", samples([1]))
+    catalogue = bench.index().catalogue
+    catalogue.verify_shard(0)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(CatalogueError, match=r"a\.tar: has 10,241 bytes.*index_shards again"):
+        catalogue.verify_shard(0)
+    path.unlink()
+    with pytest.raises(CatalogueError, match="is gone"):
+        catalogue.verify_shard(0)
+
+
+def test_a_catalogue_travels_to_another_process(bench: Bench) -> None:
+    import pickle
+
+    bench.shard("a.tar", samples([1, 2]))
+    catalogue = bench.index().catalogue
+    catalogue.ok_rows()
+    assert pickle.loads(pickle.dumps(catalogue)).ok_rows().row.tolist() == [0, 1]
+
+
 # -- manifests ----------------------------------------------------------------------------------------
 
 

@@ -223,6 +223,15 @@ def test_too_much_damage_publishes_nothing_and_names_the_worst_shard(tmp_path: P
     assert bench.index(max_damaged_share=0.04).catalogue.num_ok == 30
 
 
+def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("0.tar", [("x.png", b""), ("y.png", b"")])
+    for shard in range(1, 9):
+        bench.shard(f"{shard}.tar", samples(range(shard * 10, shard * 10 + 10)))
+    with pytest.raises(TooDamagedError, match=r"after 1 shards .*0\.tar \(2 image_empty\)"):
+        bench.index(max_damaged_share=0.01)
+
+
 def test_missing_and_empty_shards_count_as_mean_ones(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("0.tar", GOOD)

@@ -256,6 +256,12 @@ def test_garbage_behind_the_end_is_told_and_costs_nothing() -> None:
     assert len(keys(SHARD + b"garbage" * 100)) == 6
 
 
+def test_a_file_made_in_full_length_and_not_filled_is_no_ended_archive() -> None:
+    assert kinds(SHARD[: HEADERS[6]] + bytes(50_000)) == ["zero_tail"]
+    assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % 10_240)) == []
+    assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % (1 << 20))) == []  # tar -b 2048
+
+
 def test_a_broken_or_huge_extended_header_takes_its_member_along_and_no_more() -> None:
     broken = member(b"pax", b"99 path=x\n", b"x") + member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
     assert (keys(broken), kinds(broken)) == (["b"], ["bad_pax_header"])

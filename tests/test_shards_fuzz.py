@@ -54,6 +54,11 @@ def edited(data: bytes, steps: list[Edit]) -> bytes:
     return data
 
 
+def looks_ended(data: bytes, start: int) -> bool:
+    """An archive wiped to its end, or cut at a boundary, is what a shorter one looks like."""
+    return not data[start:].strip(b"\0") and len(data) - start != 512
+
+
 def pieces(data: bytes) -> list[Piece]:
     return list(TarWalk(Window(MemorySource(data))).pieces())
 
@@ -78,7 +83,7 @@ def test_a_member_that_was_there_is_found_again_or_lies_in_damage(steps: list[Ed
     members = {(piece.name, piece.start, piece.size) for piece in found if isinstance(piece, Member)}
     bad = [(piece.start, piece.end) for piece in found if isinstance(piece, Damage)]
     for member in pieces(USTAR):
-        if isinstance(member, Filler | Damage) or member.start >= len(spoiled):
+        if isinstance(member, Filler | Damage) or looks_ended(spoiled, member.start):
             continue
         inside = any(start <= member.start < end for start, end in bad)
         assert inside or (member.name, member.start, member.size) in members
@@ -116,6 +121,6 @@ def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Ed
     assert indexer.num_samples == len(keys) + sum(finding["num_samples"] for finding in findings)
     told = set(keys) | {finding["key"] for finding in findings}
     for key, start in STARTS.items():
-        if start < len(spoiled):
+        if not looks_ended(spoiled, start):
             inside = any(finding["start"] <= start < finding["end"] for finding in findings)
             assert key in told or inside
