@@ -56,7 +56,8 @@ def edited(data: bytes, steps: list[Edit]) -> bytes:
 
 def looks_ended(data: bytes, start: int) -> bool:
     """An archive wiped to its end, or cut at a boundary, is what a shorter one looks like."""
-    return not data[start:].strip(b"\0") and len(data) - start != 512
+    end = -(-len(data.rstrip(b"\0")) // 512) * 512
+    return start >= len(data) or (start >= end and len(data) - end >= 1024)
 
 
 def pieces(data: bytes) -> list[Piece]:
