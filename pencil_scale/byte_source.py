@@ -115,22 +115,37 @@ def is_local(filesystem: Any) -> bool:
     return bool({"file", "local"} & {protocol, *(protocol if isinstance(protocol, tuple) else ())})
 
 
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn whatever a store's library raises into one line; that something is not there stays what it is.
+
+    The libraries raise classes of their own (no credentials, endpoint down), which nobody can list.
+    """
+    try:
+        yield
+    except (PencilError, FileNotFoundError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ShardError(f"{what}: {reason}; check the URL, access and network") from error
+
+
 def version_of(url: str) -> ShardVersion | None:
     """Ask the store for an object's size and version; None when it is not there."""
     filesystem, path = filesystem_of(url)
     try:
-        if is_local(filesystem):
-            status = Path(path).stat()
-            return ShardVersion(status.st_size, f"mtime:{status.st_mtime_ns}")
-        filesystem.invalidate_cache(filesystem._parent(path))
-        info = filesystem.info(path)
+        with store_errors(f"{url}: the store does not tell its size"):
+            if is_local(filesystem):
+                status = Path(path).stat()
+                return ShardVersion(status.st_size, f"mtime:{status.st_mtime_ns}")
+            filesystem.invalidate_cache(filesystem._parent(path))
+            info = filesystem.info(path)
+            num_bytes = int(info["size"])
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ShardError(f"{url}: the store does not tell its size ({error}); check access") from error
     names = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
     tag = next((f"{name.lower()}:{info[name]}" for name in names if info.get(name) is not None), "")
-    return ShardVersion(int(info["size"]), tag)
+    return ShardVersion(num_bytes, tag)
 
 
 def versions_of(urls: list[str]) -> list[ShardVersion | None]:
@@ -143,14 +158,15 @@ def versions_of(urls: list[str]) -> list[ShardVersion | None]:
 def open_source(url: str) -> Iterator[ByteSource]:
     """Open an object for range reads: a path, `file://`, `s3://` or any URL fsspec knows."""
     filesystem, path = filesystem_of(url)
+    source: ByteSource
     try:
-        source: ByteSource = (
-            FileSource(path, url)
-            if is_local(filesystem)
-            else RemoteSource(filesystem, path, url, int(filesystem.info(path)["size"]))
-        )
-    except OSError as error:
-        raise ShardError(f"shard {url}: cannot be opened ({error}); check the URL and access") from error
+        with store_errors(f"shard {url}: cannot be opened"):
+            if is_local(filesystem):
+                source = FileSource(path, url)
+            else:
+                source = RemoteSource(filesystem, path, url, int(filesystem.info(path)["size"]))
+    except FileNotFoundError as error:
+        raise ShardError(f"shard {url}: it is not there any more; run again") from error
     try:
         yield source
     finally:
@@ -209,12 +225,8 @@ class Window:
 
     def _read(self, start: int, length: int) -> bytes:
         length = min(length, self.source.num_bytes - start)
-        try:
+        with store_errors(f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed"):
             data = self.source.read(start, length) if length > 0 else b""
-        except OSError as error:
-            raise ShardError(
-                f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed ({error}); run again"
-            ) from error
         if len(data) != max(length, 0):
             raise ShardError(
                 f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "

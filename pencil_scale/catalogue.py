@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.byte_source import ShardVersion, filesystem_of, version_of
+from pencil_scale.byte_source import ShardVersion, filesystem_of, store_errors, version_of
 from pencil_scale.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.schema import PencilError
 
@@ -251,9 +251,12 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
     name = "manifest.json" if version is None else f"manifests/{version:06d}.json"
     filesystem.invalidate_cache()
     try:
-        manifest: dict[str, Any] = json.loads(filesystem.cat_file(f"{root}/{name}"))
+        with store_errors(f"{folder}: no manifest can be read"):
+            data = filesystem.cat_file(f"{root}/{name}")
     except FileNotFoundError:
         return None
+    try:
+        manifest: dict[str, Any] = json.loads(data)
     except ValueError as error:
         raise CatalogueError(f"{folder}/{name}: no whole manifest ({error}); index again") from error
     if manifest.get("format") != FORMAT:

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 import fsspec
 
-from pencil_scale.byte_source import ShardError, ShardVersion, filesystem_of, is_local, versions_of
+from pencil_scale.byte_source import (
+    ShardError,
+    ShardVersion,
+    filesystem_of,
+    is_local,
+    store_errors,
+    versions_of,
+)
 
 MAX_SHARDS = 10_000_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -121,10 +128,11 @@ def _matching(url: str) -> list[str]:
         if path.endswith("/") or (is_local(filesystem) and filesystem.isdir(path)):
             raise ShardError(f"data.shards: {url} is a folder; write {url.rstrip('/')}/*.tar")
         return [url]
-    if filesystem.isfile(path):
-        return [url]
-    filesystem.invalidate_cache()
-    matches = filesystem.glob(path, detail=True)
+    with store_errors(f"data.shards: {url} cannot be listed"):
+        if filesystem.isfile(path):
+            return [url]
+        filesystem.invalidate_cache()
+        matches = filesystem.glob(path, detail=True)
     found = sorted(name for name, info in matches.items() if info["type"] == "file")
     if not found:
         raise ShardError(f"data.shards: nothing matches {url}; check the pattern and the permissions")
@@ -136,7 +144,9 @@ def _num_successes(url: str) -> int | None:
     stats = url.removesuffix(".tar") + "_stats.json"
     filesystem, path = filesystem_of(stats)
     try:
-        return int(json.loads(filesystem.cat_file(path))["successes"])
+        with store_errors(f"{stats}: cannot be read"):
+            data = filesystem.cat_file(path)
+        return int(json.loads(data)["successes"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
