@@ -12,30 +12,38 @@ The ledger counts epochs over the table's life, from 1; `epoch` in every call he
 present run. Only snapshots survive a crash by promise: a working copy is scratch.
 """
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.manifest import Manifest
-from pencil_scale.part_files import LabelTableError, Layout, PartFile, TableDamagedError, TableMismatchError
+from pencil_scale.part_files import (
+    Column,
+    Int64s,
+    LabelTableError,
+    Layout,
+    PartFile,
+    RowsRefusedError,
+    TableDamagedError,
+    TableMismatchError,
+)
 from pencil_scale.part_store import named_storage_errors
+from pencil_scale.row_checks import RowChecks
 from pencil_scale.snapshot import PartTracker, restore_working_copy
 from pencil_scale.working_copy import (
     LABELS_FILE,
     LEDGER_FILE,
     ClassSource,
     KeySource,
-    RowsRefusedError,
     checked_classes,
     create_working_copy,
     scaled_one_hot,
 )
-
-Int64s = npt.NDArray[np.int64]
 
 
 class LabelTable:
@@ -54,8 +62,7 @@ class LabelTable:
         self.layout, self.parts = header.layout, header.parts
         self.scale, self.first_epoch = header.scale, header.first_epoch
         self._map_columns()
-        self._held = self._flags(self.parts)
-        self._writable = self._flags(writable_parts)
+        self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
         self._tracker = PartTracker(self._labels, self._ledger)
         self._lock = threading.Lock()
 
@@ -65,11 +72,6 @@ class LabelTable:
         self._pinned = self._labels.column("pinned", np.uint8)
         self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
         self._last_epoch = self._ledger.column("last_epoch", np.int32)
-
-    def _flags(self, parts: Iterable[int]) -> npt.NDArray[np.bool_]:
-        flags = np.zeros(self.layout.num_parts, np.bool_)
-        flags[list(parts)] = True
-        return flags
 
     @classmethod
     def create(
@@ -130,68 +132,65 @@ class LabelTable:
     @property
     def writable_parts(self) -> set[int]:
         """The parts open for writing."""
-        return set(np.flatnonzero(self._writable).tolist())
+        return set(np.flatnonzero(self._checks.writable).tolist())
 
     def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """The label logits of these rows, in their order: float32 [B, C]."""
-        return self._logits.values[self._logits.at(*self._locate(rows))]
+        return self._get(self._logits, rows)
 
     def read_class(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """The class each row was given, or pinned to; -1 where it has no usable label."""
-        return self._noisy_class.values[self._noisy_class.at(*self._locate(rows))]
+        return self._get(self._noisy_class, rows)
 
     def read_pinned(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which of these rows are pinned."""
-        return self._pinned.values[self._pinned.at(*self._locate(rows))].astype(np.bool_)
+        return self._get(self._pinned, rows).astype(np.bool_)
 
     def read_key(self, rows: npt.ArrayLike) -> npt.NDArray[np.uint8]:
         """The 128-bit keys of these rows' sample ids: uint8 [B, 16]."""
-        return self._sample_key.values[self._sample_key.at(*self._locate(rows))]
+        return self._get(self._sample_key, rows)
 
     def read_last_epoch(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """The last epoch of the table's life in which each row was visited; 0: never."""
-        return self._last_epoch.values[self._last_epoch.at(*self._locate(rows))]
+        return self._get(self._last_epoch, rows)
 
     def write(self, rows: npt.ArrayLike, logits: npt.NDArray[np.float32], epoch: int) -> None:
         """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
 
         All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
         """
-        rows, parts, slots = self._locate_for_writing(rows)
+        rows, parts = self._checks.to_write(rows)
         self._require_finite(rows, logits)
         with self._lock:
-            marks = self._unvisited(rows, parts, slots, epoch)
-            free = self._pinned.values[self._pinned.at(parts, slots)] == 0
-            if free.all():
-                self._logits.values[self._logits.at(parts, slots)] = logits
-                self._tracker.labels_moved[parts] = True
+            marks = self._unvisited(rows, parts, epoch)
+            pinned = self._pinned.get(self._pinned.find(rows, parts))
+            if np.count_nonzero(pinned):
+                free = pinned == 0
+                self._set_logits(rows[free], parts[free], logits[free])
             else:
-                self._logits.values[self._logits.at(parts[free], slots[free])] = logits[free]
-                self._tracker.labels_moved[parts[free]] = True
+                self._set_logits(rows, parts, logits)
             self._mark(marks, parts, epoch)
 
     def mark(self, rows: npt.ArrayLike, epoch: int) -> None:
         """Mark these rows as visited, leaving their labels alone."""
-        rows, parts, slots = self._locate_for_writing(rows)
+        rows, parts = self._checks.to_write(rows)
         with self._lock:
-            self._mark(self._unvisited(rows, parts, slots, epoch), parts, epoch)
+            self._mark(self._unvisited(rows, parts, epoch), parts, epoch)
 
     def pin(self, rows: npt.ArrayLike, classes: npt.ArrayLike) -> None:
         """Set these rows' class for good: scale * one-hot, and no write moves them again."""
-        rows, parts, slots = self._locate_for_writing(rows)
+        rows, parts = self._checks.to_write(rows)
         pinned = checked_classes(classes, self.layout.num_classes, lowest=0)
         if len(pinned) != len(rows):
             raise RowsRefusedError(f"{self.folder}: {len(pinned)} classes to pin {len(rows)} rows to")
         with self._lock:
-            self._noisy_class.values[self._noisy_class.at(parts, slots)] = pinned
-            self._pinned.values[self._pinned.at(parts, slots)] = 1
-            logits = scaled_one_hot(pinned, self.layout.num_classes, self.scale)
-            self._logits.values[self._logits.at(parts, slots)] = logits
-            self._tracker.labels_moved[parts] = True
+            self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
+            self._pinned.set(self._pinned.find(rows, parts), 1)
+            self._set_logits(rows, parts, scaled_one_hot(pinned, self.layout.num_classes, self.scale))
 
     def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
         """Which rows of the whole table bear this epoch: bool [N]."""
-        if not self._held.all():
+        if not self._checks.held.all():
             raise LabelTableError(
                 f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak "
                 "for every row; ask count_visited, or snapshot.visited with a whole manifest"
@@ -215,64 +214,45 @@ class LabelTable:
         return manifest
 
     def _part_marks(self, part: int, epoch: int) -> npt.NDArray[np.bool_]:
-        marks: npt.NDArray[np.bool_] = self._last_epoch.part(part, len(self.layout.rows_of(part))) == (
-            self.first_epoch + epoch
-        )
+        last_epoch = self._ledger.batch(part).column("last_epoch").to_numpy()
+        marks: npt.NDArray[np.bool_] = last_epoch == self.first_epoch + epoch
         return marks
 
+    def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
+        found, parts = self._checks.known(rows)
+        try:
+            values: npt.NDArray[Any] = column.get(column.find(found, parts))
+        except IndexError:
+            self._checks.refuse_absent(found, parts)
+        return values
+
+    def _set_logits(self, rows: Int64s, parts: Int64s, logits: npt.NDArray[np.float32]) -> None:
+        self._tracker.labels_moved[parts] = True
+        self._logits.set(self._logits.find(rows, parts), logits)
+
     def _mark(self, marks: Int64s, parts: Int64s, epoch: int) -> None:
-        self._last_epoch.values[marks] = self.first_epoch + epoch
         self._tracker.ledger_moved[parts] = True
+        self._last_epoch.set(marks, self.first_epoch + epoch)
 
-    def _locate(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        located = _as_rows(rows)
-        if located.size and not (located.min() >= 0 and located.max() < self.layout.num_rows):
-            outside = located[(located < 0) | (located >= self.layout.num_rows)]
-            self._refuse(outside, f"outside the table's {self.layout.num_rows:,} rows")
-        parts = located >> self.layout.shift
-        if not self._held[parts].all():
-            self._refuse(located[~self._held[parts]], "in a part that is not in this working copy")
-        return parts, located & (self.layout.part_rows - 1)
-
-    def _locate_for_writing(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s, Int64s]:
-        parts, slots = self._locate(rows)
-        located = _as_rows(rows)
-        if not self._writable[parts].all():
-            self._refuse(located[~self._writable[parts]], "in a part that was not opened for writing")
-        ordered = np.sort(located)
-        repeated = ordered[1:] == ordered[:-1]
-        if repeated.any():
-            self._refuse(ordered[1:][repeated], "given twice in one write")
-        return located, parts, slots
-
-    def _unvisited(self, rows: Int64s, parts: Int64s, slots: Int64s, epoch: int) -> Int64s:
-        marks = self._last_epoch.at(parts, slots)
-        seen = self._last_epoch.values[marks] >= self.first_epoch + epoch
-        if seen.any():
-            last = int(self._last_epoch.values[marks][seen][0]) - self.first_epoch
-            self._refuse(rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}")
+    def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
+        """Where the ledger keeps these rows, none of which bears this epoch or a later one."""
+        marks = self._last_epoch.find(rows, parts)
+        last_epoch = self._last_epoch.get(marks)
+        seen = last_epoch >= self.first_epoch + epoch
+        if np.count_nonzero(seen):
+            last = int(last_epoch[seen][0]) - self.first_epoch
+            self._checks.refuse(
+                rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}"
+            )
         return marks
 
     def _require_finite(self, rows: Int64s, logits: npt.NDArray[np.float32]) -> None:
         if logits.shape != (len(rows), self.layout.num_classes):
             expected = (len(rows), self.layout.num_classes)
             raise RowsRefusedError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
-        # One sum is far cheaper than a test of every value, and is finite only if every value is.
-        if not np.isfinite(logits.sum()) and not np.isfinite(logits).all():
-            self._refuse(rows[~np.isfinite(logits).all(axis=1)], "given logits that are not finite")
-
-    def _refuse(self, rows: Int64s, why: str) -> NoReturn:
-        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-        raise RowsRefusedError(f"{self.folder}: row {rows[0]}{others}: {why}; nothing was written")
-
-
-def _as_rows(rows: npt.ArrayLike) -> Int64s:
-    found = np.asarray(rows)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise RowsRefusedError(
-            f"rows of type {found.dtype} and shape {found.shape}; give a list of row numbers"
-        )
-    return found.astype(np.int64, copy=False)
+        # One product is far cheaper than a test of every value, and is finite only if every value is.
+        if not math.isfinite(np.vdot(logits, logits)) and not np.isfinite(logits).all():
+            self._checks.refuse(rows[~np.isfinite(logits).all(axis=1)], "given logits that are not finite")
 
 
 def _require_classes(name: str, layout: Layout, num_classes: int | None) -> None:

@@ -2,7 +2,8 @@
 
 A column is seen as one strided NumPy array over the whole file, in which a row's place is arithmetic:
 
-    element = starts[row >> shift] + (row & mask) * width
+    part = row >> shift
+    item = starts[part] + (row - part * part_rows) * width
 
 Nothing is ever compressed, null or variable in length here, so values are changed in place through the
 memory map and the file stays a valid Arrow file, with exactly as many rows as the table has: the last part
@@ -15,7 +16,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ MIN_PARTS = 64
 MAX_PARTS = 4096
 MAX_PART_BYTES = 64 * 2**20
 HEADER_KEY = b"pencil_scale"
+FAR_OUTSIDE = -(2**62)
+Int64s: TypeAlias = npt.NDArray[np.int64]
 NARROW_BYTES = 8 + 16 + 4 + 1  # row, sample_key, noisy_class, pinned
 
 
@@ -38,6 +41,10 @@ class LabelTableError(PencilError):
 
 class TableDamagedError(LabelTableError):
     """A file of the table is missing, cut short, or not what its name promises."""
+
+
+class RowsRefusedError(LabelTableError):
+    """Rows, classes or logits that the table cannot take as given."""
 
 
 class TableMismatchError(LabelTableError):
@@ -147,26 +154,45 @@ def write_part_file(sink: Any, schema: pa.Schema, header: Header, batches: Itera
 
 
 class Column:
-    """One column of a mapped part file: `values[at(parts, slots)]` are the values of those rows."""
+    """One column of a mapped part file: every row is one item of a strided array over the whole file."""
 
-    def __init__(self, memory: npt.NDArray[np.uint8], dtype: npt.DTypeLike, width: int, starts: list[int]):
-        flat = memory[: memory.size // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype)
-        item = flat.itemsize
-        self.width = width
-        self.starts = np.asarray(starts, np.int64) // item
-        # Every element of the file starts a "row" of `width` elements. Overlapping, but a part's rows are
-        # picked `width` apart, and so one index array reaches every part, the shorter last one too.
-        shape = (max(flat.size - width + 1, 0), width)
-        self.values = flat if width == 1 else np.lib.stride_tricks.as_strided(flat, shape, (item, item))
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        dtype: npt.DTypeLike,
+        width: int,
+        layout: Layout,
+        starts: list[int],
+    ):
+        self._dtype, self._width = np.dtype(dtype), width
+        # A row of several values is one opaque item: NumPy then copies it with one call, not value by value.
+        self._row_type = self._dtype if width == 1 else np.dtype((np.void, self._dtype.itemsize * width))
+        step, num_bytes = self._dtype.itemsize, memory.size
+        # Every value of the file starts an item. Items overlap, but a part's rows are `width` values apart,
+        # and so one index reaches all parts, the shorter last one too.
+        num_items = max((num_bytes - self._row_type.itemsize) // step + 1, 0)
+        one_item = memory[: self._row_type.itemsize].view(self._row_type)
+        self._items = np.lib.stride_tricks.as_strided(one_item, (num_items,), (step,))
+        self._starts = np.asarray(starts, np.int64) // step
+        # Where row 0 would be if the whole table were laid out as this part is: start + slot = origin + row.
+        # The rows of a part that is not in the file are then far outside of it, and NumPy refuses them.
+        origins = self._starts - np.arange(len(starts)) * layout.part_rows * width
+        self._origins = np.where(self._starts < 0, FAR_OUTSIDE, origins)
 
-    def at(self, parts: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where these rows stand in `values`."""
-        return self.starts[parts] + (slots if self.width == 1 else slots * self.width)
+    def find(self, rows: Int64s, parts: Int64s) -> Int64s:
+        """Where these rows, which lie in these parts, stand among the items."""
+        return self._origins[parts] + (rows if self._width == 1 else rows * self._width)
 
-    def part(self, part: int, num_rows: int) -> npt.NDArray[Any]:
-        """All rows of one part, as a view."""
-        start = self.starts[part]
-        return self.values[start : start + num_rows * self.width : self.width]
+    def get(self, items: Int64s) -> npt.NDArray[Any]:
+        """The values of the rows found there: [B], or [B, width]."""
+        found = self._items[items]
+        return found if self._width == 1 else found.view(self._dtype).reshape(-1, self._width)
+
+    def set(self, items: Int64s, values: npt.NDArray[Any] | int) -> None:
+        """Change the rows found there in place: to a row each, or all to one number."""
+        if self._width > 1:
+            values = np.ascontiguousarray(values, self._dtype).view(self._row_type)[:, 0]
+        self._items[items] = values
 
 
 class PartFile:
@@ -177,6 +203,8 @@ class PartFile:
         with path.open("r+b" if writable else "rb") as file:
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=access)
+        # Rows are visited in random order: bring in the page of a row, not its neighbours.
+        self._map.madvise(mmap.MADV_RANDOM)
         self._buffer = pa.py_buffer(self._map)
         try:
             self._reader = pa.ipc.open_file(self._buffer)
@@ -193,11 +221,16 @@ class PartFile:
         starts = [-1] * self.header.layout.num_parts
         for part, place in self._place.items():
             starts[part] = self._batches[place].column(name).buffers()[-1].address - self._buffer.address
-        return Column(np.frombuffer(self._map, np.uint8), dtype, width, starts)
+        return Column(np.frombuffer(self._map, np.uint8), dtype, width, self.header.layout, starts)
 
     def batch(self, part: int) -> pa.RecordBatch:
-        """One part as it stands in the map now, without a copy."""
-        return self._batches[self._place[part]]
+        """One part as it stands in the map now, without a copy; for reading all of it."""
+        batch = self._batches[self._place[part]]
+        first, last = (column.buffers()[-1] for column in (batch.columns[0], batch.columns[-1]))
+        start = (first.address - self._buffer.address) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = last.address + last.size - self._buffer.address
+        self._map.madvise(mmap.MADV_WILLNEED, start, end - start)
+        return batch
 
     def forget_pages(self) -> None:
         """Let go of resident pages after a pass over the whole file; what was written stays in the file."""

@@ -18,6 +18,7 @@ from pencil_scale.part_files import (
     LEDGER_SCHEMA,
     Header,
     LabelTableError,
+    RowsRefusedError,
     choose_layout,
     fixed_batch,
     labels_schema,
@@ -31,10 +32,6 @@ LEDGER_FILE = "ledger.arrow"
 Keys: TypeAlias = npt.NDArray[np.uint8] | Sequence[bytes] | pa.Array  # uint8 [N, 16], bytes, or binary(16)
 ClassSource: TypeAlias = npt.ArrayLike | Iterator[npt.ArrayLike]
 KeySource: TypeAlias = Keys | Iterator[Keys]
-
-
-class RowsRefusedError(LabelTableError):
-    """Rows, classes or logits that the table cannot take as given."""
 
 
 def write_working_copy(

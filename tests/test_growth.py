@@ -8,8 +8,8 @@ from pencil_scale import part_files
 from pencil_scale.growth import grow
 from pencil_scale.label_table import LabelTable
 from pencil_scale.manifest import Manifest
+from pencil_scale.part_files import RowsRefusedError
 from pencil_scale.schema import sample_key
-from pencil_scale.working_copy import RowsRefusedError
 
 
 def trained(tmp_path: Path, num_rows: int) -> tuple[Manifest, np.ndarray]:

@@ -16,13 +16,14 @@ from pencil_scale.part_files import (
     MIN_PARTS,
     LabelTableError,
     Layout,
+    RowsRefusedError,
     TableDamagedError,
     TableMismatchError,
     choose_layout,
     grown_layout,
 )
 from pencil_scale.schema import sample_key
-from pencil_scale.working_copy import LABELS_FILE, RowsRefusedError
+from pencil_scale.working_copy import LABELS_FILE
 
 NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 
