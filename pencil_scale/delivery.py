@@ -57,8 +57,6 @@ class Delivery:
         self._thread.join(wait_s)
         remaining = len(self._outbox)
         self._say_what_remains(remaining)
-        if not self._thread.is_alive():
-            self._outbox.close()
         return remaining
 
     def _run(self) -> None:
