@@ -47,11 +47,12 @@ class RowCounts:
 
 
 class Cut(NamedTuple):
-    """Rows [start, stop) of those that are left of a window."""
+    """Rows [start, stop) of the `total` that are left of a window."""
 
     window: int
     start: int
     stop: int
+    total: int
 
 
 class Stretch(NamedTuple):
@@ -72,6 +73,7 @@ class Piece:
     stretches: tuple[Stretch, ...]
     start: int
     stop: int
+    total: int
     key: int | None  # of the shuffle; None: rows stay in catalogue order
     visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit a row of it
     chosen: dict[int, bytes] | None = None  # the subset, in the same way; None: all rows
@@ -84,10 +86,15 @@ class Piece:
         return sorted({place.chunk for place in self.stretches})
 
     def rows(self, ok_rows: Members) -> Int64s:
-        """Look up the rows and give them in the order of the epoch."""
+        """Look up the rows and give them in the order of the epoch.
+
+        A window that has not as many rows left as were counted is a ValueError: rows would be lost.
+        """
         members = {chunk: self._members(chunk, ok_rows(chunk)) for chunk in self.chunks}
         found = [self._unvisited(place.chunk, place.of(members[place.chunk])) for place in self.stretches]
         rows = np.concatenate([np.empty(0, np.int64), *found])
+        if len(rows) != self.total:
+            raise ValueError(f"a window was planned with {self.total:,} rows, {len(rows):,} are there")
         return (rows if self.key is None else shuffled(rows, self.key))[self.start : self.stop]
 
     def _members(self, chunk: int, rows: Int64s) -> Int64s:
@@ -157,7 +164,7 @@ class EpochOrder:
         chunks = {place.chunk for place in stretches}
         done = {} if visited is None else _bits_of(visited, chunks)
         chosen = None if subset is None else _bits_of(subset, chunks)
-        return Piece(stretches, cut.start, cut.stop, self.key, done, chosen)
+        return Piece(stretches, *cut[1:], self.key, done, chosen)
 
     def _stretch(self, place: int) -> Stretch:
         return Stretch(int(self.chunk[place]), int(self.part[place]), int(self.parts[place]))
@@ -168,16 +175,16 @@ def deal(left: Int64s, world: int) -> list[list[Cut]]:
 
     Windows go to the ranks whole and in turn until a rank's share is full; the last ones are cut.
     """
-    total = int(left.sum())
-    room = [total // world + (rank < total % world) for rank in range(world)]
+    num_rows = int(left.sum())
+    room = [num_rows // world + (rank < num_rows % world) for rank in range(world)]
     shares: list[list[Cut]] = [[] for _ in range(world)]
     rank = 0
-    for window, start, stop in _slices(left, (PIECES_A_RANK + 1) * world):
+    for window, start, stop, total in _slices(left, (PIECES_A_RANK + 1) * world):
         while start < stop:
             while room[rank] == 0:
                 rank = (rank + 1) % world
             end = min(stop, start + room[rank])
-            shares[rank].append(Cut(window, start, end))
+            shares[rank].append(Cut(window, start, end, total))
             room[rank] -= end - start
             start, rank = end, (rank + 1) % world
     return shares
@@ -188,11 +195,11 @@ def _slices(left: Int64s, at_least: int) -> list[Cut]:
 
     A slice is no window of its own: that would make the order depend on the number of ranks.
     """
-    full = np.flatnonzero(left)
+    full = np.flatnonzero(left).tolist()
     slices = -(-at_least // max(1, len(full)))
     return [
-        Cut(int(window), int(left[window]) * k // slices, int(left[window]) * (k + 1) // slices)
-        for window in full
+        Cut(window, total * k // slices, total * (k + 1) // slices, total)
+        for window, total in zip(full, left[full].tolist(), strict=True)
         for k in range(slices)
     ]
 

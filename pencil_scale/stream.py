@@ -1,0 +1,172 @@
+"""Stream: the images of an epoch, in the plan's order, as batches of exactly the plan's sizes.
+
+Each rank streams its own share. The rank plans, Ray Data's tasks read and decode elsewhere, and a thread here
+cuts batches ahead of their use.
+
+    stream = Stream(StreamSpec.from_config(config, catalogue.version), rank, world)
+    for epoch in range(first_epoch, num_epochs):
+        stream.num_steps(epoch, visited)                   # equal on every rank
+        for batch in stream.batches(epoch, visited):       # rows, images, weight, problems
+            ...
+    stream.close()
+
+With `in_process=True` the same pieces are read by threads of this process, without Ray: for tests, short
+trials and small evaluation sets. With `shuffle=False` the rows come in the catalogue's order, for evaluation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pencil_scale.batches import BatchCutter, Prefetch, StreamBatch
+from pencil_scale.plan import EpochOrder, Mask, Piece, batch_sizes, deal, num_steps
+from pencil_scale.ray_blocks import RayBlocks
+from pencil_scale.settings import Config
+from pencil_scale.window_reader import (
+    BLOCK_BYTES,
+    ReadSpec,
+    Selection,
+    StreamError,
+    common_size,
+    name_problem,
+    read_pieces,
+)
+
+BATCHES_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream must know; small, and fit to be sent to a worker."""
+
+    storage: str
+    version: int
+    batch: int
+    part: Literal["", "validation", "test"] = ""
+    seed: int = 1
+    window_mb: int = 64
+    resize: int | None = None
+    decode: Literal["cpu", "gpu"] = "cpu"
+    shuffle: bool = True
+    subset: npt.NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    worker_cpus: float = 0.0  # what every rank reserves for itself; the others are for reading
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        version: int,
+        part: Literal["", "validation", "test"] = "",
+        subset: npt.NDArray[Any] | None = None,
+    ) -> "StreamSpec":
+        """Take from the config what concerns reading; validation and test come in order, decoded here."""
+        return cls(
+            storage=config.run.storage,
+            version=version,
+            batch=config.optimizer.batch_per_worker,
+            part=part,
+            seed=config.run.seed,
+            window_mb=config.data.window_mb,
+            resize=config.images.resize,
+            decode=config.images.decode if part == "" else "cpu",
+            shuffle=part == "",
+            subset=subset,
+            worker_cpus=config.workers.cpus,
+        )
+
+    @property
+    def window_bytes(self) -> int:
+        return self.window_mb << 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank reads in one epoch."""
+
+    pieces: list[Piece]
+    sizes: list[int]  # of its batches
+
+
+class Stream:
+    """The images of one rank, epoch after epoch."""
+
+    def __init__(self, spec: StreamSpec, rank: int = 0, world: int = 1, in_process: bool = False) -> None:
+        self.spec, self.rank, self.world = spec, rank, world
+        block_bytes = min(BLOCK_BYTES, max(1 << 20, spec.window_bytes // 2))
+        read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
+        self._selection = Selection(read.catalogue(), spec.subset)
+        self._read = replace(read, size=self._image_size(read))
+        self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus)
+        self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
+        self._running: Prefetch[StreamBatch] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a whole epoch, over all ranks."""
+        return self._selection.counts.total
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the decoded images; None where they are decoded on the GPU."""
+        return self._read.size
+
+    def num_steps(self, epoch: int, visited: Mask | None = None) -> int:
+        """Count the steps that are left of an epoch: equally many on every rank."""
+        done = 0 if visited is None else np.count_nonzero(self._selection.among(visited))
+        return num_steps(self.num_rows - int(done), self.spec.batch, self.world)
+
+    def plan(self, epoch: int, visited: Mask | None = None) -> Share:
+        """Plan this rank's share of what is left of an epoch."""
+        spec, selection = self.spec, self._selection
+        visited = None if visited is None else selection.among(visited)
+        order = EpochOrder.of(selection.counts, spec.seed, epoch, spec.window_bytes, spec.shuffle)
+        left = order.left(visited, selection.members)
+        cuts = deal(left, self.world)[self.rank]
+        steps = num_steps(int(left.sum()), spec.batch, self.world)
+        sizes = batch_sizes(sum(cut.stop - cut.start for cut in cuts), spec.batch, steps)
+        return Share([order.piece(cut, visited, selection.mask) for cut in cuts], sizes)
+
+    def batches(self, epoch: int, visited: Mask | None = None) -> Iterator[StreamBatch]:
+        """Read what is left of an epoch; leaving early is fine, and the next epoch starts afresh.
+
+        Ranks that train get as many batches as `num_steps` says, empty ones at the end where rows ran out.
+        In evaluation nobody waits for anybody, and empty batches are left out.
+        """
+        self._finish()
+        share = self.plan(epoch, visited)
+        sizes = share.sizes if self.spec.shuffle else [size for size in share.sizes if size]
+        self._running = Prefetch(self._cutter.cut(self._tables(share.pieces), sizes), BATCHES_AHEAD)
+        yield from self._running
+
+    def name_problem(self, row: int, reason: str) -> str:
+        """Name a sample that could not be decoded here, as the read tasks name theirs."""
+        return name_problem(self._read.catalogue(), row, reason)
+
+    def close(self) -> None:
+        """End reading, and let go of what it held."""
+        self._finish()
+        if self._blocks is not None:
+            self._blocks.close()
+
+    def _tables(self, pieces: list[Piece]) -> Iterator[Any]:
+        return read_pieces(self._read, pieces) if self._blocks is None else self._blocks.blocks(pieces)
+
+    def _finish(self) -> None:
+        """An epoch that was left early may still be waiting for its next block: two must never overlap."""
+        if self._running is not None:
+            self._running.join()
+            self._running = None
+
+    def _image_size(self, read: ReadSpec) -> tuple[int, int] | None:
+        if self.num_rows == 0:
+            raise StreamError(
+                f"{self.spec.storage}: no row to read; see what index_shards says of the shards"
+            )
+        if self.spec.decode == "gpu":
+            return None
+        resize = self.spec.resize
+        return (resize, resize) if resize is not None else common_size(read, self._selection)

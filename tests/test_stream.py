@@ -1,0 +1,304 @@
+"""The stream against the plan: every row once, in its order, with its own pixels; damage named."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from catalogue_making import Bench, image, sample, samples
+
+from pencil_scale.batches import Prefetch, StreamBatch
+from pencil_scale.byte_source import ShardError
+from pencil_scale.stream import Stream, StreamSpec
+from pencil_scale.window_reader import StreamError
+from pipelines.index_shards import Summary
+
+NUM_ROWS = 500
+
+
+class Shards(Bench):
+    """Shards of small images, whose red and green tell the number; the catalogue copied to disk."""
+
+    def index(self, **data: Any) -> Summary:
+        summary = super().index(**data)
+        fsspec.filesystem("memory").get(f"{self.storage}/catalogue", f"{self.disk}/catalogue", recursive=True)
+        return summary
+
+    @property
+    def disk(self) -> str:
+        """Where processes on a cluster find the catalogue too."""
+        return str(self.folder / "storage")
+
+    def spec(self, **options: Any) -> StreamSpec:
+        return StreamSpec(self.disk, **{"version": 1, "batch": 64, "window_mb": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    bench = Shards(tmp_path_factory.mktemp("stream"))
+    for number in range(5):
+        bench.shard(f"{number}.tar", samples(range(number * 100, number * 100 + 100)))
+    bench.index()
+    return bench
+
+
+def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np.ndarray:
+    members = stream._selection.members
+    pieces = [piece.rows(members) for piece in stream.plan(epoch, visited).pieces]
+    return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
+def rows_of(batches: list[StreamBatch]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *[batch.rows.numpy() for batch in batches]])
+
+
+def assert_own_pixels(batch: StreamBatch) -> None:
+    """Row n holds the image of number n: red n % 256, green n // 256, blue 7; class n % 3."""
+    rows = batch.rows.numpy()
+    assert batch.images.shape == (len(rows), 3, 4, 4)
+    assert np.array_equal(batch.images[:, 0, 0, 0].numpy(), rows % 256)
+    assert np.array_equal(batch.images[:, 1, 3, 3].numpy(), rows // 256)
+    assert np.all(batch.images[:, 2].numpy() == 7)
+    assert np.array_equal(batch.noisy_class.numpy(), rows % 3)
+    assert batch.weight.tolist() == [1.0] * len(rows)
+
+
+# -- in one process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_row_comes_once_with_its_own_pixels_in_the_order_of_the_plan(
+    shards: Shards, world: int
+) -> None:
+    seen = []
+    for rank in range(world):
+        stream = Stream(shards.spec(), rank, world, in_process=True)
+        batches = list(stream.batches(3))
+        assert len(batches) == stream.num_steps(3)
+        assert np.array_equal(rows_of(batches), planned(stream, 3))
+        for batch in batches:
+            assert_own_pixels(batch)
+        seen.append(rows_of(batches))
+    assert sorted(np.concatenate(seen)) == list(range(NUM_ROWS))
+
+
+def test_batches_are_full_but_for_the_last_two(shards: Shards) -> None:
+    stream = Stream(shards.spec(batch=96), in_process=True)
+    assert [len(batch.rows) for batch in stream.batches(0)] == [96, 96, 96, 96, 58, 58]
+
+
+def test_a_rank_without_rows_gets_empty_batches_and_evaluation_leaves_them_out(shards: Shards) -> None:
+    subset = np.arange(3)
+    training = Stream(shards.spec(subset=subset, batch=1), 1, 2, in_process=True)
+    assert [len(batch.rows) for batch in training.batches(0)] == [1, 0]
+    evaluation = Stream(shards.spec(subset=subset, batch=1, shuffle=False), 1, 2, in_process=True)
+    assert [len(batch.rows) for batch in evaluation.batches(0)] == [1]
+
+
+def test_visited_rows_are_left_out_and_the_others_keep_their_order(shards: Shards) -> None:
+    stream = Stream(shards.spec(), in_process=True)
+    whole = rows_of(list(stream.batches(1)))
+    visited = np.zeros(NUM_ROWS, np.bool_)
+    visited[whole[:200]] = True
+    assert np.array_equal(rows_of(list(stream.batches(1, visited))), whole[200:])
+    assert stream.num_steps(1, visited) == 5
+
+
+def test_a_subset_is_read_alone_whether_given_as_rows_or_as_a_mask(shards: Shards) -> None:
+    rows = np.arange(0, NUM_ROWS, 7)
+    mask = np.zeros(NUM_ROWS, np.bool_)
+    mask[rows] = True
+    read = [
+        rows_of(list(Stream(shards.spec(subset=each), in_process=True).batches(2))) for each in (rows, mask)
+    ]
+    assert np.array_equal(read[0], read[1])
+    assert np.array_equal(np.sort(read[0]), rows)
+
+
+def test_a_subset_of_another_catalogue_is_refused(shards: Shards) -> None:
+    with pytest.raises(StreamError, match=r"does not fit a catalogue of 500; .* run balance_subset again"):
+        Stream(shards.spec(subset=np.array([3, 500])), in_process=True)
+
+
+def test_evaluation_reads_the_rows_in_order(shards: Shards) -> None:
+    stream = Stream(shards.spec(shuffle=False), in_process=True)
+    assert rows_of(list(stream.batches(0))).tolist() == list(range(NUM_ROWS))
+
+
+def test_images_for_the_gpu_come_as_the_bytes_they_are(shards: Shards) -> None:
+    stream = Stream(shards.spec(decode="gpu"), in_process=True)
+    for batch in stream.batches(0):
+        assert batch.images == [image(row) for row in batch.rows.tolist()]
+
+
+def test_resizing_makes_one_size_of_many(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    members = [member for n in range(20) for member in sample(n)]
+    members += [("big.png", image(20, size=9)), ("big.cls", b"1")]
+    bench.shard("0.tar", members)
+    bench.index()
+    batches = list(Stream(bench.spec(resize=6), in_process=True).batches(0))
+    assert all(batch.images.shape[1:] == (3, 6, 6) for batch in batches)
+    assert not any(batch.problems for batch in batches)
+
+
+def damaged(folder: Path) -> Shards:
+    """Row 5 claims to be a PNG and is none; row 9 has another size than all others."""
+    bench = Shards(folder)
+    members = samples(range(30))
+    broken = image(5)[:41] + bytes(40)
+    members = [(name, broken if name == "000005.png" else data) for name, data in members]
+    members = [(name, image(9, size=5) if name == "000009.png" else data) for name, data in members]
+    bench.shard("0.tar", members)
+    bench.index()
+    return bench
+
+
+def assert_damage_named(batches: list[StreamBatch], folder: Path) -> None:
+    problems = sorted(problem for batch in batches for problem in batch.problems)
+    assert len(problems) == 2
+    assert problems[0].startswith(f"row 5 ('000005', {folder}/0.tar at byte ")
+    assert "png of 81 bytes: " in problems[0]
+    assert problems[1].endswith("5 x 5 pixels among images of 4 x 4; set images.resize")
+    for batch in batches:
+        bad = np.isin(batch.rows.numpy(), [5, 9])
+        assert np.array_equal(batch.weight.numpy(), 1.0 - bad)
+        assert np.all(batch.images[bad].numpy() == 0)
+
+
+def test_an_image_that_does_not_decode_weighs_nothing_and_is_named(tmp_path: Path) -> None:
+    stream = Stream(damaged(tmp_path).spec(), in_process=True)
+    assert_damage_named(list(stream.batches(0)), tmp_path)
+
+
+def touched(folder: Path) -> Shards:
+    bench = Shards(folder)
+    for number in range(2):
+        bench.shard(f"{number}.tar", samples(range(number * 20, number * 20 + 20)))
+    bench.index()
+    os.utime(folder / "1.tar", ns=(1, 1))
+    return bench
+
+
+CHANGED = (
+    r"^shard .*/1\.tar changed since it was indexed: mtime:\d+ then, mtime:1 now; run index_shards again$"
+)
+
+
+def test_a_changed_shard_stops_the_stream_by_name(tmp_path: Path) -> None:
+    stream = Stream(touched(tmp_path).spec(resize=4), in_process=True)
+    with pytest.raises(ShardError, match=CHANGED):
+        list(stream.batches(0))
+
+
+def test_rows_visited_outside_the_subset_change_nothing(shards: Shards) -> None:
+    stream = Stream(shards.spec(subset=np.arange(100)), in_process=True)
+    visited = np.arange(NUM_ROWS) >= 400
+    assert np.array_equal(rows_of(list(stream.batches(0, visited))), planned(stream, 0))
+    assert stream.num_steps(0, visited) == 2
+
+
+def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    bench.shard("0.tar", [*samples(range(20)), *sample(20, label=77)])
+    bench.index()
+    stream = Stream(bench.spec(), in_process=True)
+    visited = np.arange(21) == 20  # of a class nobody knows, so never trained on
+    with pytest.raises(
+        StreamError, match="a window was planned with 19 rows, 20 are there; the visited rows"
+    ):
+        list(stream.batches(0, visited))
+
+
+def test_an_empty_catalogue_is_refused_by_name(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    bench.shard("0.tar", [("a.png", image(1)), ("a.cls", b"77")])
+    bench.index()
+    with pytest.raises(StreamError, match="no row to read"):
+        Stream(bench.spec(), in_process=True)
+
+
+def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
+    stream = Stream(shards.spec(batch=8), in_process=True)
+    for _ in stream.batches(0):
+        break
+    assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
+
+
+def test_batches_are_made_ahead_and_no_further() -> None:
+    made = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    ahead = Prefetch(numbers(), depth=3)
+    taken = iter(ahead)
+    assert next(taken) == 0
+    deadline = time.monotonic() + 20
+    while len(made) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made == [0, 1, 2, 3, 4]  # one taken, three waiting, one in hand
+    ahead.join()
+    assert len(made) == 5
+
+
+# -- through Ray Data -------------------------------------------------------------------------------------
+
+
+def read_epochs(spec: StreamSpec, rank: int, world: int, visited: np.ndarray) -> dict[str, np.ndarray]:
+    """What a training process does, in a process of its own; an epoch in between is left early."""
+    stream = Stream(spec, rank, world)
+    found = {"first": rows_of(list(stream.batches(0)))}
+    for _ in stream.batches(1):
+        break
+    batches = list(stream.batches(2))
+    for batch in batches:
+        assert_own_pixels(batch)
+    assert len(batches) == stream.num_steps(2)
+    found["second"] = rows_of(batches)
+    found["resumed"] = rows_of(list(stream.batches(2, visited)))
+    stream.close()
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("world", [1, 2])
+def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
+    ray_session: None, shards: Shards, world: int
+) -> None:
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers know no tests
+    spec = shards.spec(worker_cpus=1.0)
+    visited = np.arange(NUM_ROWS) % 3 == 0
+    task = ray.remote(num_cpus=1)(read_epochs)
+    found = ray.get([task.remote(spec, rank, world, visited) for rank in range(world)])
+    for rank, read in enumerate(found):
+        alone = Stream(spec, rank, world, in_process=True)
+        assert np.array_equal(read["first"], planned(alone, 0))
+        assert np.array_equal(read["second"], planned(alone, 2))
+        assert np.array_equal(read["resumed"], planned(alone, 2, visited))
+    for name, expected in (("first", np.arange(NUM_ROWS)), ("resumed", np.flatnonzero(~visited))):
+        assert np.array_equal(np.sort(np.concatenate([read[name] for read in found])), expected)
+
+
+@pytest.mark.ray
+def test_through_ray_damage_is_named_and_a_changed_shard_stops_the_run_in_one_line(
+    ray_session: None, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    stream = Stream(damaged(tmp_path / "a").spec())
+    assert_damage_named(list(stream.batches(0)), tmp_path / "a")
+    stream.close()
+    stream = Stream(touched(tmp_path / "b").spec(resize=4))
+    with pytest.raises(ShardError, match=CHANGED):
+        list(stream.batches(0))
+    stream.close()
