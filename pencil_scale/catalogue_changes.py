@@ -86,8 +86,9 @@ def check_early(
         if expected and seen + unseen > limit * expected:
             share = (seen + unseen) / expected
             raise TooDamagedError(
-                f"data.max_damaged_share: after {len(shards):,} shards damage is {share:.2%} of all samples "
-                f"expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; nothing was published"
+                f"data.max_damaged_share: after {len(shards):,} of the shards damage is {share:.2%} of all "
+                f"samples expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; nothing was "
+                "published"
             )
 
 

@@ -133,12 +133,17 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
     return found
 
 
+def many(number: int, thing: str) -> str:
+    """Spell a number of things."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     counts = manifest["class_counts"]
     filled = [count for count in counts if count]
     mix, truth = manifest["shard_mix"], manifest["truth"]
     facts = [
-        ("samples", f"{manifest['num_samples']:,} in {len(manifest['shards']):,} shards"),
+        ("samples", f"{manifest['num_samples']:,} in {many(len(manifest['shards']), 'shard')}"),
         ("rows", f"{manifest['num_rows']:,}, of which ok {manifest['num_ok']:,}"),
         ("duplicates", f"{manifest['num_duplicates']:,}"),
         ("classes", f"{manifest['num_classes']:,}"),
@@ -150,7 +155,7 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("largest class", share))
         window = manifest["window"]
         facts.append(
-            ("window for a good shuffle", f"{window['num_chunks']:,} chunks, {window['mb']:,.1f} MB")
+            ("window for a good shuffle", f"{many(window['num_chunks'], 'chunk')}, {window['mb']:,.1f} MB")
         )
     if truth["num_known"]:
         wrong = truth["num_wrong"]

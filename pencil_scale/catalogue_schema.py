@@ -96,6 +96,7 @@ DAMAGE_KINDS = {
     "key_not_contiguous": "a sample's members lie apart; write the shard sorted by name",
     "id_missing": "data.identity finds no id in it; choose another identity",
     "cut": DAMAGED_STATUSES["cut"],
+    "not_understood": "a bug: please report it, with the sample",
     "count_mismatch": "img2dataset counted another number of samples; fetch the shard again",
 }
 

@@ -23,7 +23,7 @@ from pencil_scale.images import inspect_image
 from pencil_scale.label_classes import LabelClasses, raw_text
 from pencil_scale.label_lookup import LabelLookup, lookup_key
 from pencil_scale.raw_text import to_stored
-from pencil_scale.schema import sample_key
+from pencil_scale.schema import PencilError, sample_key
 from pencil_scale.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
 from pencil_scale.tar_walk import Damage, Member
 
@@ -98,7 +98,7 @@ class ShardIndexer:
                 self._findings.append((found.start, found.end, found.kind, name, 0, found.detail))
             else:
                 self.num_samples += 1
-                self._take(found)
+                self._take_safely(found)
             if len(self._records) + len(self._findings) >= CHUNK_ROWS:
                 yield self._flush()
         if self.num_samples == 0 and not trouble:
@@ -112,6 +112,15 @@ class ShardIndexer:
         batch = IndexBatch(_to_arrow(self._records, RECORD), _to_arrow(self._findings, FINDING))
         self._records, self._findings = [], []
         return batch
+
+    def _take_safely(self, sample: Sample) -> None:
+        """Index a sample; one that trips a bug of ours, or of a decoder, must not end the run."""
+        try:
+            self._take(sample)
+        except PencilError:
+            raise
+        except Exception as error:
+            self._lose(sample, "not_understood", f"{type(error).__name__} while reading it")
 
     def _take(self, sample: Sample) -> None:
         if sample.problem in ("key_repeated", "key_not_contiguous"):

@@ -9,16 +9,13 @@ own (`catalogue/validation`, `catalogue/test`); ids they share with training lea
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import ray
 
 from pencil_scale.catalogue import Catalogue, CatalogueError, ShardEntry, catalogue_folder, read_manifest
-from pencil_scale.catalogue_changes import Changes, check_damage, check_early, compare
+from pencil_scale.catalogue_changes import Changes, check_damage, compare
 from pencil_scale.catalogue_manifest import describe, missing_damage
-from pencil_scale.catalogue_report import summary_page, summary_text
+from pencil_scale.catalogue_report import many, summary_page, summary_text
 from pencil_scale.catalogue_update import (
     CatalogueUpdate,
     Overlay,
@@ -31,13 +28,11 @@ from pencil_scale.command import run_job
 from pencil_scale.identity import shard_stem
 from pencil_scale.index_rules import make_overlay, make_rules
 from pencil_scale.part_store import PartStore
-from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
 from pencil_scale.shard_index import IndexRules
 from pencil_scale.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.staging import ShardReport, stage_shard, staged_name
-from pipelines.local_ray import ensure_ray, num_processors
-from pipelines.progress import Progress
+from pencil_scale.staging import ShardReport
+from pipelines.shard_tasks import stage_all
 
 UNKNOWN_LABELS_KEPT = 100
 
@@ -112,7 +107,8 @@ def index(part: Part) -> Summary:
         _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         return Summary(old, 0, None, published=False)
     shards = _in_listed_order(changes, listing)
-    reports = _stage_all(store, shards, part)
+    what = f"indexing {part.name or 'training'} shards"
+    reports = stage_all(store, shards, part.rules, part.rules_name, part.max_damaged_share, what)
     check_damage(shards, reports, listing.missing, part.max_damaged_share)
     return _publish(part, store, old, changes, listing, shards, reports)
 
@@ -146,59 +142,6 @@ def _sweep(store: PartStore) -> None:
     """Remove what was staged; the manifest that is now published has no need of it."""
     for name in store.names("staging"):
         store.delete(name)
-
-
-def _stage_all(store: PartStore, shards: Sequence[Shard], part: Part) -> list[ShardReport]:
-    """Index the shards on the cluster; what a dead run staged is taken over."""
-    tasks = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
-    total_bytes = sum(shard.version.num_bytes for shard in shards)
-    # Memory cannot be shared with tasks on a cluster; it is for trying things out.
-    run_all = _here if store.url.startswith("memory:") else _on_cluster
-    reports: dict[str, ShardReport] = {}
-    with Progress(f"indexing {part.name or 'training'} shards", len(tasks)) as progress:
-        for report in run_all(store.url, tasks, part.rules):
-            reports[report.staged_as] = report
-            progress.advance()
-            if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
-                read = [(shard, reports[name]) for shard, name in tasks if name in reports]
-                seen, found = zip(*read, strict=True)
-                check_early(seen, found, total_bytes, part.max_damaged_share)
-    return [reports[name] for _, name in tasks]
-
-
-def _here(store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules) -> Iterator[ShardReport]:
-    for shard, name in tasks:
-        yield stage_shard(PartStore(store_url), shard, rules, name)
-
-
-def _on_cluster(
-    store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules
-) -> Iterator[ShardReport]:
-    """Run one task a shard, two a processor under way, and give reports as they come."""
-    if not tasks:
-        return
-    ensure_ray()
-    task = ray.remote(max_retries=3)(_stage)
-    shared = ray.put(rules)  # label tables are held once a machine, not once a task
-    waiting = list(reversed(tasks))
-    running: list[Any] = []
-    while waiting or running:
-        while waiting and len(running) < 2 * num_processors():
-            shard, name = waiting.pop()
-            running.append(task.remote(store_url, shard, shared, name))
-        done, running = ray.wait(running, num_returns=1)
-        for found in ray.get(done):
-            if isinstance(found, PencilError):
-                raise found
-            yield found
-
-
-def _stage(store_url: str, shard: Shard, rules: IndexRules, name: str) -> ShardReport | PencilError:
-    """Stage one shard; an error for people comes back as a value, without Ray's traceback around it."""
-    try:
-        return stage_shard(PartStore(store_url), shard, rules, name)
-    except PencilError as error:
-        return error
 
 
 def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
@@ -248,19 +191,19 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
     gone = [old.shards[number].url for number in changes.gone] if old else []
     waiting, missing = listing.waiting, listing.missing
     for what, urls in (
-        ("changed since they were indexed and are read again", [shard.url for shard in changes.changed]),
+        ("changed since indexed, read again", [shard.url for shard in changes.changed]),
         (
             "are read again, because labels, classes or checks changed",
             [shard.url for shard in changes.reread],
         ),
-        ("vanished; their samples move to where the same ids are, or wait", gone),
-        ("are unfinished (no _stats.json) and wait", waiting),
-        ("are listed but not there", missing),
+        ("vanished, their samples move to where the same ids are, or wait", gone),
+        ("unfinished (no _stats.json), left for later", waiting),
+        ("listed but not there", missing),
     ):
         if urls:
-            _say(part, f"{len(urls):,} shards {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
+            _say(part, f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
     if changes.unlisted:
-        _say(part, f"{len(changes.unlisted):,} shards are no longer listed but stand unchanged; they stay")
+        _say(part, f"{len(changes.unlisted):,} shards left the list but stand unchanged; they stay")
 
 
 def _say(part: Part, words: str) -> None:

@@ -14,6 +14,7 @@ from tar_making import BLOCK, END, block, member, pax, python_tar
 
 from pencil_scale.catalogue_changes import TooDamagedError
 from pencil_scale.catalogue_schema import ADVICE, DAMAGED_STATUSES, OTHER_STATUSES
+from pencil_scale.images import ImageFacts, inspect_image
 
 GOOD = samples(range(20))
 TAR = python_tar(GOOD)
@@ -168,6 +169,21 @@ def test_a_spoiled_picture_is_found_by_decoding_it(tmp_path: Path) -> None:
     assert summary.catalogue.manifest["status"] == {"ok": 3, "image_unreadable": 1}
 
 
+def test_a_sample_that_trips_a_bug_is_told_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(data: bytes, decode: bool) -> ImageFacts:
+        if data == image(1):
+            raise ZeroDivisionError
+        return inspect_image(data, decode)
+
+    monkeypatch.setattr("pencil_scale.shard_index.inspect_image", broken)
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(3)))
+    manifest = bench.index().catalogue.manifest
+    assert (manifest["num_ok"], manifest["damage"]) == (2, {"not_understood": 1})
+
+
 def test_hostile_names_are_rows_whose_ids_come_back_unchanged(tmp_path: Path) -> None:
     from pencil_scale.raw_text import from_stored
     from pencil_scale.schema import sample_key
@@ -228,7 +244,7 @@ def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Pa
     bench.shard("0.tar", [("x.png", b""), ("y.png", b"")])
     for shard in range(1, 9):
         bench.shard(f"{shard}.tar", samples(range(shard * 10, shard * 10 + 10)))
-    with pytest.raises(TooDamagedError, match=r"after 1 shards .*0\.tar \(2 image_empty\)"):
+    with pytest.raises(TooDamagedError, match=r"after 1 of the shards .*0\.tar \(2 image_empty\)"):
         bench.index(max_damaged_share=0.01)
 
 

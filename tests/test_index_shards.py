@@ -175,6 +175,7 @@ def test_shards_and_storage_on_s3_over_http(s3_endpoint: str, tmp_path: Path) ->
     assert job.wait(180) == 0, job.stderr and job.stderr.read()
     manifest = json.loads(store.cat_file("lake/run/catalogue/manifest.json"))
     assert (manifest["num_rows"], manifest["num_ok"]) == (60, 60)
+    assert not store.find("lake/run/catalogue/staging")
     assert all(shard["tag"].startswith("etag:") for shard in manifest["shards"])
     store.pipe_file("crawl/t-001.tar", python_tar([*samples(range(20, 39)), *sample(70)]))
     store.rm_file("crawl/t-002.tar")

@@ -1,0 +1,315 @@
+"""What indexing costs: our reader beside tarfile, webdataset and Ray, and a catalogue of many rows opened.
+
+    python benchmarks/index.py                                # about two minutes
+    python benchmarks/index.py --rows 100000000               # the large catalogue: 8 GB of disk, a while
+
+All readers read the same shards (a 10 kB JPEG, a .cls and a .json a sample) on one core, files in the page
+cache; Ray is given that one core, is warm, and decodes nothing. The best of three runs counts.
+"""
+
+import argparse
+import io
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from pencil_scale.byte_source import open_source
+from pencil_scale.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
+from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
+from pencil_scale.catalogue_update import publish
+from pencil_scale.label_classes import LabelClasses
+from pencil_scale.part_store import PartStore
+from pencil_scale.plan import EpochOrder, RowCounts, deal
+from pencil_scale.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.shards import ShardReader
+
+LIMIT_OVER_RAY = 10
+LIMIT_GB = 3.0
+SHARD_ROWS = 10_000
+NUM_CLASSES = 14
+
+
+def main() -> None:
+    """Print both tables, and fail when a limit is missed."""
+    options = parse()
+    folder = Path(tempfile.mkdtemp(prefix="pencil-index-", dir=options.folder))
+    try:
+        missed = compare_readers(folder, options) + open_large(folder, options)
+    finally:
+        shutil.rmtree(folder)
+    if missed:
+        raise SystemExit("limits missed: " + "; ".join(missed))
+
+
+def parse() -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shards", type=int, default=4, help="shards to read (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=5000, help="samples a shard (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=4_000_000, help="catalogue rows (default %(default)s)")
+    parser.add_argument("--folder", help="where to put the data (default: the temporary folder)")
+    return parser.parse_args()
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def compare_readers(folder: Path, options: argparse.Namespace) -> list[str]:
+    """Time every reader in one process on one core."""
+    paths = make_shards(folder, options.shards, options.samples)
+    num_bytes = sum(path.stat().st_size for path in paths)
+    total = options.shards * options.samples
+    print(f"{total:,} samples in {len(paths)} shards, {num_bytes / 1e6:,.0f} MB; one core")
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    speed = {}
+    for name, reader in READERS.items():
+        speed[name] = total / best_of(3, reader, paths, total)
+    ray_speed, plain = speed["ray read_webdataset"], speed["plain sequential read"]
+    print(f"{'reader':<38} {'samples/s':>10} {'MB/s':>8} {'over ray':>9} {'of plain read':>14}")
+    for name, value in speed.items():
+        mb = value * num_bytes / total / 1e6
+        print(f"{name:<38} {value:>10,.0f} {mb:>8,.0f} {value / ray_speed:>9.1f} {value / plain:>14.1%}")
+    ratio = speed["ours: samples, offsets, damage"] / ray_speed
+    print(f"ours over ray: {ratio:.1f} (at least {LIMIT_OVER_RAY})\n")
+    return [f"ours is {ratio:.1f} times ray"] if ratio < LIMIT_OVER_RAY else []
+
+
+def make_shards(folder: Path, num_shards: int, num_samples: int) -> list[Path]:
+    """Write tars with Python's writer: JPEGs of about 10 kB, 50 different ones."""
+    random = np.random.default_rng(0)
+    images = [jpeg(random) for _ in range(50)]
+    paths = []
+    for shard in range(num_shards):
+        paths.append(folder / f"shard-{shard:04d}.tar")
+        with tarfile.open(paths[-1], "w", format=tarfile.USTAR_FORMAT) as archive:
+            for number in range(num_samples):
+                key = f"{shard * num_samples + number:08d}"
+                label = b"%d" % (number % NUM_CLASSES)
+                fields = json.dumps({"url": f"https://shop.example/{key}.jpg", "label": number}).encode()
+                for suffix, data in (("jpg", images[number % 50]), ("cls", label), ("json", fields)):
+                    info = tarfile.TarInfo(f"{key}.{suffix}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+    return paths
+
+
+def jpeg(random: np.random.Generator) -> bytes:
+    """A JPEG of noise, which compresses badly: 132 pixels a side are about 10 kB."""
+    buffer = io.BytesIO()
+    pixels = random.integers(0, 255, (132, 132, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=66)
+    return buffer.getvalue()
+
+
+def best_of(times: int, reader: Callable[[list[Path]], int], paths: list[Path], total: int) -> float:
+    """Time a reader that must find every sample; the first run warms it up when it needs to."""
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        found = reader(paths)
+        best = min(best, time.perf_counter() - start)
+        if found not in (total, -1):
+            raise SystemExit(f"{reader.__name__} found {found:,} of {total:,} samples")
+    return best
+
+
+def read_plainly(paths: list[Path]) -> int:
+    """The limit: all bytes once, from front to back; it looks for no samples, so -1."""
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
+    return -1
+
+
+def read_ours(paths: list[Path]) -> int:
+    """Our reader: keys, members, offsets, damage."""
+    found = 0
+    for path in paths:
+        with open_source(str(path)) as source:
+            found += sum(1 for _ in ShardReader(source).read())
+    return found
+
+
+def index_ours(paths: list[Path]) -> int:
+    """All that the job does to a sample: id, label, image header, content hash, Arrow."""
+    names = tuple(f"class {number}" for number in range(NUM_CLASSES))
+    rules = IndexRules("key", LabelSource("cls"), LabelClasses(names, {}))
+    found = 0
+    for path in paths:
+        with open_source(str(path)) as source:
+            found += sum(len(batch.records) for batch in ShardIndexer(source, rules).batches())
+    return found
+
+
+def read_tarfile(paths: list[Path]) -> int:
+    """Python's own reader: headers alone, no content."""
+    found = 0
+    for path in paths:
+        with tarfile.open(path) as archive:
+            found += sum(member.name.endswith(".jpg") for member in archive)
+    return found
+
+
+def read_webdataset(paths: list[Path]) -> int:
+    """webdataset's iterator, undecoded."""
+    import webdataset
+
+    dataset = webdataset.WebDataset([str(path) for path in paths], shardshuffle=False, empty_check=False)
+    return sum(1 for _ in dataset)
+
+
+def read_with_ray(paths: list[Path]) -> int:
+    """Ray Data's reader, undecoded, drained as Arrow."""
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address="local", num_cpus=1, include_dashboard=False, **quiet)
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.read_webdataset([str(path) for path in paths], decoder=None)
+    return sum(len(batch) for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"))
+
+
+READERS: dict[str, Callable[[list[Path]], int]] = {
+    "plain sequential read": read_plainly,
+    "ours: samples, offsets, damage": read_ours,
+    "ours: labels, images, hashes, rows too": index_ours,
+    "python tarfile (headers alone)": read_tarfile,
+    "webdataset iterator": read_webdataset,
+    "ray read_webdataset": read_with_ray,
+}
+
+
+# -- a large catalogue --------------------------------------------------------------------------------
+
+
+def open_large(folder: Path, options: argparse.Namespace) -> list[str]:
+    """Make a catalogue of many rows, then open it and plan an epoch in a process of its own."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    start = time.perf_counter()
+    make_catalogue(str(folder), options.rows)
+    size = sum(path.stat().st_size for path in (folder / "catalogue").rglob("*") if path.is_file())
+    took = time.perf_counter() - start
+    print(f"a catalogue of {options.rows:,} rows, {size / 1e9:.1f} GB, made in {took:.0f} s")
+    print(f"{'step':<44} {'seconds':>8} {'peak MB':>8}")
+    context = multiprocessing.get_context("spawn")
+    missed = []
+    for step in (plan_epoch, read_window, load_rows):
+        queue = context.Queue()
+        process = context.Process(target=measured, args=(step, str(folder), queue))
+        process.start()
+        seconds, peak = queue.get()
+        process.join()
+        print(f"{(step.__doc__ or '').rstrip('.'):<44} {seconds:>8.2f} {peak:>8,.0f}")
+        if peak > LIMIT_GB * 1000:
+            missed.append(f"{step.__name__} took {peak:,.0f} MB")
+    print(f"peak memory under {LIMIT_GB * 1000:,.0f} MB: {'no' if missed else 'yes'}")
+    return missed
+
+
+def make_catalogue(storage: str, num_rows: int) -> None:
+    """Write segments as the job does; only the ids are not real."""
+    store = PartStore(f"{storage}/catalogue")
+    writer = RowsWriter(store, 0)
+    random = np.random.default_rng(0)
+    for first in range(0, num_rows, SEGMENT_ROWS):
+        writer.add(some_rows(first, min(first + SEGMENT_ROWS, num_rows), random))
+    segments = writer.segments()
+    num_chunks = -(-num_rows // CHUNK_ROWS)
+    num_ok = np.full(num_chunks, CHUNK_ROWS, np.int32)
+    num_ok[-1] = num_rows - (num_chunks - 1) * CHUNK_ROWS
+    ok_bytes = pa.array(num_ok.astype(np.int64) * 10_000)
+    chunks = put_table(store, "chunks", pa.table({"num_ok": num_ok, "ok_bytes": ok_bytes}))
+    urls = [f"s3://crawl/{number:06d}.tar" for number in range(-(-num_rows // SHARD_ROWS))]
+    manifest = {
+        **{"format": FORMAT, "version": 1, "num_rows": num_rows, "num_ok": num_rows},
+        **{"num_classes": NUM_CLASSES, "alias_tables": [], "damage_tables": [], "chunks": chunks},
+        "shards": [asdict(ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {})) for url in urls],
+        "segments": [asdict(segment) for segment in segments],
+    }
+    publish(store, manifest, 0)
+
+
+def some_rows(first: int, stop: int, random: np.random.Generator) -> pa.Table:
+    """Make rows [first, stop): fresh hashes, offsets that rise within each shard, uneven sizes."""
+    num = stop - first
+    rows = np.arange(first, stop)
+    ids = pa.array(rows).cast(pa.string())
+    hashes = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), num, [None, pa.py_buffer(random.bytes(16 * num))]
+    )
+    word = {name: pa.repeat(pa.scalar(name), num) for name in ("ok", "jpeg")}
+    columns = {
+        "row": rows,
+        "shard": (rows // SHARD_ROWS).astype(np.int32),
+        "status": word["ok"],
+        "sample_id": ids,
+        "sample_key": hashes,
+        "key": ids,
+        "image_offset": rows % SHARD_ROWS * 12_800 + 512,
+        "image_bytes": random.integers(8_000, 12_000, num),
+        "format": word["jpeg"],
+        "noisy_class": random.integers(0, NUM_CLASSES, num).astype(np.int32),
+        "true_class": pa.nulls(num, pa.int32()),
+        "found_status": word["ok"],
+        "oddity": pa.nulls(num, pa.string()),
+        "content_key": hashes,
+    }
+    return pa.table([columns[name] for name in ROW.names], schema=ROW)
+
+
+def measured(
+    step: Callable[[str], object], storage: str, queue: "multiprocessing.Queue[tuple[float, float]]"
+) -> None:
+    """Time one step and give the process's peak memory, its libraries included."""
+    start = time.perf_counter()
+    step(storage)
+    seconds = time.perf_counter() - start
+    # Not getrusage: its peak is inherited from the process that started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    queue.put((seconds, peak_kb * 1024 / 1e6))
+
+
+def plan_epoch(storage: str) -> EpochOrder:
+    """Open it and plan an epoch for 8 ranks."""
+    chunks = Catalogue.open(storage).chunks()
+    counts = RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
+    order = EpochOrder.of(counts, seed=1, epoch=0, window_bytes=64 << 20)
+    shares = deal(order.left(), 8)
+    assert sum(cut.stop - cut.start for share in shares for cut in share) == counts.total
+    return order
+
+
+def read_window(storage: str) -> int:
+    """The same, and look up the first window's rows."""
+    catalogue = Catalogue.open(storage)
+    order = plan_epoch(storage)
+    cut = deal(order.left(), 8)[0][0]
+    rows = order.piece(cut).rows(lambda chunk: catalogue.ok_rows([chunk]).row.astype(np.int64))
+    return len(rows)
+
+
+def load_rows(storage: str) -> int:
+    """Open it and load all rows into arrays."""
+    return len(Catalogue.open(storage).ok_rows())
+
+
+if __name__ == "__main__":
+    main()
