@@ -41,14 +41,12 @@ def decode(data: bytes, resize: int | None = None) -> Pixels:
         return _decode_completed(data, resize, error)
 
 
-def check_size(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+def check_size(found: tuple[int, ...], size: tuple[int, int]) -> None:
     """Without `images.resize` a batch is only possible where all images have one size (height, width)."""
-    if pixels.shape[:2] != size:
-        height, width = pixels.shape[:2]
+    if found != size:
         raise UndecodableError(
-            f"{width} x {height} pixels among images of {size[1]} x {size[0]}; set images.resize"
+            f"{found[1]} x {found[0]} pixels among images of {size[1]} x {size[0]}; set images.resize"
         )
-    return pixels
 
 
 def _decode_completed(data: bytes, resize: int | None, error: BaseException) -> Pixels:

@@ -99,7 +99,8 @@ class Stream:
         block_bytes = min(BLOCK_BYTES, max(1 << 20, spec.window_bytes // 2))
         read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
         self._selection = Selection(read.catalogue(), spec.subset)
-        self._read = replace(read, size=self._image_size(read))
+        self.image_size = self._image_size(read)  # height, width
+        self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
         self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus)
         self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
         self._running: Prefetch[StreamBatch] | None = None
@@ -108,11 +109,6 @@ class Stream:
     def num_rows(self) -> int:
         """Rows of a whole epoch, over all ranks."""
         return self._selection.counts.total
-
-    @property
-    def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the decoded images; None where they are decoded on the GPU."""
-        return self._read.size
 
     def num_steps(self, epoch: int, visited: Mask | None = None) -> int:
         """Count the steps that are left of an epoch: equally many on every rank."""
@@ -161,12 +157,10 @@ class Stream:
             self._running.join()
             self._running = None
 
-    def _image_size(self, read: ReadSpec) -> tuple[int, int] | None:
+    def _image_size(self, read: ReadSpec) -> tuple[int, int]:
         if self.num_rows == 0:
             raise StreamError(
                 f"{self.spec.storage}: no row to read; see what index_shards says of the shards"
             )
-        if self.spec.decode == "gpu":
-            return None
         resize = self.spec.resize
         return (resize, resize) if resize is not None else common_size(read, self._selection)

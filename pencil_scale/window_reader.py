@@ -188,7 +188,9 @@ def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | N
     problems: list[str | None] = [None] * len(images)
     for number, data in enumerate(images):
         try:
-            pixels[number] = check_size(decode(data, spec.resize), spec.size)
+            image = decode(data, spec.resize)
+            check_size(image.shape[:2], spec.size)
+            pixels[number] = image
         except UndecodableError as problem:
             problems[number] = str(problem)
     kind = spec.schema.field("image").type

@@ -175,7 +175,6 @@ def test_damaged_bytes_give_pixels_or_a_reason_and_nothing_else() -> None:
 
 
 def test_an_image_of_another_size_is_told_what_to_set() -> None:
-    pixels = decode(spelled(quarters(), "PNG"))
-    assert check_size(pixels, (48, 64)) is pixels
+    check_size((48, 64), (48, 64))
     with pytest.raises(UndecodableError, match=r"64 x 48 pixels among images of 32 x 32; set images.resize"):
-        check_size(pixels, (32, 32))
+        check_size((48, 64), (32, 32))
