@@ -3,17 +3,14 @@
 Used by the training thread alone, every call by all ranks together.
 """
 
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import ray
 import torch
 import torch.distributed as dist
 
 Word = TypeVar("Word")
-POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,24 +48,3 @@ class Ranks:
         heard: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(word, heard, group=self.group)
         return heard
-
-
-class StopWatch:
-    """Asks the driver now and then whether it wants the run to stop, without keeping the training waiting."""
-
-    def __init__(self, control: Any) -> None:
-        self.wanted = False
-        self._control = control
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stop watch", daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(POLL_S) and not self.wanted:
-            try:
-                self.wanted = bool(ray.get(self._control.stop_wanted.remote(), timeout=30))
-            except ray.exceptions.RayError:
-                continue  # the driver is away for a moment, or for good: Ray Train sees to the latter
-
-    def close(self) -> None:
-        self._closed.set()

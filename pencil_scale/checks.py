@@ -1,0 +1,59 @@
+"""All that can be checked of a run before a worker starts, and what to say of it."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pencil_scale.backbones import build_backbone
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import read_class_names
+from pencil_scale.outlook import check_outlook
+from pencil_scale.schedule import Schedule
+from pencil_scale.schema import PencilError
+from pencil_scale.settings import Config
+from pencil_scale.tracking import check_server
+
+
+class RunRefusedError(PencilError):
+    """A run that cannot start as it is written."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A run that may start."""
+
+    class_names: tuple[str, ...]
+    schedule: Schedule
+    catalogue: Catalogue
+    subset: npt.NDArray[np.int64] | None
+    lines: list[str]
+
+
+def check_run(config: Config) -> Checked:
+    """Look at the server, the classes, the network, the labels' outlook and the catalogue."""
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        check_server(uri)
+    names = read_class_names(config.data.classes)
+    batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
+    schedule = Schedule.from_config(config.stages, config.optimizer, len(names), batch)
+    model = build_backbone(config.model.backbone, len(names), config.model.weights)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    outlook = check_outlook(schedule, len(names))
+    catalogue = Catalogue.open(config.run.storage)
+    if catalogue.num_classes != len(names):
+        raise RunRefusedError(
+            f"data.classes: {config.data.classes} names {len(names)} classes, the catalogue was indexed with "
+            f"{catalogue.num_classes}; run pipelines.index_shards again"
+        )
+    stages = schedule.stages
+    lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
+    lines = [
+        f"run {config.run.name}: {catalogue.num_ok:,} samples of {len(names)} classes, "
+        f"{config.model.backbone} with {size:,} parameters",
+        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
+        outlook,
+    ]
+    return Checked(names, schedule, catalogue, None, lines)

@@ -1,0 +1,33 @@
+"""Ray for a job: the cluster it was submitted to, or one of its own on this machine."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import ray
+
+NAMESPACE = "pencil_scale"
+
+
+def ensure_ray() -> None:
+    """Join the cluster that RAY_ADDRESS names (`ray job submit` sets it), or start a local one.
+
+    Never the cluster that happens to stand on this machine: a plain `ray.init()` would join it.
+    """
+    # The controller asks its workers for news this often; at its default of 2 s a checkpoint takes as long.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace=NAMESPACE, log_to_driver=False)
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
+    quiet = logging.ERROR
+    ray.init("local", namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level=quiet)
+
+
+def num_processors() -> int:
+    """Count the processors of the whole cluster."""
+    resources: Callable[[], dict[str, float]] = ray.cluster_resources
+    return max(1, int(resources().get("CPU", 1)))
