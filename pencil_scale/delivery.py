@@ -99,10 +99,11 @@ class Delivery:
         said = False
         while not self._outbox.claim():
             if not said:
-                log.warning("%s is being emptied by another process: waiting for its end", self._outbox.path)
+                log.warning("%s is being emptied by somebody else: waiting for its end", self._outbox.path)
                 said = True
-            if self._finishing.wait(self._every_s):
+            if time.monotonic() >= self._deadline:
                 return False
+            time.sleep(min(self._every_s, FIRST_PAUSE_S))
         return True
 
     # --- what the log says -----------------------------------------------------------------------------

@@ -116,7 +116,10 @@ class Tracker:
                 "which MLflow keeps for itself; take 'current'"
             )
         path = self._outbox.folder / f"weights-{time.time_ns()}.pt"
-        torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, path)
+        with path.open(
+            "wb"
+        ) as file:  # given a path, torch writes its name into the file, and so into its hash
+            torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, file)
         self._say(
             "model",
             PARENT,
