@@ -1,5 +1,6 @@
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,3 +232,44 @@ def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(
     files.rm_file(f"/cached/parts/{manifest.parts[0].labels[0].sha256}.arrow")
     reopened = LabelTable.open(tmp_path / "work")
     assert_same_table(LabelTable.restore(reopened.snapshot("memory://cached"), tmp_path / "again"), table)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("lake")
+    yield "s3://lake/labels"
+    server.stop()
+
+
+@pytest.mark.slow
+def test_snapshots_on_s3_are_whole_written_once_and_swept(
+    table: LabelTable, tmp_path: Path, bucket: str
+) -> None:
+    first = table.snapshot(bucket)
+    first.save(f"{bucket}/night-1.json")
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    written = {path: files.info(path)["LastModified"] for path in files.find("lake/labels/parts")}
+    table.write([1500], random_logits(1, seed=1), epoch=1)
+    second = table.snapshot(bucket)
+    files.invalidate_cache()
+    assert {path: files.info(path)["LastModified"] for path in written} == written
+    assert len(files.find("lake/labels/parts")) == len(written) + 1
+    assert_same_table(LabelTable.restore(second, tmp_path / "again"), table)
+
+    assert len(sweep(bucket, [second])) == 2  # labels and ledger of the part that moved
+    with pytest.raises(TableDamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+\.arrow: missing"):
+        LabelTable.restore(Manifest.load(f"{bucket}/night-1.json"), tmp_path / "gone")
+    files.invalidate_cache()
+    name = files.find("lake/labels/parts")[0]
+    files.pipe_file(name, files.cat_file(name)[:-1])
+    with pytest.raises(TableDamagedError, match="damaged"):
+        LabelTable.restore(second, tmp_path / "damaged")
