@@ -116,9 +116,8 @@ class Tracker:
                 "which MLflow keeps for itself; take 'current'"
             )
         path = self._outbox.folder / f"weights-{time.time_ns()}.pt"
-        with path.open(
-            "wb"
-        ) as file:  # given a path, torch writes its name into the file, and so into its hash
+        # Given a path, torch would write its name into the file, and so into its hash.
+        with path.open("wb") as file:
             torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, file)
         self._say(
             "model",

@@ -19,7 +19,7 @@ import mlflow.pytorch
 import numpy as np
 import torch
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
@@ -76,12 +76,12 @@ class Receiver:
         try:
             return self._take(records)
         except MlflowException as error:
-            final = error.error_code in (*FINAL, ABSENT, PRESENT)
-            raise (RefusedError if final else AwayError)(_reason(error)) from error
+            said = RefusedError if error.error_code in (*FINAL, ABSENT, PRESENT) else AwayError
+            raise said(_reason(error)) from error
         except OSError as error:  # requests' errors are, too
             status = getattr(getattr(error, "response", None), "status_code", None)
-            final = status in (400, 404, 409, 413, 422)
-            raise (RefusedError if final else AwayError)(_reason(error)) from error
+            said = RefusedError if status in (400, 404, 409, 413, 422) else AwayError
+            raise said(_reason(error)) from error
 
     def _take(self, records: list[Record]) -> int:
         record, body = records[0], records[0].body
@@ -122,11 +122,7 @@ class Receiver:
     def _open_run(self, body: dict[str, Any]) -> None:
         """Find the run this record speaks of, or make it, and let it run."""
         client, experiment = self._server(), self._experiment(body)
-        tags = {
-            "pencil_scale.track": body["track"],
-            "pencil_scale.stage": body["stage"],
-            **body.get("tags", {}),
-        }
+        tags = {f"pencil_scale.{name}": body[name] for name in ("track", "stage")} | body.get("tags", {})
         if body["parent"] is not None:
             tags["mlflow.parentRunId"] = self._run_id({"owner": body["parent"]})
         former = self._outbox.noted(f"run:{body['owner']}") or body["run_id"]
@@ -166,14 +162,16 @@ class Receiver:
         return run if run.info.lifecycle_stage == "active" else None
 
     def _found_run(self, experiment: str, body: dict[str, Any]) -> Run | None:
-        same = (
-            f"tags.`pencil_scale.track` = '{body['track']}' and tags.`pencil_scale.stage` = '{body['stage']}'"
-        )
+        same = " and ".join(f"tags.`pencil_scale.{name}` = '{body[name]}'" for name in ("track", "stage"))
         return next(iter(self._server().search_runs([experiment], same)), None)
 
     def _log_params(self, run: Run, params: dict[str, str]) -> dict[str, str]:
         """Log what the run does not hold yet. MLflow keeps a parameter for ever: a change becomes a tag."""
-        short = {name: _shortened(text) for name, text in params.items()}
+        # config.json, among the run's files, holds the long ones whole.
+        short = {
+            name: text if len(text) <= LONGEST_PARAM else f"{text[: LONGEST_PARAM - 3]}..."
+            for name, text in params.items()
+        }
         held = run.data.params
         new = [Param(name, text) for name, text in short.items() if name not in held]
         for some in _portions(new, MOST_PARAMS):
@@ -205,50 +203,54 @@ class Receiver:
 
     def _log_model(self, run_id: str, body: dict[str, Any]) -> None:
         """Log the network, register it and move the alias: three steps, each left out where it is done."""
-        experiment = self._server().get_run(run_id).info.experiment_id
-        try:
-            model = self._logged_model(experiment, run_id, body) or self._save_model(experiment, run_id, body)
-        except (MlflowException, OSError):
-            raise
-        except Exception as error:  # torch.export cannot follow every network, and says so in many ways
-            self._log_weights(run_id, body, _reason(error))
-        else:
-            if body["register_as"] is not None:
-                self._register(body["register_as"], run_id, model, body)
-        (self._outbox.folder / body["file"]).unlink(missing_ok=True)
-
-    def _logged_model(self, experiment: str, run_id: str, body: dict[str, Any]) -> LoggedModel | None:
-        same = f"tags.weights_sha256 = '{body['sha256']}' and source_run_id = '{run_id}'"
-        models = self._server().search_logged_models([experiment], same)
-        return next((model for model in models if str(model.status) == "READY"), None)
-
-    def _log_weights(self, run_id: str, body: dict[str, Any], reason: str) -> None:
-        """Keep the weights with the run where the network cannot be exported; it is never pickled instead."""
-        log.warning("the network cannot be exported and registered; its weights are kept: %s", reason)
-        self._server().log_artifact(run_id, str(self._outbox.folder / body["file"]), "model")
-        self._server().set_tag(run_id, "warning.model", f"not exported, weights alone are kept: {reason}")
-
-    def _save_model(self, experiment: str, run_id: str, body: dict[str, Any]) -> LoggedModel:
-        client = self._server()
-        network = build_backbone(body["backbone"], body["num_classes"])
         file = self._outbox.folder / body["file"]
-        network.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        tags = {"weights_sha256": body["sha256"]}
+        model = self._logged_model(run_id, body)
+        if model.status != LoggedModelStatus.READY:
+            if not file.exists():
+                raise RefusedError(f"the weights {file} are gone")
+            try:
+                self._upload(model, file, body)
+            except (MlflowException, OSError):
+                raise
+            except Exception as error:  # torch.export cannot follow every network, and says so in many ways
+                self._log_weights(run_id, model.model_id, file, _reason(error))
+        if body["register_as"] is not None and model.status == LoggedModelStatus.READY:
+            self._register(body["register_as"], run_id, model, body)
+        file.unlink(missing_ok=True)
+
+    def _logged_model(self, run_id: str, body: dict[str, Any]) -> LoggedModel:
+        client, tags = self._server(), {"weights_sha256": body["sha256"]}
+        experiment = client.get_run(run_id).info.experiment_id
+        same = f"tags.weights_sha256 = '{body['sha256']}' and source_run_id = '{run_id}'"
+        for model in client.search_logged_models([experiment], same):
+            return model
         made = client.create_logged_model(experiment, "classifier", run_id, tags, model_type="classifier")
+        client.log_outputs(run_id, [LoggedModelOutput(made.model_id, step=0)])
+        return made
+
+    def _upload(self, model: LoggedModel, file: Path, body: dict[str, Any]) -> None:
+        network = build_backbone(body["backbone"], body["num_classes"])
+        network.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         described = Model(
-            made.artifact_location,
-            run_id,
+            model.artifact_location,
+            model.source_run_id,
             signature=_signature(body["image_size"], body["num_classes"]),
             metadata=body["metadata"],
-            model_uuid=made.model_id,
-            model_id=made.model_id,
+            model_uuid=model.model_id,
+            model_id=model.model_id,
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             _export(network, described, body["image_size"], path)
-            client.log_model_artifacts(made.model_id, str(path))
-        client.log_outputs(run_id, [LoggedModelOutput(made.model_id, step=0)])
-        return client.finalize_logged_model(made.model_id, "READY")
+            self._server().log_model_artifacts(model.model_id, str(path))
+        model.status = self._server().finalize_logged_model(model.model_id, "READY").status
+
+    def _log_weights(self, run_id: str, model_id: str, file: Path, reason: str) -> None:
+        """Keep the weights with the run where the network cannot be exported; it is never pickled instead."""
+        log.warning("the network cannot be exported and registered; its weights are kept: %s", reason)
+        self._server().log_artifact(run_id, str(file), "model")
+        self._server().set_tag(run_id, "warning.model", f"not exported, weights alone are kept: {reason}")
+        self._server().finalize_logged_model(model_id, "FAILED")
 
     def _register(self, name: str, run_id: str, model: LoggedModel, body: dict[str, Any]) -> None:
         client = self._server()
@@ -293,11 +295,6 @@ def _export(network: nn.Module, described: Model, image_size: int, path: Path) -
 def _portions(items: Iterable[Any], most: int) -> list[list[Any]]:
     whole = list(items)
     return [whole[first : first + most] for first in range(0, len(whole), most)]
-
-
-def _shortened(text: str) -> str:
-    """Cut what MLflow would refuse; config.json among the artifacts holds it whole."""
-    return text if len(text) <= LONGEST_PARAM else f"{text[: LONGEST_PARAM - 3]}..."
 
 
 def _reason(error: Exception) -> str:
