@@ -76,6 +76,8 @@ class Images(Settings):
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:
+        if self.decode == "gpu" and self.resize is None:
+            raise ValueError("decode: gpu needs resize, the side of the square all images are brought to")
         if self.resize is not None and self.crop > self.resize + 2 * self.pad:
             raise ValueError(f"crop {self.crop} is larger than resize {self.resize} with pad {self.pad}")
         return self

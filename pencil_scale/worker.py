@@ -25,6 +25,7 @@ from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_chec
 from pencil_scale.control import StopWatch
 from pencil_scale.evaluation import CleanBatch, CleanSet, accuracy, count_right
 from pencil_scale.exchange import OwnersError
+from pencil_scale.gpu_decoding import decode_on_gpu
 from pencil_scale.label_study import LabelStudy
 from pencil_scale.label_table import LabelTable
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
@@ -180,10 +181,10 @@ class Worker:
         if isinstance(batch.images, torch.Tensor):
             images, weight = batch.images.to(self.device, non_blocking=True), batch.weight
             return replace(batch, images=images, weight=weight.to(self.device, non_blocking=True))
-        from pencil_scale.gpu_decoding import decode_on_gpu
-
-        images, weight, problems = decode_on_gpu(batch.images, self.device, self.job.config.images.resize)
-        return replace(batch, images=images, weight=weight, problems=problems)
+        resize = self.job.config.images.resize
+        images, weight, problems = decode_on_gpu(batch.images, self.device, resize)
+        named = (self.stream.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
+        return replace(batch, images=images, weight=weight, problems=tuple(named))
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
