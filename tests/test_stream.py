@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import fsspec
 import numpy as np
 import pytest
 from catalogue_making import Bench, image, sample, samples
+from tar_making import python_tar
 
 from pencil_scale.batches import Prefetch, StreamBatch
 from pencil_scale.byte_source import ShardError
 from pencil_scale.stream import Stream, StreamSpec
-from pencil_scale.window_reader import StreamError
+from pencil_scale.window_reader import StreamError, read_piece
 from pipelines.index_shards import Summary
 
 NUM_ROWS = 500
@@ -247,6 +249,65 @@ def test_batches_are_made_ahead_and_no_further() -> None:
     assert made == [0, 1, 2, 3, 4]  # one taken, three waiting, one in hand
     ahead.join()
     assert len(made) == 5
+
+
+def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    for number in range(4):
+        numbers = range(number * 80, number * 80 + 80)
+        pairs = [[(f"{n:06d}.bmp", image(n, "BMP", size=256)), (f"{n:06d}.cls", b"1")] for n in numbers]
+        bench.shard(f"{number}.tar", [member for pair in pairs for member in pair])
+    bench.index()
+    stream = Stream(bench.spec(window_mb=8), in_process=True)
+    pieces = stream.plan(0).pieces
+    assert len(pieces) > 6  # 63 MB
+    tracemalloc.start()
+    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream._read, piece))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_rows == 320
+    # The window's bytes, eight ranges of 1 MiB on their way, a block of pixels of half a window.
+    assert peak < (8 + 8 + 4 + 2) << 20
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield s3fs.S3FileSystem()
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.mark.slow
+def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_path: Path, s3: Any) -> None:
+    s3.mkdir("crawl")
+    for number in range(3):
+        s3.pipe_file(f"crawl/{number}.tar", python_tar(samples(range(number * 50, number * 50 + 50))))
+    bench = Shards(tmp_path)
+    bench.index(shards="s3://crawl/{0..2}.tar")
+    stream = Stream(bench.spec(), in_process=True)
+    batches = list(stream.batches(0))
+    assert np.array_equal(rows_of(batches), planned(stream, 0))
+    for batch in batches:
+        assert_own_pixels(batch)
+    s3.pipe_file("crawl/1.tar", python_tar(samples(range(150, 200))))  # equally long, other products
+    with pytest.raises(
+        ShardError, match=r"^shard s3://crawl/1.tar changed since it was indexed: etag:\S+ then, etag:\S+ now"
+    ):
+        list(stream.batches(1))
+    s3.rm_file("crawl/1.tar")
+    with pytest.raises(ShardError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
+        list(stream.batches(2))
 
 
 # -- through Ray Data -------------------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""How fast photos become batches: the stream beside webdataset's WebLoader, on the same shards and cores.
+
+    python benchmarks/ingest.py photos.tar                     # a tar or folder with class folders in it
+    PENCIL_DATA=photos/ python benchmarks/ingest.py --cpus 2 --rounds 5
+
+Both read the same tars from the same disk and give batches of shuffled uint8 images of 256 x 256, scaled by
+PIL's bilinear filter. Both are warmed up with an epoch, and then take turns, so that what else the machine is
+doing meets both alike. The last figure is what the cores could do if nothing but decoding had to be done.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import webdataset as wds
+from PIL import Image
+
+from pencil_scale.config import load_config
+from pencil_scale.decoding import decode
+from pencil_scale.stream import Stream, StreamSpec
+from pipelines import index_shards, make_shards
+
+CONFIG = """
+run: {{name: ingest, storage: "{folder}/storage"}}
+data: {{shards: "{folder}/shards/*.tar", classes: "{folder}/classes.txt", identity: shard_key}}
+images: {{resize: {size}, crop: {crop}}}
+model: {{backbone: resnet50}}
+optimizer: {{tuned_batch: 32, batch_per_worker: {batch}}}
+stages:
+  backbone: {{epochs: 1, rate: 0.1}}
+  pencil: {{epochs: 1, rate: 0.1, lambda: 400, tuned_classes: 10}}
+  finetune: {{epochs: 1, rate: 0.1}}
+"""
+
+Epoch = Callable[[int], int]  # reads a whole epoch and counts its images
+
+
+def main() -> None:
+    """Print images a second of both, and their ratio."""
+    options = parse()
+    ray.init(
+        address="local",
+        num_cpus=options.cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        spec = prepare(Path(folder), options)
+        stream = Stream(spec)
+        urls = [str(path) for path in sorted(Path(folder, "shards").glob("*.tar"))]
+        loader = web_loader(urls, options)
+        readers: dict[str, Epoch] = {
+            "pencil_scale": partial(epoch_of_stream, stream),
+            "webdataset": partial(epoch_of_loader, loader),
+        }
+        print(
+            f"{stream.num_rows:,} photos in {len(urls)} shards, {options.cpus} cores, batch {options.batch}"
+        )
+        rates = take_turns(readers, options.rounds)
+        limit = options.cpus * decoding_alone(urls[0], options.size)
+        stream.close()
+    report(rates, limit)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    given = os.environ.get("PENCIL_DATA")
+    parser.add_argument("photos", nargs="?" if given else None, default=given, help="tar or folder")
+    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1, help="cores for each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--copies", type=int, default=3, help="read the photos so many times an epoch")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=256)
+    return parser.parse_args()
+
+
+def prepare(folder: Path, options: argparse.Namespace) -> StreamSpec:
+    """Make shards of the photos, as often as asked, and index them."""
+    source = Path(options.photos)
+    if source.is_file():
+        with tarfile.open(source) as archive:
+            archive.extractall(folder / "photos", filter="data")
+        source = folder / "photos"
+    tree = class_tree(source, folder / "classes")
+    for copy in range(options.copies):
+        arguments = ["folder", str(tree), str(folder / "shards"), "--prefix", f"copy{copy}"]
+        if make_shards.main([*arguments, "--samples-per-shard", "400"]) != 0:
+            raise SystemExit("the shards could not be made")
+    names = sorted(path.name for path in tree.iterdir())
+    (folder / "classes.txt").write_text("\n".join(names) + "\n")
+    text = CONFIG.format(folder=folder, size=options.size, crop=options.size * 7 // 8, batch=options.batch)
+    (folder / "config.yaml").write_text(text)
+    config = load_config(folder / "config.yaml")
+    spec = StreamSpec.from_config(config, index_shards.run(config).catalogue.version)
+    return replace(spec, worker_cpus=0.0)  # nobody trains here: all cores read
+
+
+def class_tree(source: Path, tree: Path) -> Path:
+    """Gather all photos under folders of their classes, whatever splits they lie in."""
+    for path in sorted(source.rglob("*.jpg")):
+        (tree / path.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tree / path.parent.name / path.name)
+    if not tree.exists():
+        raise SystemExit(f"{source}: no *.jpg found below it")
+    return tree
+
+
+def web_loader(urls: list[str], options: argparse.Namespace) -> Any:
+    """The loader as webdataset's own examples build it: a worker process a core."""
+    dataset = (
+        wds.WebDataset(urls, shardshuffle=len(urls), nodesplitter=wds.split_by_node, seed=1)
+        .shuffle(1000)
+        .decode("pilrgb")
+        .to_tuple("jpg", "cls")
+        .map_tuple(partial(scaled, size=options.size), int)
+        .batched(options.batch)
+    )
+    workers = {"num_workers": options.cpus, "persistent_workers": True}
+    return wds.WebLoader(dataset, batch_size=None, multiprocessing_context="fork", **workers)
+
+
+def scaled(image: Image.Image, size: int) -> torch.Tensor:
+    """Scale as the stream does."""
+    return torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR)))
+
+
+def epoch_of_stream(stream: Stream, epoch: int) -> int:
+    """Read an epoch of ours."""
+    return sum(int(batch.weight.sum()) for batch in stream.batches(epoch))
+
+
+def epoch_of_loader(loader: Any, epoch: int) -> int:
+    """Read an epoch of theirs."""
+    return sum(len(images) for images, _ in loader)
+
+
+def take_turns(readers: dict[str, Epoch], rounds: int) -> dict[str, list[float]]:
+    """Measure epoch after epoch, each reader in turn, after one that does not count."""
+    rates: dict[str, list[float]] = {name: [] for name in readers}
+    for number in range(rounds + 1):
+        for name, read in readers.items():
+            start = time.perf_counter()
+            rate = read(number) / (time.perf_counter() - start)
+            if number:
+                rates[name].append(rate)
+                print(f"  round {number}: {name:<13} {rate:6.0f} images/s", flush=True)
+    return rates
+
+
+def photos_of(url: str) -> Iterator[bytes]:
+    """The photos of one shard."""
+    with tarfile.open(url) as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.name.endswith(".jpg") else None
+            if content is not None:
+                yield content.read()
+
+
+def decoding_alone(url: str, size: int) -> float:
+    """Images a second of one core that does nothing else, by its own clock."""
+    photos = list(photos_of(url))[:200]
+    start = time.process_time()
+    for data in photos:
+        decode(data, size)
+    return len(photos) / (time.process_time() - start)
+
+
+def report(rates: dict[str, list[float]], limit: float) -> None:
+    """Print medians; the ratio is taken round by round."""
+    ours, theirs = rates["pencil_scale"], rates["webdataset"]
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    print(f"pencil_scale  {statistics.median(ours):6.0f} images/s")
+    print(f"webdataset    {statistics.median(theirs):6.0f} images/s")
+    low, high = min(ratios), max(ratios)
+    print(f"ratio         {statistics.median(ratios):6.2f}   ({low:.2f} to {high:.2f}; wanted: above 1)")
+    share = statistics.median(ours) / limit
+    print(f"decoding alone, all cores: {limit:.0f} images/s; the stream reaches {share:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()
