@@ -183,7 +183,7 @@ class Courier:
                     waiting.set_exception(error)
         # The table refused a row: the others are well, and would wait for this rank until their timeout.
         if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, PeerFailedError):  # to say so is to hear oneself say so
                 self._exchange.farewell()
 
 

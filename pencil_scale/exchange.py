@@ -9,7 +9,6 @@ inside a round does not matter.
     answers = Exchange(table, world, group).round(Outgoing(asked=rows, moved=moved, epoch=7), logits)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from typing import Any
@@ -122,11 +121,12 @@ class Exchange:
 
     def farewell(self) -> None:
         """Tell the others, at their next round, not to wait for this rank."""
-        self._swap([Outgoing(flags=Flag.FAILED).encode(self.capacity)] * self._world)
+        self._swap_notes([Outgoing(flags=Flag.FAILED)] * self._world)
 
     def _swap_notes(self, notes: list[Outgoing]) -> list[Outgoing]:
-        encoded = [note.encode(self.capacity) for note in notes]
-        heard = [Outgoing.decode(note) for note in self._swap(encoded)]
+        sent = np.concatenate([note.encode(self.capacity) for note in notes])
+        sizes = [len(sent) // self._world] * self._world
+        heard = [Outgoing.decode(note) for note in self._swap(sent, sizes, sizes)]
         gone = [rank for rank, note in enumerate(heard) if note.flags & Flag.FAILED]
         if gone:
             raise PeerFailedError(gone[0])
@@ -146,12 +146,14 @@ class Exchange:
     ) -> list[tuple[Float32s, Float32s]]:
         """From every rank: the answers it owes this one, and the logits that it moved."""
         num_classes = self._table.layout.num_classes
-        parcels = [np.concatenate([a.ravel(), b.ravel()]) for a, b in zip(answers, leaving, strict=True)]
+        parcels = list(zip(answers, leaving, strict=True))
+        sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])
         owed = [len(rows) * (num_classes + 1) for rows in asked.groups]
-        sizes = [size + len(note.moved) * num_classes for size, note in zip(owed, heard, strict=True)]
+        arriving = [size + len(note.moved) * num_classes for size, note in zip(owed, heard, strict=True)]
+        received = self._swap(sent, [a.size + b.size for a, b in parcels], arriving)
         return [
             (parcel[:size].reshape(-1, num_classes + 1), parcel[size:].reshape(-1, num_classes))
-            for parcel, size in zip(self._swap(parcels, sizes), owed, strict=True)
+            for parcel, size in zip(received, owed, strict=True)
         ]
 
     def _write(self, heard: list[Outgoing], logits: list[Float32s]) -> None:
@@ -170,14 +172,13 @@ class Exchange:
         return Answers(packed[:, :-1], packed.view(np.int32)[:, -1], flags)
 
     def _swap(
-        self, leaving: Sequence[npt.NDArray[Any]], sizes: list[int] | None = None
+        self, sent: npt.NDArray[Any], leaving: list[int], arriving: list[int]
     ) -> list[npt.NDArray[Any]]:
-        """Give every rank its array and take one of every rank; without `sizes` all have the same."""
+        """Give every rank so many numbers of what is sent, and take so many from each."""
+        received = np.empty(sum(arriving), sent.dtype)
         if self._world == 1:
-            return list(leaving)
-        sent = torch.from_numpy(np.concatenate(leaving))
-        sent_sizes = [len(array) for array in leaving]
-        arriving = sent_sizes if sizes is None else sizes
-        received = torch.empty(sum(arriving), dtype=sent.dtype)
-        dist.all_to_all_single(received, sent, arriving, sent_sizes, group=self._group)
-        return np.split(received.numpy(), np.cumsum(arriving)[:-1])
+            received[:] = sent
+        else:
+            tensors = torch.from_numpy(received), torch.from_numpy(sent)
+            dist.all_to_all_single(*tensors, arriving, leaving, group=self._group)
+        return np.split(received, np.cumsum(arriving)[:-1])

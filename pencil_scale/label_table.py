@@ -203,12 +203,14 @@ class LabelTable:
         return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
 
     def snapshot(self, store: str | Path) -> Manifest:
-        """Write the held parts that moved to the store, and name them all in a manifest of this moment.
+        """Write the parts that moved to the store, and name all parts in a manifest of this moment.
 
-        Writes wait meanwhile. It is not saved here: with several ranks it is only part of the whole.
+        All parts that are open for writing here, since another process may be writing the others; of a table
+        open for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks it
+        is only part of the whole.
         """
         with self._lock:
-            manifest = self._tracker.snapshot(store)
+            manifest = self._tracker.snapshot(store, sorted(self.writable_parts) or self.parts)
         self._labels.forget_pages()
         self._ledger.forget_pages()
         return manifest

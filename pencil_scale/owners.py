@@ -189,8 +189,9 @@ class Owners:
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
             raise self._named(self._courier.error)
-        if write.logits is not None and len(write.logits) != len(write.rows):
-            raise OwnersError(f"{len(write.logits)} label logits for {len(write.rows)} rows; give one a row")
+        expected = len(write.rows), self.table.layout.num_classes
+        if write.logits is not None and write.logits.shape != expected:
+            raise OwnersError(f"label logits of shape {tuple(write.logits.shape)}; expected {expected}")
         self._checked(write.rows)
         self._epoch, self._drained = write.epoch, False
         self._courier.write(write)

@@ -170,9 +170,11 @@ class Column:
         step, num_bytes = self._dtype.itemsize, memory.size
         # Every value of the file starts an item. Items overlap, but a part's rows are `width` values apart,
         # and so one index reaches all parts, the shorter last one too.
-        num_items = max((num_bytes - self._row_type.itemsize) // step + 1, 0)
-        one_item = memory[: self._row_type.itemsize].view(self._row_type)
-        self._items = np.lib.stride_tricks.as_strided(one_item, (num_items,), (step,))
+        num_items = max(
+            (num_bytes - self._row_type.itemsize) // step + 1, 0
+        )  # none if the file holds no part
+        first_item = memory[: self._row_type.itemsize * min(num_items, 1)].view(self._row_type)
+        self._items = np.lib.stride_tricks.as_strided(first_item, (num_items,), (step,))
         self._starts = np.asarray(starts, np.int64) // step
         # Where row 0 would be if the whole table were laid out as this part is: start + slot = origin + row.
         # The rows of a part that is not in the file are then far outside of it, and NumPy refuses them.

@@ -6,7 +6,7 @@ has a whole snapshot, and a kill at any moment before leaves only files that no 
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -125,17 +125,18 @@ class PartTracker:
         self._store, self._newest_epoch = PartStore(manifest.store).url, manifest.newest_epoch
         self._entries = {part: manifest.parts[part] for part in self._header.parts}
 
-    def snapshot(self, url: str | Path) -> Manifest:
-        """Put what moved into the store, and name everything held."""
+    def snapshot(self, url: str | Path, parts: Sequence[int]) -> Manifest:
+        """Put what moved of these parts into the store, and name them all."""
         store = PartStore(url)
         if store.url != self._store:
             self._store, self._entries = store.url, {}
         with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            epochs_found = pool.map(lambda part: self._put_part(store, part), self._header.parts)
+            epochs_found = pool.map(lambda part: self._put_part(store, part), parts)
             self._newest_epoch = max(epochs_found, default=self._newest_epoch)
         header = self._header
         epochs = header.first_epoch, self._newest_epoch
-        return Manifest(store.url, header.layout, header.scale, *epochs, dict(self._entries))
+        entries = {part: self._entries[part] for part in parts}
+        return Manifest(store.url, header.layout, header.scale, *epochs, entries)
 
     def _put_part(self, store: PartStore, part: int) -> int:
         """Put one part if it moved; the newest epoch known after that."""

@@ -137,6 +137,24 @@ def test_owners_of_parts_write_partial_manifests_that_merge(table: LabelTable, t
     assert merged.newest_epoch == 10
 
 
+def test_a_rank_that_shares_a_folder_snapshots_only_what_it_may_write(
+    table: LabelTable, tmp_path: Path
+) -> None:
+    ranks = [LabelTable.open(tmp_path / "work", writable_parts=parts) for parts in ([0, 2], [1])]
+    partial = [rank.snapshot(tmp_path / "store") for rank in ranks]
+    assert [sorted(manifest.parts) for manifest in partial] == [[0, 2], [1]]
+    assert_same_table(LabelTable.restore(merge(partial), tmp_path / "again"), table)
+
+
+def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> None:
+    manifest = LabelTable.create(tmp_path / "work", np.zeros(5, int), 1000).snapshot(tmp_path / "store")
+    idle = LabelTable.restore(manifest, tmp_path / "idle", parts=[])
+    assert idle.count_visited(0) == 0
+    assert pa.ipc.open_file(str(tmp_path / "idle" / "labels.arrow")).read_all().num_rows == 0
+    with pytest.raises(LabelTableError, match="row 3: in a part that is not in this working copy"):
+        idle.read([3])
+
+
 def test_manifests_of_different_tables_do_not_merge(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
     with pytest.raises(TableMismatchError, match=r"first epoch 1.*first epoch 2"):
