@@ -206,8 +206,8 @@ class LabelTable:
         """Write the parts that moved to the store, and name all parts in a manifest of this moment.
 
         All parts that are open for writing here, since another process may be writing the others; of a table
-        open for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks it
-        is only part of the whole.
+        open for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks
+        it is only part of the whole.
         """
         with self._lock:
             manifest = self._tracker.snapshot(store, sorted(self.writable_parts) or self.parts)
