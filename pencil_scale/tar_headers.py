@@ -162,6 +162,11 @@ def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
     return records
 
 
+def is_wanted(record: bytes) -> bool:
+    """Tell whether a pax record says where a member is or what it is called."""
+    return record in (b"path", b"size") or record.startswith(b"GNU.sparse.")
+
+
 def long_name(data: bytes) -> bytes:
     """Cut a GNU long name at its NUL."""
     return data.partition(b"\x00")[0]

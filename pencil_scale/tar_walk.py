@@ -14,8 +14,7 @@ from typing import NamedTuple
 from pencil_scale import tar_headers
 from pencil_scale.byte_source import Window
 from pencil_scale.tar_headers import BLOCK, ZERO_BLOCK, Header, padded, parse_header
-
-SEARCH_BYTES = 1 << 20
+from pencil_scale.tar_search import end_of_zeros, next_header
 
 
 class Member(NamedTuple):
@@ -138,10 +137,10 @@ class TarWalk:
             size = b"0" if records is None else records.get(b"size", b"0")
             if records is None or not size.isdigit() or len(size) > 20:
                 self._fault = "bad_pax_header"
-            elif typeflag == tar_headers.PAX_GLOBAL:
-                self._globals.update(records)
             else:
-                self._pax.update(records)
+                # Times and owners are of no use here, and a hostile archive may have millions.
+                kept = {name: value for name, value in records.items() if tar_headers.is_wanted(name)}
+                (self._globals if typeflag == tar_headers.PAX_GLOBAL else self._pax).update(kept)
 
     # -- members ------------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ class TarWalk:
 
     def _cut(self, start: int, position: int, name: str, offset: int, size: int) -> Damage:
         detail = f"a member of {size:,} bytes, of which {max(0, self._num_bytes - offset):,} are there"
-        end = self._next_header(position + BLOCK)
+        end = next_header(self._window, position + BLOCK)
         return Damage(start, end, "cut_in_data", detail, name, offset, size)
 
     def _after_sparse_map(self, position: int) -> int:
@@ -199,7 +198,7 @@ class TarWalk:
 
     def _zeros(self, position: int) -> list[Piece]:
         """Tell an end marker from a zeroed header: two zero blocks with nothing certain behind them."""
-        stop = self._end_of_zeros(position)
+        stop = end_of_zeros(self._window, position)
         if stop - position < 2 * BLOCK and stop < self._num_bytes:
             return self._damaged(position, "zeroed_header", "512 zero bytes where a header belongs")
         pieces: list[Piece] = []
@@ -215,7 +214,7 @@ class TarWalk:
 
     def _end_or_gap(self, position: int, stop: int) -> Piece:
         """Judge two zero blocks and more by what is behind them, and by how many they are."""
-        following = self._next_header(stop)
+        following = next_header(self._window, stop)
         if following < self._num_bytes:
             detail = "zero bytes, then more members: archives joined together, or a stretch that was wiped"
             return Damage(position, following, "zeros_in_archive", detail)
@@ -228,45 +227,16 @@ class TarWalk:
         detail = f"{stop - position:,} zero bytes at the end: a file made in full length, then not filled"
         return Damage(position, stop, "zero_tail", detail)
 
-    def _end_of_zeros(self, position: int) -> int:
-        while position < self._num_bytes:
-            data = self._window.at(position, SEARCH_BYTES)
-            rest = data.lstrip(b"\x00")
-            if rest:
-                return position + (len(data) - len(rest)) // BLOCK * BLOCK
-            position += len(data)
-        return position
-
     def _damaged(
         self, position: int, kind: str = "garbled_header", detail: str = "no header where one belongs"
     ) -> list[Piece]:
         start = position if self._pending is None else self._pending
         self._forget()
-        end = self._next_header(position + BLOCK)
+        end = next_header(self._window, position + BLOCK)
         if self._headers_seen == 0 and end == self._num_bytes:
             kind, detail = "not_a_tar", tar_headers.what_else(self._window.at(0, BLOCK))
             self._ended = True  # no use in missing an end marker, too
         return [Damage(start, end, kind, detail)]
-
-    def _next_header(self, position: int) -> int:
-        """Find the next block that is certain to be a header, or the archive's end."""
-        while position < self._num_bytes:
-            data = self._window.at(position, SEARCH_BYTES)
-            found = data.find(b"ustar")
-            while found >= 0:
-                begin = found - 257
-                if begin >= 0 and begin % BLOCK == 0 and self._is_certain(data[begin:], position + begin):
-                    return position + begin
-                found = data.find(b"ustar", found + 1)
-            position += len(data)
-        return self._num_bytes
-
-    def _is_certain(self, data: bytes, position: int) -> bool:
-        block = data[:BLOCK]
-        if len(block) < BLOCK or not tar_headers.is_certain_header(block):
-            return False
-        header = parse_header(block)
-        return header is not None and position + BLOCK + header.size <= self._num_bytes
 
     def _tail(self, position: int) -> Iterator[Piece]:
         """Account for what is left: less than a block, a missing end marker, or nothing."""
