@@ -101,9 +101,8 @@ class Exchange:
 
     def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
         self._table, self._world, self._group = table, world, group
-        self.capacity = (
-            FIRST_CAPACITY  # rows a round may ask for, and as many it may write; grows by agreement
-        )
+        # Rows a round may ask for, and as many it may write; it grows to what any rank wants, for all alike.
+        self.capacity = FIRST_CAPACITY
 
     def round(self, out: Outgoing, logits: Float32s) -> Answers:
         """Bring questions and moved rows (`logits` are theirs) to the owners, and do an owner's part."""

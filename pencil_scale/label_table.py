@@ -154,12 +154,13 @@ class LabelTable:
         """The last epoch of the table's life in which each row was visited; 0: never."""
         return self._get(self._last_epoch, rows)
 
-    def write(self, rows: npt.ArrayLike, logits: npt.NDArray[np.float32], epoch: int) -> None:
+    def write(self, rows: npt.ArrayLike, logits: npt.ArrayLike, epoch: int) -> None:
         """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
 
         All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
         """
         rows, parts = self._checks.to_write(rows)
+        logits = np.asarray(logits, np.float32)
         self._require_finite(rows, logits)
         with self._lock:
             marks = self._unvisited(rows, parts, epoch)
