@@ -23,7 +23,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: install  ## see it work: digits with 40 % wrong labels
-	@$(BIN)/python -m pencil_scale.train configs/demo.yaml
+	@$(BIN)/python -m pipelines.demo
 
 test: install  ## every test this machine can run
 	$(BIN)/pytest -m ''

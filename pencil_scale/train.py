@@ -62,6 +62,7 @@ def run(config: Config) -> Summary:
         plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking),
         _outbox(config),
     )
+    record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
     outcome = _train(config, record, checked, control, narrator, tracker)
     if not outcome.finished:
