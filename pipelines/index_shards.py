@@ -68,28 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Bring the catalogues of validation, test and training up to date, in this order."""
-    data, storage = config.data, config.run.storage
-    clean_rules = make_rules(
-        data.identity,
-        data.clean_label or data.label,
-        data.classes,
-        data.aliases,
-        decode_images=data.check_images == "decode",
-    )
-    no_overlay = make_overlay(data.exclude)
+    data, storage, limit = config.data, config.run.storage, config.data.max_damaged_share
+    decode = data.check_images == "decode"
+    clean = {name: urls for name, urls in (("validation", data.validation), ("test", data.test)) if urls}
     held_out = []
-    for name, shards in (("validation", data.validation), ("test", data.test)):
-        if shards is not None:
-            part = Part(
-                name, config.run.storage, shards, *clean_rules, no_overlay, False, data.max_damaged_share
-            )
-            held_out.append(index(part).catalogue)
-    rules = make_rules(
-        data.identity, data.label, data.classes, data.aliases, data.truth, data.check_images == "decode"
-    )
+    if clean:
+        label = data.clean_label or data.label
+        clean_rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
+        overlay = make_overlay(data.exclude)
+        parts = [
+            Part(name, storage, urls, *clean_rules, overlay, False, limit) for name, urls in clean.items()
+        ]
+        held_out = [index(part).catalogue for part in parts]
+    rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
     overlay = make_overlay(data.exclude, held_out)
-    part = Part("", storage, data.shards, *rules, overlay, data.img2dataset, data.max_damaged_share)
-    return index(part)
+    return index(Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit))
 
 
 def index(part: Part) -> Summary:
