@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from pencil_scale.backbones import build_backbone
+from pencil_scale.checkpoint import CheckpointError, Progress, Saved, read_checkpoint, write_checkpoint
+from pencil_scale.label_table import LabelTable
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    model = build_backbone("small_convnet", 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], 10).snapshot(tmp_path / "store")
+    record = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
+    return Saved(model.state_dict(), optimizer.state_dict(), Progress(1, 0, 7), labels, record)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, saved: Saved) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    write_checkpoint(tmp_path / "checkpoint", saved)
+    found = read_checkpoint(tmp_path / "checkpoint")
+    assert (found.progress, found.labels, found.record) == (saved.progress, saved.labels, saved.record)
+    for name, tensor in saved.weights.items():
+        assert torch.equal(found.weights[name], tensor)
+    momentum = saved.optimizer["state"][0]["momentum_buffer"]
+    assert torch.equal(found.optimizer["state"][0]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "optimizer.pt", "labels.json", "state.json"])
+def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
+    tmp_path: Path, saved: Saved, name: str
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    write_checkpoint(tmp_path / "checkpoint", saved)
+    path = tmp_path / "checkpoint" / name
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(Exception, match="whole") as caught:
+        read_checkpoint(tmp_path / "checkpoint")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        read_checkpoint(tmp_path / "checkpoint")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from pencil_scale.run_record import RunNameError, RunRecord, find_record, read_record, write_record
+
+SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    write_record(str(tmp_path), RunRecord("night", SETTINGS, 3, "labels.json"))
+    return str(tmp_path)
+
+
+def test_a_new_name_begins_a_new_run(storage: str) -> None:
+    assert find_record(storage, "other", SETTINGS) is None
+
+
+def test_the_same_settings_go_on_with_the_catalogue_they_began_with(storage: str) -> None:
+    record = find_record(storage, "night", SETTINGS)
+    assert record is not None
+    assert record.catalogue_version == 3
+
+
+def test_another_number_of_workers_may_go_on(storage: str) -> None:
+    assert find_record(storage, "night", {**SETTINGS, "workers.count": "(2, 2)"}) is not None
+
+
+def test_a_name_begun_with_other_settings_is_refused(storage: str) -> None:
+    other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
+    with pytest.raises(
+        RunNameError, match=r"begun with run.seed=1, now it is 2 and 1 more keys; set it back"
+    ):
+        find_record(storage, "night", other)
+
+
+def test_a_finished_run_is_refused(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    write_record(storage, record, status="finished")
+    with pytest.raises(RunNameError, match=r"run night is finished .*choose another run.name"):
+        find_record(storage, "night", SETTINGS)
