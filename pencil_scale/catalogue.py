@@ -74,7 +74,7 @@ class OkRows:
     shard: np.ndarray[Any, np.dtype[np.int32]]
     offset_blocks: np.ndarray[Any, np.dtype[np.uint32]]
     image_bytes: np.ndarray[Any, np.dtype[np.uint32]]
-    noisy_class: np.ndarray[Any, np.dtype[np.uint16]]
+    noisy_class: np.ndarray[Any, np.dtype[np.uint16]]  # wider where there are more than 65,536 classes
 
     def __len__(self) -> int:
         return len(self.row)
@@ -147,17 +147,17 @@ class Catalogue:
             np.empty(total, np.int32),
             np.empty(total, np.uint32),
             np.empty(total, np.uint32),
-            np.empty(total, np.uint16),
+            np.empty(total, np.min_scalar_type(max(self.num_classes, 256))),
         )
         done = 0
         for first, stop in spans:
             table = self.read(first, stop, PLAN_COLUMNS)
             table = table.filter(pa.compute.equal(table["status"], "ok"))
             here = slice(done, done + len(table))
-            arrays.row[here] = table["row"].to_numpy()
+            arrays.row[here] = _fitting(table["row"].to_numpy())
             arrays.shard[here] = table["shard"].to_numpy()
-            arrays.offset_blocks[here] = table["image_offset"].to_numpy() // 512
-            arrays.image_bytes[here] = table["image_bytes"].to_numpy()
+            arrays.offset_blocks[here] = _fitting(table["image_offset"].to_numpy() // 512)
+            arrays.image_bytes[here] = _fitting(table["image_bytes"].to_numpy())
             arrays.noisy_class[here] = table["noisy_class"].to_numpy()
             done += len(table)
         if done != total:
@@ -264,6 +264,15 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
             f"{folder}/{name}: format {manifest.get('format')!r}; this program reads format {FORMAT}"
         )
     return manifest
+
+
+def _fitting(numbers: Any) -> Any:
+    """Refuse what 32 bits cannot hold, instead of letting it wrap around to another sample's bytes."""
+    if len(numbers) and numbers.max() >= 1 << 32:
+        raise CatalogueError(
+            f"{numbers.max():,}: shards over 2 TB, or over 4 billion rows, are not supported"
+        )
+    return numbers
 
 
 def _overlaps(file: pq.ParquetFile, group: int, first: int, stop: int) -> bool:

@@ -29,7 +29,7 @@ td.text { overflow-wrap: anywhere; }
 .warning { border-left: 4px solid #c80; padding-left: .75rem; }
 </style></head><body>
 <h1>Catalogue, version {{ version }}</h1>
-<p>Written {{ created }} from {{ num_shards }} shards. Samples are named by {{ identity }},
+<p>Written {{ created }} from {{ num_shards }}. Samples are named by {{ identity }},
 labels come from {{ label }}.</p>
 {% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 <table>{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
@@ -75,7 +75,7 @@ def summary_page(catalogue: Catalogue) -> str:
     return environment.from_string(_PAGE).render(
         version=catalogue.version,
         created=manifest["created"],
-        num_shards=len(catalogue.shards),
+        num_shards=many(len(catalogue.shards), "shard"),
         identity=manifest["identity"],
         label=without_passwords(manifest["label"]),
         warnings=warnings(manifest),

@@ -6,7 +6,7 @@ sample says so (`problem`), and what cannot be read at all comes as `Damage` in 
 
     with open_source(url) as source:
         for found in ShardReader(source).read():
-            ...                              # Sample | Damage, in the order of the bytes
+            ...                              # Sample | Damage; damage comes as soon as it is met
 """
 
 import re

@@ -191,6 +191,32 @@ def test_truth_is_kept_beside_the_given_class_and_measured(bench: Bench, tmp_pat
     assert summary.catalogue.manifest["truth"] == {"num_known": 2, "num_wrong": 1}
 
 
+def test_truth_may_stand_in_the_samples_json_and_a_wrong_one_is_no_class(bench: Bench) -> None:
+    fields = [b'{"true": "cat"}', b'{"true": 9}', b"{}", b"broken"]
+    members = [
+        (f"{number}.{suffix}", data)
+        for number, raw in enumerate(fields)
+        for suffix, data in (("png", image(number)), ("cls", b"1"), ("json", raw))
+    ]
+    bench.shard("a.tar", members)
+    summary = bench.index(truth="json:true")
+    assert [row["true_class"] for row in bench.rows(summary)] == [2, None, None, None]
+    assert summary.catalogue.num_ok == 4
+
+
+def test_numbers_that_do_not_fit_are_refused_not_wrapped(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.shard("a.tar", samples([1]))
+    catalogue = bench.index().catalogue
+    table = catalogue.read(0, 1)
+    place = table.schema.get_field_index("image_offset")
+    far = table.set_column(place, ROW.field("image_offset"), pa.array([1 << 42]))
+    monkeypatch.setattr(catalogue, "read", lambda first, stop, columns: far.select(columns))
+    with pytest.raises(CatalogueError, match="not supported"):
+        catalogue.ok_rows()
+
+
 def test_changed_labels_are_read_again_under_the_same_rows(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", samples(range(3)))
     labels = tmp_path / "kv.txt"
