@@ -5,10 +5,12 @@
 
 Both read the same tars from the same disk and give batches of shuffled uint8 images of 256 x 256, scaled by
 PIL's bilinear filter. Both are warmed up with an epoch, and then take turns, so that what else the machine is
-doing meets both alike. The last figure is what the cores could do if nothing but decoding had to be done.
+doing meets both alike; the CPU time of all processes of each (Linux) is told too, which no neighbour changes.
+The last figure is what the cores could do if nothing but decoding had to be done.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -44,6 +46,17 @@ stages:
   pencil: {{epochs: 1, rate: 0.1, lambda: 400, tuned_classes: 10}}
   finetune: {{epochs: 1, rate: 0.1}}
 """
+
+
+class Measured(NamedTuple):
+    """One epoch of one reader."""
+
+    images_per_s: float
+    cpu_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU an image"
+
 
 Epoch = Callable[[int], int]  # reads a whole epoch and counts its images
 
@@ -70,10 +83,10 @@ def main() -> None:
         print(
             f"{stream.num_rows:,} photos in {len(urls)} shards, {options.cpus} cores, batch {options.batch}"
         )
-        rates = take_turns(readers, options.rounds)
+        found = take_turns(readers, options.rounds)
         limit = options.cpus * decoding_alone(urls[0], options.size)
         stream.close()
-    report(rates, limit)
+    report(found, limit)
 
 
 def parse() -> argparse.Namespace:
@@ -149,17 +162,38 @@ def epoch_of_loader(loader: Any, epoch: int) -> int:
     return sum(len(images) for images, _ in loader)
 
 
-def take_turns(readers: dict[str, Epoch], rounds: int) -> dict[str, list[float]]:
+def take_turns(readers: dict[str, Epoch], rounds: int) -> dict[str, list[Measured]]:
     """Measure epoch after epoch, each reader in turn, after one that does not count."""
-    rates: dict[str, list[float]] = {name: [] for name in readers}
+    found: dict[str, list[Measured]] = {name: [] for name in readers}
     for number in range(rounds + 1):
         for name, read in readers.items():
-            start = time.perf_counter()
-            rate = read(number) / (time.perf_counter() - start)
+            with_ray = name == "pencil_scale"
+            start, cpu_start = time.perf_counter(), cpu_seconds(with_ray)
+            images = read(number)
+            seconds, cpu = time.perf_counter() - start, cpu_seconds(with_ray) - cpu_start
             if number:
-                rates[name].append(rate)
-                print(f"  round {number}: {name:<13} {rate:6.0f} images/s", flush=True)
-    return rates
+                found[name].append(Measured(images / seconds, 1000 * cpu / images))
+                print(f"  round {number}: {name:<13} {found[name][-1]}", flush=True)
+    return found
+
+
+def cpu_seconds(with_ray: bool) -> float:
+    """CPU time of this process and those it started: Ray's and what Ray started, or all the others.
+
+    The loader's workers are forks of this process and bear its command line; Ray's processes do not.
+    """
+    parent, ticks, command = {}, {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            number, fields = int(path.parent.name), path.read_text().rpartition(")")[2].split()
+            command[number] = path.with_name("cmdline").read_bytes()
+            parent[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])
+    me = os.getpid()
+    ours = {me}
+    while more := {child for child, of in parent.items() if of in ours and child in command} - ours:
+        ours |= more
+    counted = {process for process in ours if (command[process] != command[me]) == with_ray} | {me}
+    return sum(ticks[process] for process in counted) / os.sysconf("SC_CLK_TCK")
 
 
 def photos_of(url: str) -> Iterator[bytes]:
@@ -180,16 +214,19 @@ def decoding_alone(url: str, size: int) -> float:
     return len(photos) / (time.process_time() - start)
 
 
-def report(rates: dict[str, list[float]], limit: float) -> None:
-    """Print medians; the ratio is taken round by round."""
-    ours, theirs = rates["pencil_scale"], rates["webdataset"]
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-    print(f"pencil_scale  {statistics.median(ours):6.0f} images/s")
-    print(f"webdataset    {statistics.median(theirs):6.0f} images/s")
-    low, high = min(ratios), max(ratios)
-    print(f"ratio         {statistics.median(ratios):6.2f}   ({low:.2f} to {high:.2f}; wanted: above 1)")
-    share = statistics.median(ours) / limit
-    print(f"decoding alone, all cores: {limit:.0f} images/s; the stream reaches {share:.2f} of it")
+def report(found: dict[str, list[Measured]], limit: float) -> None:
+    """Print medians; ratios are taken round by round."""
+    ours, theirs = found["pencil_scale"], found["webdataset"]
+    for name, rounds in found.items():
+        middle = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"{name:<14}{Measured(*middle)}")
+    ratios = [one.images_per_s / other.images_per_s for one, other in zip(ours, theirs, strict=True)]
+    costs = [other.cpu_ms / one.cpu_ms for one, other in zip(ours, theirs, strict=True)]
+    for name, values in (("images/s", ratios), ("images a CPU second", costs)):
+        print(f"ratio of {name}: {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+    rate = statistics.median(one.images_per_s for one in ours)
+    print(f"decoding alone, all cores: {limit:.0f} images/s; the stream reaches {rate / limit:.2f} of it")
+    print("wanted: both ratios above 1")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _pixels(image: ImageFile.ImageFile, resize: int | None) -> Pixels:
         image.draft(None, (resize, resize))
     image.load()
     upright: Image.Image = image
-    if image.getexif().get(ORIENTATION, 1) != 1:
+    if "exif" in image.info and image.getexif().get(ORIENTATION, 1) != 1:
         upright = ImageOps.exif_transpose(image)
     colours = _rgb(upright)
     if resize is not None and colours.size != (resize, resize):

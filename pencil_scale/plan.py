@@ -5,7 +5,7 @@ into stretches of at most a ninth of a window, the stretches are permuted, and a
 bytes are shuffled together. Both orders are sorts by a hash of (seed, epoch, place), so a row that is taken
 out because it was visited leaves the order of all others as it was.
 
-Ranks take windows in turn; where there are too few for four each, a window is dealt out in slices. Planning
+Ranks take windows in turn; where there are too few for eight each, a window is dealt out in slices. Planning
 needs the counts of the chunks and no row: whoever reads a piece looks its rows up and shuffles them.
 
     order = EpochOrder.of(counts, seed=1, epoch=7, window_bytes=64 << 20)
@@ -31,7 +31,7 @@ Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, r
 
 CHUNK_ROWS = 4096
 STRETCHES_A_WINDOW = 8
-PIECES_A_RANK = 4  # so that the first batch need not wait for a quarter of the epoch
+PIECES_A_RANK = 8  # few rows wait for the first block, and few cores idle while the last piece is read
 
 
 @dataclass(frozen=True)

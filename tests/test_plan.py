@@ -137,10 +137,10 @@ def test_a_window_keeps_to_its_bytes(rows: Rows, window_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
-def test_every_rank_has_at_least_four_pieces_however_small_the_data(world: int) -> None:
-    rows = Rows(100, 1.0, 10, 0)
+def test_every_rank_has_at_least_eight_pieces_however_small_the_data(world: int) -> None:
+    rows = Rows(200, 1.0, 10, 0)
     shares = rows.shares(rows.order(window_bytes=1 << 26), world)
-    assert min(len(share) for share in shares) >= 4
+    assert min(len(share) for share in shares) >= 8
 
 
 def test_windows_go_to_the_ranks_whole_and_in_turn_until_the_last_ones() -> None:
