@@ -63,20 +63,14 @@ class BatchCutter:
             raise StreamError("the stream has more rows than were planned")
 
     def _batch(self, tables: list[pa.Table], size: int) -> StreamBatch:
-        problems = [table["problem"].to_numpy(zero_copy_only=False) for table in tables]
-        reasons = np.concatenate([np.empty(0, object), *problems])
-        failed = reasons != None  # noqa: E711 (element by element)
+        weight, problems = _judged(tables, size)
         return StreamBatch(
-            rows=self._numbers(tables, "row"),
+            rows=_numbers(tables, "row"),
             images=self._images(tables, size),
-            weight=torch.from_numpy(1.0 - failed.astype(np.float32)),
-            noisy_class=self._numbers(tables, "noisy_class"),
-            problems=tuple(reasons[failed]),
+            weight=weight,
+            noisy_class=_numbers(tables, "noisy_class"),
+            problems=problems,
         )
-
-    def _numbers(self, tables: list[pa.Table], name: str) -> Tensor:
-        columns = [table[name].to_numpy() for table in tables]
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *columns]))
 
     def _images(self, tables: list[pa.Table], size: int) -> Any:
         if self._size is None:
@@ -89,6 +83,20 @@ class BatchCutter:
                 target[done : done + len(array)] = _as_bytes(array)
                 done += len(array)
         return pixels.permute(0, 3, 1, 2)
+
+
+def _judged(tables: list[pa.Table], size: int) -> tuple[Tensor, tuple[str, ...]]:
+    """Weigh 1 what was decoded and 0 what was not, with its problem."""
+    if all(table["problem"].null_count == len(table) for table in tables):
+        return torch.ones(size), ()
+    reasons = [reason for table in tables for reason in table["problem"].to_pylist()]
+    weight = torch.tensor([float(reason is None) for reason in reasons])
+    return weight, tuple(reason for reason in reasons if reason is not None)
+
+
+def _numbers(tables: list[pa.Table], name: str) -> Tensor:
+    columns = [table[name].to_numpy() for table in tables]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *columns]))
 
 
 def _take(ready: "deque[pa.Table]", size: int) -> list[pa.Table]:
@@ -131,10 +139,10 @@ class Prefetch(Generic[Item]):
         finally:
             self._left.set()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has let go of its iterator; it ends at its next item, if not before."""
         self._left.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         last: Any = self

@@ -37,6 +37,7 @@ from pencil_scale.window_reader import (
 )
 
 BATCHES_AHEAD = 3
+PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -143,18 +144,18 @@ class Stream:
         return name_problem(self._read.catalogue(), row, reason)
 
     def close(self) -> None:
-        """End reading, and let go of what it held."""
-        self._finish()
+        """End reading, and let go of what it held; a store that does not answer is not waited for."""
+        self._finish(PATIENCE_S)
         if self._blocks is not None:
             self._blocks.close()
 
     def _tables(self, pieces: list[Piece]) -> Iterator[Any]:
         return read_pieces(self._read, pieces) if self._blocks is None else self._blocks.blocks(pieces)
 
-    def _finish(self) -> None:
+    def _finish(self, timeout_s: float | None = None) -> None:
         """An epoch that was left early may still be waiting for its next block: two must never overlap."""
         if self._running is not None:
-            self._running.join()
+            self._running.join(timeout_s)
             self._running = None
 
     def _image_size(self, read: ReadSpec) -> tuple[int, int]:
