@@ -28,7 +28,8 @@ import pyarrow as pa
 from PIL import Image
 
 from pencil_scale.byte_source import open_source
-from pencil_scale.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue import FORMAT, Catalogue
+from pencil_scale.catalogue_entries import ShardEntry
 from pencil_scale.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
 from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
 from pencil_scale.catalogue_update import publish

@@ -12,6 +12,7 @@ written last and names every file, so a reader sees a whole catalogue or the one
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.byte_source import ShardVersion, filesystem_of, store_errors, version_of
+from pencil_scale.byte_source import filesystem_of, store_errors, version_of
+from pencil_scale.catalogue_entries import Segment, ShardEntry
 from pencil_scale.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.schema import PencilError
 
@@ -31,36 +33,6 @@ PLAN_COLUMNS = ["row", "shard", "image_offset", "image_bytes", "noisy_class", "s
 
 class CatalogueError(PencilError):
     """A catalogue that is not there, not whole, or not the one that was asked for."""
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """A shard the catalogue knows: `state` is `indexed` or `vanished`."""
-
-    url: str
-    num_bytes: int
-    tag: str
-    state: str
-    num_samples: int
-    rules: str
-    oddities: dict[str, int]
-    skipped: dict[str, int]
-    unknown_labels: dict[str, int]
-
-    @property
-    def version(self) -> ShardVersion:
-        return ShardVersion(self.num_bytes, self.tag)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One Parquet file: all rows first_row..last_row (`rows`), or newer words on some (`changes`)."""
-
-    file: str
-    kind: str
-    first_row: int
-    last_row: int
-    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -204,16 +176,29 @@ class Catalogue:
     def small_tables(self, key: str) -> Iterator[pa.Table]:
         """Read the files of the damage or alias table one after the other."""
         for name in self.manifest[key]:
-            yield self._file(name).read()
+            with self._file_errors(name):
+                table = self._file(name).read()
+            yield table
 
     # -- segments -----------------------------------------------------------------------------------
 
     def _open_file(self, name: str) -> pq.ParquetFile:
-        try:
+        with self._file_errors(name):
             return pq.ParquetFile(f"{self._root}/{name}", filesystem=self._filesystem)
-        except (OSError, pa.ArrowInvalid) as error:
+
+    def _groups(self, name: str, groups: list[int], columns: list[str]) -> pa.Table:
+        with self._file_errors(name):
+            return self._file(name).read_row_groups(groups, columns=columns)
+
+    @contextmanager
+    def _file_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())
             raise CatalogueError(
-                f"{self.folder}/{name}: named by the manifest but unreadable ({error}); index again"
+                f"{self.folder}/{name}: named by the manifest but unreadable ({reason}); restore it, or "
+                "index into another run.storage"
             ) from error
 
     def _read_segment(self, segment: Segment, first: int, stop: int, columns: list[str]) -> pa.Table | None:
@@ -222,7 +207,7 @@ class Catalogue:
             return None
         begin = (low - segment.first_row) // CHUNK_ROWS
         end = (high - segment.first_row - 1) // CHUNK_ROWS + 1
-        table = self._file(segment.file).read_row_groups(list(range(begin, end)), columns=columns)
+        table = self._groups(segment.file, list(range(begin, end)), columns)
         return table.slice(low - segment.first_row - begin * CHUNK_ROWS, high - low)
 
     def _with_changes(self, table: pa.Table, first: int, stop: int, columns: list[str]) -> pa.Table:
@@ -231,7 +216,7 @@ class Catalogue:
                 continue
             file = self._file(segment.file)
             groups = [group for group in range(file.num_row_groups) if _overlaps(file, group, first, stop)]
-            newer = file.read_row_groups(groups, columns=columns)
+            newer = self._groups(segment.file, groups, columns)
             rows = newer["row"].to_numpy()
             inside = np.flatnonzero((rows >= first) & (rows < stop))
             source = np.arange(len(table))

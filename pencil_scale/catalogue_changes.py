@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pencil_scale.byte_source import versions_of
-from pencil_scale.catalogue import Catalogue, ShardEntry
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.catalogue_entries import ShardEntry
 from pencil_scale.catalogue_schema import DAMAGED_STATUSES
 from pencil_scale.schema import PencilError
 from pencil_scale.shard_urls import Listing, Shard

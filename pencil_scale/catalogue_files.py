@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.catalogue import Segment
+from pencil_scale.catalogue_entries import Segment
 from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
 from pencil_scale.part_store import PartStore
 

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue import FORMAT, Catalogue
+from pencil_scale.catalogue_entries import ShardEntry
 from pencil_scale.catalogue_files import put_table
 from pencil_scale.catalogue_schema import DAMAGE
 from pencil_scale.catalogue_statistics import Statistics, measure

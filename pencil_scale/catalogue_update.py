@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue import Catalogue, CatalogueError, Segment, ShardEntry, read_manifest
+from pencil_scale.catalogue import Catalogue, CatalogueError, read_manifest
+from pencil_scale.catalogue_entries import Segment, ShardEntry
 from pencil_scale.catalogue_files import ChangesWriter, RowsWriter, TableWriter, as_rows
 from pencil_scale.catalogue_schema import DAMAGE, ROW
 from pencil_scale.duplicates import ALIAS, MOVED, NEW, Decisions, Keys, KnownRows, Rows, contains, decide

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pencil_scale.catalogue import Catalogue, CatalogueError, ShardEntry, catalogue_folder, read_manifest
+from pencil_scale.catalogue import Catalogue, CatalogueError, catalogue_folder, read_manifest
 from pencil_scale.catalogue_changes import Changes, check_damage, compare
+from pencil_scale.catalogue_entries import ShardEntry
 from pencil_scale.catalogue_manifest import describe, missing_damage
 from pencil_scale.catalogue_report import many, summary_page, summary_text
 from pencil_scale.catalogue_update import (

@@ -412,6 +412,18 @@ def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_
         Catalogue.open(str(tmp_path))
 
 
+def test_a_segment_that_rotted_is_named(bench: Bench) -> None:
+    bench.shard("a.tar", samples(range(50)))
+    catalogue = bench.index().catalogue
+    name = catalogue.manifest["segments"][0]["file"]
+    path = f"{catalogue._root}/{name}"
+    whole = catalogue._filesystem.cat_file(path)
+    for rotten in (whole[:-100], b"PAR1" + b"\xff" * (len(whole) // 2) + whole[len(whole) // 2 + 4 :]):
+        catalogue._filesystem.pipe_file(path, rotten)
+        with pytest.raises(CatalogueError, match=f"{name}: named by the manifest but unreadable"):
+            Catalogue.open(bench.storage).read(0, 50)
+
+
 def test_errors_of_the_job_are_for_people(bench: Bench) -> None:
     with pytest.raises(PencilError, match="nothing matches"):
         bench.index()
