@@ -79,6 +79,7 @@ def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
     facts |= {key: last[key] for key in ("label_accuracy_n", "label_entropy") if key in last}
     facts |= {
         "samples": num_samples,
+        "corrected": int(last["corrected"]),
         "epochs": len(record),
         "coverage": [figures["rows_visited"] / num_samples for figures in record],
         "unreadable": last["rows_unreadable"],
