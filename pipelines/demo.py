@@ -53,12 +53,8 @@ def run() -> dict[str, object]:
     _headline("What came of it")
     print(f"labels right:   {summary['given_label_accuracy']:.3f} as given")
     print(f"                {summary['corrected_label_accuracy']:.3f} as repaired")
-    best = summary["cross_entropy_test_accuracy_best"]
-    print(
-        f"test accuracy:  {summary['cross_entropy_test_accuracy']:.3f} cross entropy, which learned the noise",
-        end="",
-    )
-    print(f" ({best:.3f} at its best epoch)")
+    last, best = (summary[f"cross_entropy_test_accuracy{which}"] for which in ("", "_best"))
+    print(f"test accuracy:  {last:.3f} cross entropy, which learned the noise ({best:.3f} at its best epoch)")
     print(f"                {summary['test_accuracy']:.3f} PENCIL")
     print(f"\nLook next at {FOLDER}/summary.json, {FOLDER}/catalogue/summary.html, and at every figure with")
     print(f"  .venv/bin/mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
