@@ -27,16 +27,16 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from pencil_scale.byte_source import open_source
 from pencil_scale.catalogue import FORMAT, Catalogue
-from pencil_scale.catalogue_entries import ShardEntry
-from pencil_scale.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
-from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
-from pencil_scale.catalogue_update import publish
-from pencil_scale.label_classes import LabelClasses
-from pencil_scale.part_store import PartStore
+from pencil_scale.indexing.catalogue_entries import ShardEntry
+from pencil_scale.indexing.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
+from pencil_scale.indexing.catalogue_update import publish
+from pencil_scale.indexing.label_classes import LabelClasses
+from pencil_scale.indexing.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.labels.part_store import PartStore
 from pencil_scale.plan import EpochOrder, RowCounts, deal
-from pencil_scale.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.reading.byte_source import open_source
 from pencil_scale.shards import ShardReader
 
 LIMIT_OVER_RAY = 10

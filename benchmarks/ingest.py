@@ -31,7 +31,7 @@ import webdataset as wds
 from PIL import Image
 
 from pencil_scale.config import load_config
-from pencil_scale.decoding import decode
+from pencil_scale.reading.decoding import decode
 from pencil_scale.stream import Stream, StreamSpec
 from pipelines import index_shards, make_shards
 

@@ -24,7 +24,7 @@ import lmdb
 import numpy as np
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.part_files import (
+from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Header,
     choose_layout,
@@ -32,7 +32,7 @@ from pencil_scale.part_files import (
     labels_schema,
     write_part_file,
 )
-from pencil_scale.working_copy import LABELS_FILE, LEDGER_FILE
+from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
 
 ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]
 SMALLEST_HOLE = 4096

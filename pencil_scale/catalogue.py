@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.byte_source import filesystem_of, store_errors, version_of
-from pencil_scale.catalogue_entries import Segment, ShardEntry
-from pencil_scale.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
+from pencil_scale.indexing.catalogue_entries import Segment, ShardEntry
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
+from pencil_scale.reading.byte_source import filesystem_of, store_errors, version_of
 from pencil_scale.schema import PencilError
 
 FORMAT = 1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pencil_scale.manifest import Manifest
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.schema import PencilError
 
 VERSION = 1

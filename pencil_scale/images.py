@@ -27,8 +27,15 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from pencil_scale.image_headers import MAX_SCANS, PARSED_HERE, Header, format_of, png_chunks, read_header
-from pencil_scale.tiff_tags import BadHeaderError
+from pencil_scale.reading.image_headers import (
+    MAX_SCANS,
+    PARSED_HERE,
+    Header,
+    format_of,
+    png_chunks,
+    read_header,
+)
+from pencil_scale.reading.tiff_tags import BadHeaderError
 
 # Under PIL's own warning threshold of 89 million, which therefore never speaks up: 8,192 x 8,192.
 MAX_PIXELS = 2**26

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pencil_scale.manifest import Manifest
-from pencil_scale.part_files import (
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_files import (
     Column,
     Int64s,
     LabelTableError,
@@ -31,10 +31,10 @@ from pencil_scale.part_files import (
     TableDamagedError,
     TableMismatchError,
 )
-from pencil_scale.part_store import named_storage_errors
-from pencil_scale.row_checks import RowChecks
-from pencil_scale.snapshot import PartTracker, restore_working_copy
-from pencil_scale.working_copy import (
+from pencil_scale.labels.part_store import named_storage_errors
+from pencil_scale.labels.row_checks import RowChecks
+from pencil_scale.labels.snapshot import PartTracker, restore_working_copy
+from pencil_scale.labels.working_copy import (
     LABELS_FILE,
     LEDGER_FILE,
     ClassSource,

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pencil_scale.courier import Courier, Request, Write
-from pencil_scale.exchange import Exchange, OwnersError, PeerFailedError
 from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.courier import Courier, Request, Write
+from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError
 from pencil_scale.schema import PencilError
 
 STOP_PATIENCE_S = 5.0

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pencil_scale.byte_source import ByteSource, Window
-from pencil_scale.tar_walk import Damage, Member, TarWalk
+from pencil_scale.reading.byte_source import ByteSource, Window
+from pencil_scale.reading.tar_walk import Damage, Member, TarWalk
 
 IMAGE_SUFFIXES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "j2k", "heic")

@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pencil_scale.batches import BatchCutter, Prefetch, StreamBatch
 from pencil_scale.plan import EpochOrder, Mask, Piece, batch_sizes, deal, num_steps
-from pencil_scale.ray_blocks import RayBlocks
-from pencil_scale.settings import Config
-from pencil_scale.window_reader import (
+from pencil_scale.reading.batches import BatchCutter, Prefetch, StreamBatch
+from pencil_scale.reading.ray_blocks import RayBlocks
+from pencil_scale.reading.window_reader import (
     BLOCK_BYTES,
     ReadSpec,
     Selection,
@@ -35,6 +34,7 @@ from pencil_scale.window_reader import (
     name_problem,
     read_pieces,
 )
+from pencil_scale.settings import Config
 
 BATCHES_AHEAD = 3
 PATIENCE_S = 10.0

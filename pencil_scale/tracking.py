@@ -29,9 +29,9 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from pencil_scale.backbones import build_backbone
-from pencil_scale.delivery import AwayError, RefusedError
-from pencil_scale.outbox import Outbox, Record
 from pencil_scale.shapes import without_passwords
+from pencil_scale.telling.delivery import AwayError, RefusedError
+from pencil_scale.telling.outbox import Outbox, Record
 from pencil_scale.versions import MLFLOW, require
 
 log = logging.getLogger(__name__)

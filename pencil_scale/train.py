@@ -15,26 +15,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pencil_scale.byte_source import filesystem_of, is_local
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.checks import Checked, check_run
 from pencil_scale.command import run_job
 from pencil_scale.config import describe
-from pencil_scale.control import start_control
-from pencil_scale.driver import Outcome, drive
-from pencil_scale.label_study import LabelStudy
-from pencil_scale.local_ray import ensure_ray
-from pencil_scale.manifest import Manifest
-from pencil_scale.narrator import Narrator
+from pencil_scale.labels.label_study import LabelStudy
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.outlook import label_scale
-from pencil_scale.run_record import RunRecord, find_record, run_folder, write_record
+from pencil_scale.reading.byte_source import filesystem_of, is_local
+from pencil_scale.running.checks import Checked, check_run
+from pencil_scale.running.control import start_control
+from pencil_scale.running.driver import Outcome, drive
+from pencil_scale.running.local_ray import ensure_ray
+from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
+from pencil_scale.running.summary import Summary, publish
+from pencil_scale.running.worker import Job
 from pencil_scale.settings import Config
-from pencil_scale.start_labels import start_labels
 from pencil_scale.stream import StreamSpec
-from pencil_scale.summary import Summary, publish
-from pencil_scale.tracked_run import plan_tracking
-from pencil_scale.tracker import Tracker
-from pencil_scale.worker import Job
+from pencil_scale.telling.narrator import Narrator
+from pencil_scale.telling.tracked_run import plan_tracking
+from pencil_scale.telling.tracker import Tracker
 
 STOPPED = 143  # what a shell reports of a command that SIGTERM ended
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from pencil_scale import train
 from pencil_scale.command import exit_code
 from pencil_scale.config import load_config
-from pencil_scale.local_ray import ensure_ray
+from pencil_scale.running.local_ray import ensure_ray
 from pipelines import index_shards, make_shards
 
 FOLDER = Path("runs/demo")

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pencil_scale.catalogue import Catalogue, CatalogueError, catalogue_folder, read_manifest
-from pencil_scale.catalogue_changes import Changes, check_damage, compare
-from pencil_scale.catalogue_entries import ShardEntry
-from pencil_scale.catalogue_manifest import describe, missing_damage
-from pencil_scale.catalogue_report import many, summary_page, summary_text
-from pencil_scale.catalogue_update import (
+from pencil_scale.command import run_job
+from pencil_scale.indexing.catalogue_changes import Changes, check_damage, compare
+from pencil_scale.indexing.catalogue_entries import ShardEntry
+from pencil_scale.indexing.catalogue_manifest import describe, missing_damage
+from pencil_scale.indexing.catalogue_report import many, summary_page, summary_text
+from pencil_scale.indexing.catalogue_update import (
     CatalogueUpdate,
     Overlay,
     StagedShard,
@@ -25,15 +26,14 @@ from pencil_scale.catalogue_update import (
     merged_entries,
     publish,
 )
-from pencil_scale.command import run_job
-from pencil_scale.identity import shard_stem
-from pencil_scale.index_rules import make_overlay, make_rules
-from pencil_scale.part_store import PartStore
+from pencil_scale.indexing.identity import shard_stem
+from pencil_scale.indexing.index_rules import make_overlay, make_rules
+from pencil_scale.indexing.shard_index import IndexRules
+from pencil_scale.indexing.staging import ShardReport
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.reading.shard_urls import Listing, Shard, expand_urls, list_shards
 from pencil_scale.settings import Config
-from pencil_scale.shard_index import IndexRules
-from pencil_scale.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.staging import ShardReport
-from pipelines.shard_tasks import stage_all
+from pipelines.shard_making.shard_tasks import stage_all
 
 UNKNOWN_LABELS_KEPT = 100
 

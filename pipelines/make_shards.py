@@ -22,12 +22,12 @@ from rich.table import Table
 
 from pencil_scale.command import exit_code
 from pencil_scale.noise import CIFAR10_FLIPS, NoisyLabels, asymmetric_noise, next_class_flips, symmetric_noise
+from pencil_scale.running.local_ray import ensure_ray, num_processors
 from pencil_scale.schema import PencilError
-from pipelines.local_ray import ensure_ray, num_processors
 from pipelines.progress import Progress
-from pipelines.shard_options import NoiseSpec, ShardJob, jobs_of, parse_arguments
-from pipelines.shard_samples import Labels, SourceError
-from pipelines.shard_writing import OutError, OutFolder, ShardPlan, ShardResult, write_shard
+from pipelines.shard_making.shard_options import NoiseSpec, ShardJob, jobs_of, parse_arguments
+from pipelines.shard_making.shard_samples import Labels, SourceError
+from pipelines.shard_making.shard_writing import OutError, OutFolder, ShardPlan, ShardResult, write_shard
 
 MOST_CLASSES = 50  # in the end table
 

@@ -9,10 +9,10 @@ import pytest
 from catalogue_making import CLASSES, Bench, accounted_for, image, sample, samples
 
 from pencil_scale.catalogue import Catalogue, CatalogueError
-from pencil_scale.catalogue_schema import CHUNK_ROWS, ROW
-from pencil_scale.catalogue_update import publish
-from pencil_scale.label_classes import LabelError
-from pencil_scale.part_store import PartStore
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
+from pencil_scale.indexing.catalogue_update import publish
+from pencil_scale.indexing.label_classes import LabelError
+from pencil_scale.labels.part_store import PartStore
 from pencil_scale.schema import PencilError
 
 

@@ -12,9 +12,9 @@ from catalogue_making import Bench, accounted_for, image, sample, samples
 from PIL import Image
 from tar_making import BLOCK, END, block, member, pax, python_tar
 
-from pencil_scale.catalogue_changes import TooDamagedError
-from pencil_scale.catalogue_schema import ADVICE, DAMAGED_STATUSES, OTHER_STATUSES
 from pencil_scale.images import ImageFacts, inspect_image
+from pencil_scale.indexing.catalogue_changes import TooDamagedError
+from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGED_STATUSES, OTHER_STATUSES
 
 GOOD = samples(range(20))
 TAR = python_tar(GOOD)
@@ -177,7 +177,7 @@ def test_a_sample_that_trips_a_bug_is_told_and_does_not_end_the_run(
             raise ZeroDivisionError
         return inspect_image(data, decode)
 
-    monkeypatch.setattr("pencil_scale.shard_index.inspect_image", broken)
+    monkeypatch.setattr("pencil_scale.indexing.shard_index.inspect_image", broken)
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(3)))
     manifest = bench.index().catalogue.manifest
@@ -185,7 +185,7 @@ def test_a_sample_that_trips_a_bug_is_told_and_does_not_end_the_run(
 
 
 def test_hostile_names_are_rows_whose_ids_come_back_unchanged(tmp_path: Path) -> None:
-    from pencil_scale.raw_text import from_stored
+    from pencil_scale.indexing.raw_text import from_stored
     from pencil_scale.schema import sample_key
 
     names = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from pencil_scale.decoding import UndecodableError, check_size, decode
+from pencil_scale.reading.decoding import UndecodableError, check_size, decode
 
 RED, GREEN, BLUE, WHITE = (200, 30, 30), (30, 160, 40), (20, 40, 190), (255, 255, 255)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale import delivery as delivery_module
-from pencil_scale.delivery import AwayError, Delivery, RefusedError
-from pencil_scale.outbox import MOST_BYTES, Outbox, Record
+from pencil_scale.telling import delivery as delivery_module
+from pencil_scale.telling.delivery import AwayError, Delivery, RefusedError
+from pencil_scale.telling.outbox import MOST_BYTES, Outbox, Record
 
 
 class Receiver:
@@ -128,7 +128,7 @@ def test_finish_waits_no_longer_than_asked_and_the_next_start_delivers(
 
 def test_a_killed_process_leaves_all_it_said(tmp_path: Path) -> None:
     code = (
-        "import sys; from pencil_scale.outbox import Outbox\n"
+        "import sys; from pencil_scale.telling.outbox import Outbox\n"
         "box, number = Outbox(sys.argv[1]), 0\n"
         "while True:\n"
         "    box.add('number', {'n': number}, b'x' * 1000); print(number, flush=True); number += 1"

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pencil_scale.duplicates import ALIAS, MOVED, NEW, Decisions, Keys, KnownRows, contains, decide
-from pencil_scale.equal_content import find_equal_content
+from pencil_scale.indexing.duplicates import ALIAS, MOVED, NEW, Decisions, Keys, KnownRows, contains, decide
+from pencil_scale.indexing.equal_content import find_equal_content
 from pencil_scale.schema import sample_key
 
 ids = st.lists(st.integers(0, 30), max_size=60)

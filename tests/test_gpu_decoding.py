@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pencil_scale.decoding import decode
-from pencil_scale.gpu_decoding import decode_on_gpu, fits_nvjpeg
+from pencil_scale.reading.decoding import decode
+from pencil_scale.reading.gpu_decoding import decode_on_gpu, fits_nvjpeg
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pencil_scale import part_files
-from pencil_scale.growth import grow
 from pencil_scale.label_table import LabelTable
-from pencil_scale.manifest import Manifest
-from pencil_scale.part_files import RowsRefusedError
+from pencil_scale.labels import part_files
+from pencil_scale.labels.growth import grow
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.schema import sample_key
 
 

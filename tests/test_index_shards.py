@@ -15,7 +15,7 @@ from catalogue_making import REST, Bench, accounted_for, sample, samples
 from tar_making import python_tar
 
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.part_store import PartStore
+from pencil_scale.labels.part_store import PartStore
 from pipelines.index_shards import main
 
 ROOT = Path(__file__).parent.parent

@@ -11,10 +11,10 @@ import pytest
 from catalogue_making import Bench, image
 
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.label_report import Share, study_labels
-from pencil_scale.label_study import LabelStudy, history_folder
 from pencil_scale.label_table import LabelTable
-from pencil_scale.manifest import Manifest
+from pencil_scale.labels.label_report import Share, study_labels
+from pencil_scale.labels.label_study import LabelStudy, history_folder
+from pencil_scale.labels.manifest import Manifest
 
 # Given and true classes of six samples; the last one's truth is not known.
 GIVEN = [0, 0, 1, 1, 2, 2]

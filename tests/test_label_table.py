@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.part_files import (
+from pencil_scale.labels.part_files import (
     MAX_PARTS,
     MIN_PARTS,
     LabelTableError,
@@ -22,8 +22,8 @@ from pencil_scale.part_files import (
     choose_layout,
     grown_layout,
 )
+from pencil_scale.labels.working_copy import LABELS_FILE
 from pencil_scale.schema import sample_key
-from pencil_scale.working_copy import LABELS_FILE
 
 NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.manifest import Manifest
-from pencil_scale.part_store import StorageRefusedError
-from pencil_scale.snapshot import sweep
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import StorageRefusedError
+from pencil_scale.labels.snapshot import sweep
 
 NUM_ROWS, NUM_CLASSES, BATCH = 5000, 5, 250
 STEPS = NUM_ROWS // BATCH
@@ -127,7 +127,7 @@ def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
 FULL_DISK = """
 import numpy as np
 from pencil_scale.label_table import LabelTable
-from pencil_scale.part_store import StorageFullError
+from pencil_scale.labels.part_store import StorageFullError
 from pathlib import Path
 def files():
     return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
@@ -160,7 +160,7 @@ READ_ONLY = """
 import os, subprocess
 import numpy as np
 from pencil_scale.label_table import LabelTable
-from pencil_scale.part_store import StorageRefusedError
+from pencil_scale.labels.part_store import StorageRefusedError
 table = LabelTable.create(disk + "/table", np.arange(3000) % 5, 5)
 del table
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

@@ -25,9 +25,9 @@ from webdataset.tariterators import base_plus_ext
 
 from pencil_scale.noise import symmetric_noise
 from pipelines import make_shards
-from pipelines.shard_options import ShardJob, jobs_of, parse_arguments
-from pipelines.shard_samples import BytesPiece, RawSample, SourceError, clean_key
-from pipelines.shard_writing import OutFolder, ShardPlan, write_shard
+from pipelines.shard_making.shard_options import ShardJob, jobs_of, parse_arguments
+from pipelines.shard_making.shard_samples import BytesPiece, RawSample, SourceError, clean_key
+from pipelines.shard_making.shard_writing import OutFolder, ShardPlan, write_shard
 
 DATA = Path(os.environ.get("PENCIL_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from pencil_scale.exchange import OwnersError
 from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.exchange import OwnersError
+from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.owners import Batch, Owners, owned_parts
-from pencil_scale.part_files import RowsRefusedError
 
 NUM_ROWS, NUM_CLASSES = 3000, 5
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pencil_scale.exchange import OwnersError
 from pencil_scale.label_table import LabelTable
-from pencil_scale.manifest import Manifest, merge
+from pencil_scale.labels.exchange import OwnersError
+from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.snapshot import visited
 from pencil_scale.owners import Batch, Owners, owned_parts
 from pencil_scale.pencil import move_labels
-from pencil_scale.snapshot import visited
 
 NUM_ROWS, NUM_CLASSES = 6000, 5  # six parts: fewer than the largest world
 TIMEOUT_S = 60.0

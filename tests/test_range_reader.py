@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale import range_reader
-from pencil_scale.byte_source import FileSource, RemoteSource, ShardError, ShardVersion, version_of
-from pencil_scale.range_reader import RangeReader, coalesce
+from pencil_scale.reading import range_reader
+from pencil_scale.reading.byte_source import FileSource, RemoteSource, ShardError, ShardVersion, version_of
+from pencil_scale.reading.range_reader import RangeReader, coalesce
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.part_files import LabelTableError
-from pencil_scale.remap import remap
+from pencil_scale.labels.part_files import LabelTableError
+from pencil_scale.labels.remap import remap
 
 MERGED = [[0], [1, 4], [3], []]  # 1 and 4 are one class now, 2 is dropped, one class is new
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale.run_record import RunNameError, RunRecord, find_record, read_record, write_record
+from pencil_scale.running.run_record import RunNameError, RunRecord, find_record, read_record, write_record
 
 SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.byte_source import ShardError, ShardVersion, Window, open_source, version_of
-from pencil_scale.raw_text import from_json, from_stored, to_stored
-from pencil_scale.shard_urls import expand_braces, expand_urls, list_shards
+from pencil_scale.indexing.raw_text import from_json, from_stored, to_stored
+from pencil_scale.reading.byte_source import ShardError, ShardVersion, Window, open_source, version_of
+from pencil_scale.reading.shard_urls import expand_braces, expand_urls, list_shards
 
 
 def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tar_making import BLOCK, END, block, member, padded, pax, python_tar, simple_members, with_checksum
 
-from pencil_scale.byte_source import MemorySource, Window, open_source
+from pencil_scale.reading.byte_source import MemorySource, Window, open_source
+from pencil_scale.reading.tar_walk import Damage, Member, Piece, TarWalk
 from pencil_scale.shards import Sample, ShardReader, name_oddity, split_name
-from pencil_scale.tar_walk import Damage, Member, Piece, TarWalk
 
 
 def pieces(data: bytes) -> list[Piece]:

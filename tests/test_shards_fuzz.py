@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tar_making import python_tar, simple_members
 
-from pencil_scale.byte_source import MemorySource, Window
-from pencil_scale.label_classes import LabelClasses
-from pencil_scale.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.indexing.label_classes import LabelClasses
+from pencil_scale.indexing.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.reading.byte_source import MemorySource, Window
+from pencil_scale.reading.tar_walk import Damage, Filler, Member, Piece, TarWalk
 from pencil_scale.shards import Sample, ShardReader
-from pencil_scale.tar_walk import Damage, Filler, Member, Piece, TarWalk
 
 USTAR = python_tar(simple_members(12, bytes(range(256)) * 5))
 PAX = python_tar(

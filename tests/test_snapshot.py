@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.manifest import Manifest, merge
-from pencil_scale.part_files import LabelTableError, TableDamagedError, TableMismatchError
-from pencil_scale.snapshot import sweep, visited
+from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.part_files import LabelTableError, TableDamagedError, TableMismatchError
+from pencil_scale.labels.snapshot import sweep, visited
 
 NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 ALL = np.arange(NUM_ROWS)

@@ -14,10 +14,10 @@ import pytest
 from catalogue_making import Bench, image, sample, samples
 from tar_making import python_tar
 
-from pencil_scale.batches import Prefetch, StreamBatch
-from pencil_scale.byte_source import ShardError
+from pencil_scale.reading.batches import Prefetch, StreamBatch
+from pencil_scale.reading.byte_source import ShardError
+from pencil_scale.reading.window_reader import StreamError, read_piece
 from pencil_scale.stream import Stream, StreamSpec
-from pencil_scale.window_reader import StreamError, read_piece
 from pipelines.index_shards import Summary
 
 NUM_ROWS = 500

@@ -24,8 +24,8 @@ from mlflow import MlflowClient
 from pencil_scale.backbones import build_backbone
 from pencil_scale.config import load_config
 from pencil_scale.settings import Config
-from pencil_scale.tracked_run import TrackedRun, TrackingError, git_commit, plan_tracking
-from pencil_scale.tracker import Tracker
+from pencil_scale.telling.tracked_run import TrackedRun, TrackingError, git_commit, plan_tracking
+from pencil_scale.telling.tracker import Tracker
 from pencil_scale.tracking import check_server
 from pencil_scale.versions import VersionError
 

@@ -1,0 +1,1 @@
+"""From shards to catalogue rows: ids, labels, duplicates, damage."""

@@ -1,0 +1,183 @@
+"""Catalogue report: what the catalogue holds, as a short table for a terminal and as one page to look at.
+
+The page needs no network and no script. Everything that came out of a shard is escaped by the template.
+"""
+
+from typing import Any
+
+import jinja2
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGED_STATUSES
+from pencil_scale.shapes import without_passwords
+
+DAMAGE_SHOWN = 200
+UNKNOWN_SHOWN = 50
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Catalogue</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; margin: .5rem 0 2rem; }
+th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }
+th, td { vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { overflow-wrap: anywhere; }
+.bar { background: #4a78c8; height: .9rem; min-width: 1px; }
+.warning { border-left: 4px solid #c80; padding-left: .75rem; }
+</style></head><body>
+<h1>Catalogue, version {{ version }}</h1>
+<p>Written {{ created }} from {{ num_shards }}. Samples are named by {{ identity }},
+labels come from {{ label }}.</p>
+{% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
+<table>{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<h2>Classes</h2>
+<table><tr><th>class</th><th>samples</th><th style="width: 50%"></th></tr>
+{% for name, count, share in classes %}
+<tr><td class="text">{{ name }}</td><td class="number">{{ "{:,}".format(count) }}</td>
+<td><div class="bar" style="width: {{ share }}%"></div></td></tr>{% endfor %}</table>
+{% if mixes %}<h2>Class mix, least even shards first</h2>
+<table><tr><th>shard</th><th>ok</th><th>classes</th><th>largest class</th><th>its share</th></tr>
+{% for mix in mixes %}
+<tr><td class="text">{{ mix.url }}</td><td class="number">{{ "{:,}".format(mix.num_ok) }}</td>
+<td class="number">{{ mix.num_classes }}</td><td>{{ mix.largest }}</td>
+<td class="number">{{ "{:.1%}".format(mix.share) }}</td></tr>{% endfor %}</table>{% endif %}
+<h2>Statuses and damage</h2>
+<table><tr><th>word</th><th>count</th><th>what to do</th></tr>
+{% for word, count, advice in words %}
+<tr><td>{{ word }}</td><td class="number">{{ "{:,}".format(count) }}</td><td>{{ advice }}</td></tr>
+{% endfor %}</table>
+{% if damage %}<h2>Damage by place</h2>
+<p>{{ damage|length }} of {{ num_damage }} entries; all of them are in the damage table.</p>
+<table><tr><th>shard</th><th>bytes</th><th>kind</th><th>key</th><th>found</th></tr>
+{% for row in damage %}
+<tr><td class="text">{{ row.url }}</td><td class="number">{{ "{:,}".format(row.start) }}</td>
+<td>{{ row.kind }}</td><td class="text">{{ (row.key or "")[:200] }}</td><td>{{ row.detail }}</td></tr>
+{% endfor %}</table>{% endif %}
+{% if unknown %}<h2>Labels that match no class</h2>
+<table><tr><th>label</th><th>samples</th></tr>
+{% for text, count in unknown %}
+<tr><td class="text">{{ text }}</td><td class="number">{{ "{:,}".format(count) }}</td></tr>
+{% endfor %}</table>{% endif %}
+</body></html>
+"""
+
+
+def summary_page(catalogue: Catalogue) -> str:
+    """Spell the catalogue as one HTML page."""
+    manifest = catalogue.manifest
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    counts = manifest["class_counts"]
+    largest = max([*counts, 1])
+    damage, num_damage = _damage_rows(catalogue)
+    return environment.from_string(_PAGE).render(
+        version=catalogue.version,
+        created=manifest["created"],
+        num_shards=many(len(catalogue.shards), "shard"),
+        identity=manifest["identity"],
+        label=without_passwords(manifest["label"]),
+        warnings=warnings(manifest),
+        facts=_facts(manifest),
+        classes=[
+            (name, count, round(100 * count / largest, 2))
+            for name, count in zip(manifest["classes"], counts, strict=True)
+        ],
+        mixes=[{**mix, "url": without_passwords(mix["url"])} for mix in manifest["least_mixed"]],
+        words=[(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)],
+        damage=damage,
+        num_damage=num_damage,
+        unknown=list(manifest["unknown_labels"].items())[:UNKNOWN_SHOWN],
+    )
+
+
+def summary_text(catalogue: Catalogue, name: str) -> str:
+    """Spell the catalogue as a short table."""
+    manifest = catalogue.manifest
+    lines = [f"{name} catalogue, version {catalogue.version}: {catalogue.folder}"]
+    rows = [*_facts(manifest), *((word, f"{count:,}") for word, count in _words(manifest) if word != "ok")]
+    width = max(len(label) for label, _ in rows)
+    lines += [f"  {label:<{width}}  {value}" for label, value in rows]
+    unknown = list(manifest["unknown_labels"].items())[:5]
+    if unknown:
+        shown = ", ".join(f"{text!a} {count:,}" for text, count in unknown)
+        lines.append(f"  labels that match no class: {shown}")
+    return "\n".join(lines + [f"  note: {warning}" for warning in warnings(manifest)])
+
+
+def warnings(manifest: dict[str, Any]) -> list[str]:
+    """Say what a person should think about before training."""
+    found = []
+    others = manifest["num_duplicates_of_other_content"]
+    if others:
+        found.append(
+            f"{others:,} duplicates have the id of another image: the same "
+            f"id names different samples; is data.identity {manifest['identity']} right? (try shard_key)"
+        )
+    if manifest["equal_content"]["num_proven_wrong"]:
+        equal = manifest["equal_content"]
+        found.append(
+            f"{equal['num_conflicting_images']:,} images come with different labels: at least "
+            f"{equal['num_proven_wrong']:,} labels ({equal['proven_noise']:.2%}) are wrong"
+        )
+    mix = manifest["shard_mix"]
+    if manifest["window"]["num_chunks"] > 1:
+        found.append(
+            f"classes lie unevenly ({mix['num_single_class']:,} of {mix['num_shards']:,} shards hold one "
+            f"class): shuffle with data.window_mb of {max(1, round(manifest['window']['mb']))} or more"
+        )
+    empty = sum(count == 0 for count in manifest["class_counts"])
+    if empty:
+        found.append(f"{empty:,} of {manifest['num_classes']:,} classes have no ok sample")
+    return found
+
+
+def many(number: int, thing: str) -> str:
+    """Spell a number of things."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    counts = manifest["class_counts"]
+    filled = [count for count in counts if count]
+    mix, truth = manifest["shard_mix"], manifest["truth"]
+    facts = [
+        ("samples", f"{manifest['num_samples']:,} in {many(len(manifest['shards']), 'shard')}"),
+        ("rows", f"{manifest['num_rows']:,}, of which ok {manifest['num_ok']:,}"),
+        ("duplicates", f"{manifest['num_duplicates']:,}"),
+        ("classes", f"{manifest['num_classes']:,}"),
+    ]
+    if filled:
+        imbalance = f"largest {max(filled):,}, smallest {min(filled):,}: {max(filled) / min(filled):.1f} to 1"
+        facts.append(("imbalance", imbalance))
+        share = f"{mix['mean_largest_share']:.1%} of a shard, {mix['largest_share_overall']:.1%} overall"
+        facts.append(("largest class", share))
+        window = manifest["window"]
+        facts.append(
+            ("window for a good shuffle", f"{many(window['num_chunks'], 'chunk')}, {window['mb']:,.1f} MB")
+        )
+    if truth["num_known"]:
+        wrong = truth["num_wrong"]
+        facts.append(("true classes", f"{truth['num_known']:,} known, {wrong:,} labels differ"))
+    odd = {**manifest["oddities"], **{f"{kind} member": n for kind, n in manifest["skipped_members"].items()}}
+    facts += [(f"odd: {kind}", f"{count:,}") for kind, count in odd.items()]
+    return facts
+
+
+def _words(manifest: dict[str, Any]) -> list[tuple[str, int]]:
+    """Statuses first, damaged ones after the others, then what stands in the damage table."""
+    statuses = sorted(manifest["status"].items(), key=lambda pair: (pair[0] in DAMAGED_STATUSES, -pair[1]))
+    return [*statuses, *manifest["damage"].items()]
+
+
+def _damage_rows(catalogue: Catalogue) -> tuple[list[dict[str, Any]], int]:
+    shown: list[dict[str, Any]] = []
+    total = 0
+    for table in catalogue.small_tables("damage_tables"):
+        total += len(table)
+        for row in table.slice(0, DAMAGE_SHOWN - len(shown)).to_pylist():
+            known = 0 <= row["shard"] < len(catalogue.shards)
+            url = catalogue.shards[row["shard"]].url if known else row["detail"]
+            shown.append({**row, "url": without_passwords(url)})
+    return shown, total

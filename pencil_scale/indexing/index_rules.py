@@ -1,0 +1,89 @@
+"""Index rules: the config's words on identity, labels and images, made ready for reading shards.
+
+A rule set has a name that changes with anything that would change a record: the policies, the class list,
+the aliases, and the version of the label table. Shards indexed under another name are read again.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.indexing.catalogue_update import Overlay, hashes_of
+from pencil_scale.indexing.duplicates import Keys
+from pencil_scale.indexing.label_classes import LabelClasses, LabelError, read_label_classes
+from pencil_scale.indexing.label_lookup import read_lookup
+from pencil_scale.indexing.raw_text import from_stored
+from pencil_scale.indexing.shard_index import IndexRules, LabelSource
+from pencil_scale.reading.byte_source import open_source, version_of
+from pencil_scale.schema import sample_key
+
+
+def make_rules(
+    identity: str,
+    label: str,
+    classes_url: str,
+    aliases_url: str | None = None,
+    truth: str | None = None,
+    decode_images: bool = False,
+) -> tuple[IndexRules, str]:
+    """Read the tables the rules need; gives the rules and their name."""
+    classes = read_label_classes(classes_url, aliases_url)
+    rules = IndexRules(
+        identity,
+        _source(label),
+        classes,
+        None if truth is None else _source(_spelled_out(truth)),
+        decode_images,
+    )
+    return rules, _name(rules, classes)
+
+
+def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
+    """Hash the ids to exclude, and those of the validation and test shards."""
+    lines = _ids(exclude_url)
+    # An id may be listed as it is, or as our own tables spell it.
+    excluded = _sorted([sample_key(name) for line in lines for name in {line, from_stored(line)}])
+    columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
+    held = np.unique(np.concatenate([np.empty(0, "S16"), *(hashes_of(column) for column in columns)]))
+    digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
+    return Overlay(excluded, held, digest)
+
+
+def _source(label: str) -> LabelSource:
+    return LabelSource(label, read_lookup(label) if label.startswith(("file:", "table:")) else None)
+
+
+def _spelled_out(truth: str) -> str:
+    """A truth without a scheme is a table, `URL#id,class`."""
+    if truth in ("cls", "txt") or truth.startswith(("json:", "file:", "table:")):
+        return truth
+    if "#" not in truth:
+        raise LabelError(f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD")
+    return f"table:{truth}"
+
+
+def _name(rules: IndexRules, classes: LabelClasses) -> str:
+    sources = [rules.label, *([rules.truth] if rules.truth else [])]
+    tables = [str(version_of(_url(each.source))) for each in sources if each.lookup is not None]
+    words = [rules.identity, *(each.source for each in sources), str(rules.decode_images), *tables]
+    text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _url(source: str) -> str:
+    return source.partition(":")[2].rpartition("#")[0] or source.partition(":")[2]
+
+
+def _ids(url: str | None) -> list[str]:
+    if url is None:
+        return []
+    with open_source(url) as source:
+        text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _sorted(keys: Sequence[bytes]) -> Keys:
+    return np.unique(np.array(list(keys), dtype="S16"))

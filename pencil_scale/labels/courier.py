@@ -1,0 +1,196 @@
+"""Courier: the thread that carries labels between the training thread of a rank and their owners.
+
+It alone uses the exchange. A round starts when this rank asks for rows or drains, when any rank said that it
+needs another round at once, and, once this rank has nothing more to ask, whenever others still may. Every
+rank hears the same flags in a round, so all agree on whether the next one follows at once.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pencil_scale.labels.exchange import NO_ROWS, Answers, Exchange, Flag, Outgoing, PeerFailedError
+from pencil_scale.schema import PencilError
+
+
+@dataclass
+class Request:
+    """Rows asked for, where their labels go, and how many have come."""
+
+    rows: npt.NDArray[np.int64]
+    label_logits: Tensor  # float32 [B, C]
+    noisy_class: Tensor  # int64 [B]
+    num_done: int = 0
+    ready: "Future[None]" = field(default_factory=Future)
+
+
+@dataclass
+class Write:
+    """Rows to write home, and how many have left; `logits` is None where rows are only marked."""
+
+    rows: npt.NDArray[np.int64]
+    logits: Tensor | None
+    epoch: int
+    copied: torch.cuda.Event | None = None  # reached once the logits have left the GPU
+    num_done: int = 0
+
+
+class Courier:
+    """One thread, one exchange, two queues."""
+
+    def __init__(self, exchange: Exchange, rank: int, world: int):
+        self._exchange, self._rank, self._world = exchange, rank, world
+        self._changed = threading.Condition()
+        self._requests: deque[Request] = deque()
+        self._writes: deque[Write] = deque()
+        self._draining: Future[None] | None = None
+        self._idle = self._stopped = self._more = False
+        self._others_ask = world > 1
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="label courier", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_unsent(self) -> int:
+        """Writes that have not left yet."""
+        return len(self._writes)
+
+    def begin(self) -> None:
+        """A new pass: questions will come."""
+        with self._changed:
+            self._idle = False
+
+    def ask(self, request: Request) -> None:
+        """Fetch labels; `request.ready` tells when they are there."""
+        with self._changed:
+            self._requests.append(request)
+            if self.error:
+                request.ready.set_exception(self.error)
+            self._changed.notify()
+
+    def write(self, write: Write) -> None:
+        """Take rows home, with the next round that there is a reason for."""
+        with self._changed:
+            self._writes.append(write)
+
+    def finish(self) -> None:
+        """Nothing more will be asked until the next drain."""
+        with self._changed:
+            self._idle = True
+            self._changed.notify()
+
+    def drain(self) -> "Future[None]":
+        """Resolve once every rank drains and every write of every rank has been applied."""
+        with self._changed:
+            self._draining = drained = Future[None]()
+            if self.error:
+                drained.set_exception(self.error)
+            self._changed.notify()
+            return drained
+
+    def stop(self, patience_s: float) -> bool:
+        """End the thread; whether it ended in time."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_turn():
+                self._round()
+        except BaseException as error:
+            self._fail(error)
+
+    def _wait_for_turn(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(self._has_turn)
+            return not self._stopped
+
+    def _has_turn(self) -> bool:
+        waited_for = bool(self._requests) or self._draining is not None
+        return self._stopped or self._more or waited_for or (self._idle and self._others_ask)
+
+    def _round(self) -> None:
+        with self._changed:
+            request = self._requests[0] if self._requests else None
+            write = self._writes[0] if self._writes else None
+            outgoing = self._outgoing(request, write)
+        logits = _leaving_logits(write, outgoing) if write else np.zeros((0, 0), np.float32)
+        answers = self._exchange.round(outgoing, logits)
+        with self._changed:
+            if request:
+                self._deliver(request, answers)
+            if write:
+                self._tick_off(write, len(outgoing.moved) + len(outgoing.marked))
+            self._conclude(answers.flags)
+
+    def _outgoing(self, request: Request | None, write: Write | None) -> Outgoing:
+        capacity = self._exchange.capacity
+        asked = request.rows[request.num_done :][:capacity] if request else NO_ROWS
+        rows = write.rows[write.num_done :][:capacity] if write else NO_ROWS
+        partly_asked = request is not None and request.num_done + len(asked) < len(request.rows)
+        partly_written = write is not None and write.num_done + len(rows) < len(write.rows)
+        more = partly_asked or partly_written or len(self._writes) > 1
+        drained = self._draining is not None and not more and len(self._requests) <= 1
+        return Outgoing(
+            asked=asked,
+            moved=rows if write and write.logits is not None else NO_ROWS,
+            marked=rows if write and write.logits is None else NO_ROWS,
+            epoch=write.epoch if write else 0,
+            capacity=max(len(request.rows) if request else 0, len(write.rows) if write else 0),
+            flags=(Flag.MORE if more else Flag.NONE)
+            | (Flag.DRAINED if drained else Flag.NONE)
+            | (Flag.IDLE if self._idle or self._draining is not None else Flag.NONE),
+        )
+
+    def _deliver(self, request: Request, answers: Answers) -> None:
+        here = slice(request.num_done, request.num_done + len(answers.logits))
+        request.label_logits.numpy()[here] = answers.logits
+        request.noisy_class.numpy()[here] = answers.noisy_class
+        request.num_done = here.stop
+        if request.num_done == len(request.rows):
+            self._requests.popleft()
+            request.ready.set_result(None)
+
+    def _tick_off(self, write: Write, num_rows: int) -> None:
+        write.num_done += num_rows
+        if write.num_done == len(write.rows):
+            self._writes.popleft()
+
+    def _conclude(self, flags: list[Flag]) -> None:
+        """Decide, as every rank does from the same flags, what follows this round."""
+        self._more = any(flag & Flag.MORE for flag in flags)
+        others = [flag for rank, flag in enumerate(flags) if rank != self._rank]
+        self._others_ask = not all(flag & Flag.IDLE for flag in others)
+        if all(flag & Flag.DRAINED for flag in flags) and self._draining is not None:
+            self._draining.set_result(None)
+            self._draining, self._idle, self._others_ask = None, False, self._world > 1
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = error
+            for waiting in [request.ready for request in self._requests] + [self._draining]:
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+        # The table refused a row: the others are well, and would wait for this rank until their timeout.
+        if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
+            with contextlib.suppress(RuntimeError, PeerFailedError):  # to say so is to hear oneself say so
+                self._exchange.farewell()
+
+
+def _leaving_logits(write: Write, outgoing: Outgoing) -> npt.NDArray[np.float32]:
+    if write.logits is None:
+        return np.zeros((0, 0), np.float32)
+    if write.copied is not None:
+        write.copied.synchronize()
+    logits: npt.NDArray[np.float32] = write.logits.numpy()
+    return logits[write.num_done :][: len(outgoing.moved)]

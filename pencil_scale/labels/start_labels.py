@@ -1,0 +1,40 @@
+"""The labels a run starts with: every catalogue row at its given class, in the run's label store."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.manifest import Manifest
+
+
+def label_store(storage: str) -> str:
+    """Where a dataset keeps the parts of all its label tables."""
+    return f"{storage.rstrip('/')}/labels"
+
+
+def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str | None) -> Manifest:
+    """Make a fresh table over all rows of the catalogue and put it into the label store.
+
+    A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
+    """
+    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
+        table = LabelTable.create(
+            Path(folder) / "table", _classes(catalogue), catalogue.num_classes, _keys(catalogue), scale
+        )
+        return table.snapshot(label_store(storage))
+
+
+def _classes(catalogue: Catalogue) -> Iterator[npt.NDArray[np.int32]]:
+    for table in catalogue.batches(["noisy_class"]):
+        yield table["noisy_class"].fill_null(-1).to_numpy()
+
+
+def _keys(catalogue: Catalogue) -> Iterator[pa.Array]:
+    for table in catalogue.batches(["sample_key"]):
+        yield table["sample_key"].combine_chunks()

@@ -1,0 +1,1 @@
+"""Bytes of tars and images: headers, ranges, decoding, batches."""

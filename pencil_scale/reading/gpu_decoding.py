@@ -1,0 +1,102 @@
+"""Decoding on the GPU: nvJPEG through torchvision for plain JPEGs, the CPU for whatever it does not take.
+
+    images, weight, problems = decode_on_gpu(batch.images, "cuda", resize=256)
+    images                      # uint8 [B, 3, 256, 256] on the device, channels_last
+    weight                      # float32 [B] on the host, 0 where an image gave no pixels
+    problems                    # {place in the batch: reason}
+
+nvJPEG knows no CMYK, no other format, no EXIF orientation and no file that was cut short. Those are found by
+their headers and decoded by `pencil_scale.reading.decoding`, with the same conventions. On a device that is no GPU
+everything goes that way, so the same call serves a trial on a laptop.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from pencil_scale.reading.decoding import UndecodableError, check_size, decode
+from pencil_scale.reading.image_headers import format_of, read_header
+from pencil_scale.reading.tiff_tags import BadHeaderError
+
+
+def decode_on_gpu(
+    images: list[bytes],
+    device: torch.device | str,
+    resize: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Decode a batch; without `resize` every image must have the `size` (height, width) of the dataset."""
+    device = torch.device(device)
+    if resize is not None:
+        size = resize, resize
+    if size is None:
+        raise ValueError("either resize or size is needed: a batch has one size")
+    decoded, problems = _decode_all(images, device, resize)
+    pixels = torch.zeros((len(images), *size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
+    for place, image in decoded.items():
+        try:
+            pixels[place] = _checked(image, size) if resize is None else _scaled(image, size)
+        except UndecodableError as problem:
+            problems[place] = str(problem)
+    weight = torch.ones(len(images))
+    weight[list(problems)] = 0.0
+    return pixels, weight, problems
+
+
+def fits_nvjpeg(data: bytes) -> bool:
+    """Tell from the header whether nvJPEG will give the same upright colours as the CPU."""
+    if format_of(data) != "jpeg":
+        return False
+    try:
+        header = read_header(data, "jpeg")
+    except BadHeaderError:
+        return False
+    return header.mode in ("RGB", "L") and header.whole and "exif-rotated" not in header.oddities
+
+
+def _decode_all(
+    images: list[bytes], device: torch.device, resize: int | None
+) -> tuple[dict[int, Tensor], dict[int, str]]:
+    """Decode what can be, on the GPU or the CPU; the others get their reason."""
+    plain = [place for place, data in enumerate(images) if device.type == "cuda" and fits_nvjpeg(data)]
+    decoded = _on_gpu([images[place] for place in plain], device)
+    found = {place: image for place, image in zip(plain, decoded, strict=True) if image is not None}
+    problems: dict[int, str] = {}
+    for place, data in enumerate(images):
+        if place in found:
+            continue
+        try:
+            pixels = torch.from_numpy(decode(data, resize).copy())
+            found[place] = pixels.to(device, non_blocking=True).permute(2, 0, 1)
+        except UndecodableError as problem:
+            problems[place] = str(problem)
+    return found, problems
+
+
+def _on_gpu(images: list[bytes], device: torch.device) -> list[Tensor | None]:
+    """Decode with nvJPEG. It refuses a whole list for one bad file, so then they are tried one by one."""
+    if not images:
+        return []
+    encoded = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in images]
+    try:
+        return list(decode_jpeg(encoded, mode=ImageReadMode.RGB, device=device))
+    except RuntimeError:
+        if len(images) == 1:
+            return [None]
+    middle = len(images) // 2
+    return _on_gpu(images[:middle], device) + _on_gpu(images[middle:], device)
+
+
+def _scaled(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Scale bilinearly with antialiasing, as on the CPU."""
+    if tuple(image.shape[1:]) == size:
+        return image
+    scaled = interpolate(image[None].float(), size=size, mode="bilinear", antialias=True)[0]
+    return scaled.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _checked(image: Tensor, size: tuple[int, int]) -> Tensor:
+    check_size(tuple(image.shape[1:]), size)
+    return image

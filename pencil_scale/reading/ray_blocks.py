@@ -1,0 +1,131 @@
+"""Ray blocks: the pieces of an epoch, read by Ray Data in other processes, as Arrow tables in their order.
+
+One `streaming_split(1)` iterator is made and kept over the epochs: its executor lives in an actor, out of the
+training process, and a new epoch costs tenths of a second. Each time it starts, Ray asks our Datasource for
+read tasks, more than once; the Datasource asks a small actor, which the rank told its pieces beforehand.
+
+    source = RayBlocks(spec, world=8, worker_cpus=4)
+    for table in source.blocks(pieces): ...      # may be left at any time, and begun again
+    source.close()
+
+No torch is imported here: the executor's actor and every read task would have to load it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext, Datasource, ExecutionOptions, ExecutionResources, ReadTask
+from ray.data.block import BlockMetadata
+from ray.exceptions import RayError
+
+from pencil_scale.plan import Piece
+from pencil_scale.reading.window_reader import ReadSpec, StreamError, read_piece
+from pencil_scale.schema import PencilError
+
+STORE_SHARE = 0.5  # of the object store, for all ranks together
+
+
+@ray.remote(num_cpus=0)
+class Pieces:
+    """Holds what the next epoch of one rank reads."""
+
+    def __init__(self) -> None:
+        self._pieces: Sequence[Piece] = ()
+
+    def set(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def get(self) -> Sequence[Piece]:
+        return self._pieces
+
+
+class PieceSource(Datasource):
+    """Turns the pieces of the hour into read tasks."""
+
+    def __init__(self, pieces: Any, spec: ReadSpec) -> None:
+        start: Callable[[], None] = super().__init__
+        start()
+        self._pieces = pieces
+        self._spec = spec
+
+    def get_name(self) -> str:
+        return "Windows"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        pieces: Sequence[Piece] = ray.get(self._pieces.get.remote())
+        return [self._task(piece) for piece in pieces]
+
+    def _task(self, piece: Piece) -> ReadTask:
+        size = self._spec.size
+        num_bytes = None if size is None else len(piece) * 3 * size[0] * size[1]
+        about = BlockMetadata(num_rows=len(piece), size_bytes=num_bytes, input_files=None, exec_stats=None)
+        return ReadTask(partial(read_piece, self._spec, piece), about, schema=self._spec.schema)
+
+
+class RayBlocks:
+    """The blocks of one rank, from epoch to epoch."""
+
+    def __init__(self, spec: ReadSpec, world: int = 1, worker_cpus: float = 0.0) -> None:
+        """`worker_cpus` is what each of `world` training processes keeps for itself."""
+        self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
+        # One block asked for: else Ray would cut the blocks of few tasks into hundreds, down to single rows.
+        dataset = ray.data.read_datasource(PieceSource(self._pieces, spec), override_num_blocks=1)
+        _limit(dataset.context, spec, world, worker_cpus)
+        (self._iterator,) = dataset.streaming_split(1)
+
+    def blocks(self, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
+        """Read these pieces; one at a time, and the one before must have been left or ended."""
+        if not pieces:
+            return
+        try:
+            ray.get(self._pieces.set.remote(pieces))
+            yield from self._iterator.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=2
+            )
+        except RayError as error:
+            raise plain_error(error) from error
+
+    def close(self) -> None:
+        """Let go of the actors: they end with their last handle."""
+        self._iterator = self._pieces = None
+
+
+def _limit(context: DataContext, spec: ReadSpec, world: int, worker_cpus: float) -> None:
+    """Keep one rank's reading to its share of what is free, in order, and without a report every epoch."""
+    resources: Callable[[], dict[str, float]] = ray.cluster_resources
+    found = resources()
+    cpus = max(1.0, found.get("CPU", 1.0) / world - worker_cpus)
+    store_bytes = STORE_SHARE * found.get("object_store_memory", 1 << 30) / world
+    context.execution_options = ExecutionOptions(
+        resource_limits=ExecutionResources.for_limits(cpu=cpus, object_store_memory=store_bytes),
+        preserve_order=True,
+    )
+    # A little under our own block: Ray then passes each on as it is. Above, it would join and cut them anew.
+    context.target_max_block_size = spec.block_bytes * 3 // 4
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+
+
+def plain_error(error: BaseException) -> BaseException:
+    """Find our own one-line error inside what Ray wrapped around it; other errors stay as they are.
+
+    Ray gives a task's error a class of its own that is also of the original's class, and appends advice to
+    the message.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, PencilError):
+            original = getattr(seen, "cause", None) or seen
+            message = str(original.args[0] if original.args else original).splitlines()[0]
+            kind = type(original) if not isinstance(original, RayError) else StreamError
+            return kind(message)
+        seen = getattr(seen, "cause", None) or seen.__cause__
+    return error

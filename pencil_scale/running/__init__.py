@@ -1,0 +1,1 @@
+"""A run: its checks, its driver, its workers, its end."""

@@ -1,0 +1,83 @@
+"""Control: the actor between a run's driver and its workers. It is the run's lock, too.
+
+Workers tell it what happened and ask whether to stop; the driver takes the news and prints, tracks and
+decides. It is named after the run and ends with the driver's job, so a second driver of the same run is
+refused while the first one lives, and never afterwards.
+"""
+
+import hashlib
+import threading
+from typing import Any
+
+import ray
+
+from pencil_scale.running.run_record import RunNameError
+
+POLL_S = 0.5
+
+
+@ray.remote(num_cpus=0)
+class Control:
+    """News in order, and one wish."""
+
+    def __init__(self) -> None:
+        self._news: list[dict[str, Any]] = []
+        self._stop = False
+        self._refusal = ""
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Leave word for the driver."""
+        self._news.append(event)
+
+    def take_news(self) -> list[dict[str, Any]]:
+        """Take all words left since the last time."""
+        news, self._news = self._news, []
+        return news
+
+    def refuse(self, reason: str) -> None:
+        """Say why this run cannot go on, however often it is tried; the first reason counts."""
+        self._refusal = self._refusal or reason
+
+    def refusal(self) -> str:
+        """Tell the reason, if there is one."""
+        return self._refusal
+
+    def want_stop(self) -> None:
+        """Ask the workers to finish their step, save and end."""
+        self._stop = True
+
+    def stop_wanted(self) -> bool:
+        """Tell whether the driver wants the run to stop."""
+        return self._stop
+
+
+def start_control(storage: str, name: str) -> Any:
+    """Start the actor of a run, or refuse: somebody is training it right now."""
+    key = hashlib.blake2b(f"{storage.rstrip('/')}\n{name}".encode(), digest_size=8).hexdigest()
+    try:
+        return Control.options(name=f"run-{key}").remote()  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise RunNameError(
+            f"run {name} is being trained by another job of this cluster; wait for it"
+        ) from error
+
+
+class StopWatch:
+    """Asks the driver now and then whether it wants the run to stop, without keeping the training waiting."""
+
+    def __init__(self, control: Any) -> None:
+        self.wanted = False
+        self._control = control
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stop watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_S) and not self.wanted:
+            try:
+                self.wanted = bool(ray.get(self._control.stop_wanted.remote(), timeout=30))
+            except ray.exceptions.RayError:
+                continue  # the driver is away for a moment, or for good: Ray Train sees to the latter
+
+    def close(self) -> None:
+        self._closed.set()

@@ -1,0 +1,297 @@
+"""What every training process does: its network, its share of the labels and of the samples, the loop.
+
+Runs inside a Ray Train worker. Small words between the ranks (counts, the wish to stop, manifests) go over a
+gloo group of their own, used by the training thread alone; gradients go over NCCL or gloo, labels over the
+owners' group.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pencil_scale.augment import Recipe, augment
+from pencil_scale.backbones import build_backbone
+from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_checkpoint
+from pencil_scale.evaluation import CleanBatch, CleanSet, accuracy, count_right
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.exchange import OwnersError
+from pencil_scale.labels.label_study import LabelStudy
+from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.snapshot import visited
+from pencil_scale.loop import Epoch, Hooks, Loop, Pace
+from pencil_scale.owners import Batch, Owners, owned_parts
+from pencil_scale.reading.gpu_decoding import decode_on_gpu
+from pencil_scale.running.control import StopWatch
+from pencil_scale.running.ranks import Ranks
+from pencil_scale.schedule import Schedule, Stage
+from pencil_scale.schema import PencilError
+from pencil_scale.settings import Config
+from pencil_scale.step import Stepper
+from pencil_scale.stream import Stream, StreamSpec
+
+FEWEST_ROWS = 2  # batch norm cannot learn from one sample
+STOP_EVERY = 8  # steps between two questions whether to stop: each is a word between all ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """All a worker is told."""
+
+    config: Config
+    num_classes: int
+    labels: Manifest  # where labels start, unless a checkpoint says otherwise
+    stream: StreamSpec
+    clean: dict[str, StreamSpec]  # "validation", "test"
+    study: LabelStudy
+    control: Any  # an actor: tell(event), stop_wanted()
+
+
+def train_worker(settings: dict[str, Any]) -> Any:
+    """Train as one of the ranks; what rank 0 returns is the run's result."""
+    job: Job = settings["job"]
+    refused = ray.get(job.control.refusal.remote())
+    if refused:  # a new attempt would fail as the last one did; to end well is to end at once
+        return {"finished": False, "refused": refused}
+    worker = None
+    try:
+        worker = Worker(job)
+        return worker.run()
+    except OwnersError:
+        raise  # another rank is gone: worth a new attempt
+    except PencilError as error:
+        job.control.refuse.remote(str(error))
+        raise
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+class Worker:
+    """One rank of a run, from its last checkpoint on."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, config = job, job.config
+        self.ranks = Ranks.meet(config.workers.timeout_s)
+        self.device = ray.train.torch.get_device()
+        _settle(config, self.device)
+        saved = _last_checkpoint()
+        self.manifest = saved.labels if saved else job.labels
+        self.progress = saved.progress if saved else Progress()
+        self.record = saved.record if saved else []
+        self.scratch = Path(tempfile.mkdtemp(prefix="pencil_scale-", dir=config.workers.scratch))
+        self.model = _build(config, job.num_classes, self.device)
+        self.stepper = self._stepper(saved)
+        parts = owned_parts(self.manifest.layout.num_parts, self.ranks.rank, self.ranks.world)
+        self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.num_classes)
+        self.owners = Owners(
+            self.table,
+            self.ranks.rank,
+            self.ranks.world,
+            timeout_s=config.workers.timeout_s,
+            device=self.device,
+        )
+        self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world)
+        self.clean = {name: CleanSet(self._reader(spec)) for name, spec in job.clean.items()}
+        self.recipe = Recipe.from_config(config.images)
+        self.stop_watch = StopWatch(job.control)
+
+    def _stepper(self, saved: Saved | None) -> Stepper:
+        options = self.job.config.optimizer
+        if saved:
+            self.model.load_state_dict(saved.weights)
+        optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=0.0,  # set at every step
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        if saved:
+            optimizer.load_state_dict(saved.optimizer)
+        return Stepper(
+            _wrapped(self.model, options.compile, self.device, self.ranks.world),
+            optimizer,
+            bf16=options.precision == "bf16",
+            accumulation=options.accumulation,
+        )
+
+    def _reader(self, spec: StreamSpec) -> Any:
+        def read() -> Iterator[CleanBatch]:
+            stream = Stream(spec, self.ranks.rank, self.ranks.world, in_process=True)
+            for batch in stream.batches(0):
+                decoded = self._decoded(batch)
+                yield CleanBatch(decoded.images, decoded.weight, batch.noisy_class)
+            stream.close()
+
+        return read
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or to where everybody was asked to stop."""
+        config, options = self.job.config, self.job.config.optimizer
+        batch = options.batch_per_worker * options.accumulation * self.ranks.world
+        schedule = Schedule.from_config(config.stages, options, self.job.num_classes, batch)
+        hooks = Hooks(
+            epoch=self.epoch,
+            prepare=self.prepare,
+            save=self.save,
+            close_epoch=self.close_epoch,
+            log_step=self.log_step,
+            total=self.ranks.total,
+            stop=lambda: self.ranks.any(self.stop_watch.wanted),
+        )
+        pace = Pace(
+            save_every=config.checkpoint.every_steps,
+            stop_every=STOP_EVERY,
+            warmup_steps=options.warmup_steps,
+            max_unreadable_share=config.data.max_damaged_share,
+        )
+        self.tell("started", progress=self.progress, record=self.record, world=self.ranks.world)
+        loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
+        self.progress = loop.run(self.progress)
+        return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
+
+    # --- what the loop asks for ----------------------------------------------------------------------
+
+    def epoch(self, epoch: int) -> Epoch:
+        """This rank's batches; rows that a run before a crash has visited are left out."""
+        resumed = epoch == self.progress.epoch and self.progress.step > 0
+        seen = visited(self.manifest, epoch) if resumed else None
+        return Epoch(self.stream.num_steps(epoch, seen), self.stream.batches(epoch, seen))
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        """Bring a batch to the device: decoded, augmented, and never without any sample."""
+        decoded = self._decoded(batch)
+        images = augment(decoded.images, batch.rows, self.job.config.run.seed, epoch, self.recipe)
+        if self.device.type == "cuda":
+            images = images.contiguous(memory_format=torch.channels_last)
+        prepared = replace(decoded, images=images)
+        return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, self.recipe.crop)
+
+    def _decoded(self, batch: Batch) -> Batch:
+        if isinstance(batch.images, torch.Tensor):
+            images, weight = batch.images.to(self.device, non_blocking=True), batch.weight
+            return replace(batch, images=images, weight=weight.to(self.device, non_blocking=True))
+        resize = self.job.config.images.resize
+        images, weight, problems = decode_on_gpu(batch.images, self.device, resize)
+        named = (self.stream.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
+        return replace(batch, images=images, weight=weight, problems=tuple(named))
+
+    def save(self, progress: Progress) -> None:
+        """Snapshot the labels, and report them with the weights as one checkpoint."""
+        self._report(progress, self._snapshot())
+
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
+        """Evaluate, study the labels, tell the driver, and make the epoch permanent."""
+        epoch = progress.epoch - 1
+        for name, clean in self.clean.items():
+            bf16 = self.job.config.optimizer.precision == "bf16"
+            right, seen = count_right(self.model, clean, self.recipe, self.device, bf16)
+            figures[f"{name}_accuracy"] = accuracy(self.ranks.total(right), self.ranks.total(seen))
+        manifest = self._snapshot()
+        if manifest is not None:
+            before = self.record[-1] if self.record else {}
+            found = self.job.study.of(manifest, epoch, stage.moves_labels, before)
+            self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
+            self.tell("epoch", progress=progress, figures=self.record[-1], found=found)
+        self._report(progress, manifest)
+
+    def log_step(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
+        self.tell("step", stage=stage.name, progress=progress, figures=figures)
+
+    # --- checkpoints ---------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Manifest | None:
+        """Put the parts that moved into the store; rank 0 gets the manifest over all ranks' parts."""
+        manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
+        return merge(manifests) if manifests else None
+
+    def _report(self, progress: Progress, manifest: Manifest | None) -> None:
+        if manifest is None:
+            ray.train.report({}, checkpoint=None)
+            return
+        # Not in the scratch folder: the upload may outlive this worker's work, and removes it by itself.
+        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=self.job.config.workers.scratch))
+        optimizer = self.stepper.optimizer.state_dict()
+        write_checkpoint(folder, Saved(self.model.state_dict(), optimizer, progress, manifest, self.record))
+        ray.train.report(
+            {"epoch": progress.epoch, "step": progress.step},
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            checkpoint_dir_name=f"checkpoint-{progress.all_steps:09d}",
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def tell(self, kind: str, **what: Any) -> None:
+        """Send word to the driver; only rank 0 speaks."""
+        if self.ranks.rank == 0:
+            self.job.control.tell.remote({"kind": kind, **what})
+
+    def close(self) -> None:
+        """Let go of threads, streams and the working copy."""
+        self.stop_watch.close()
+        self.stream.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _settle(config: Config, device: torch.device) -> None:
+    """Set what is global to the process: seed, and fast or repeatable arithmetic."""
+    torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+    elif device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+
+
+def _build(config: Config, num_classes: int, device: torch.device) -> nn.Module:
+    model = build_backbone(config.model.backbone, num_classes, config.model.weights)
+    if config.optimizer.sync_batch_norm and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
+    return model.to(device)
+
+
+def _wrapped(model: nn.Module, compile_mode: str, device: torch.device, world: int) -> nn.Module:
+    """Compile the network where asked, and share gradients where there are others to share with."""
+    wrapped: Any = model
+    if compile_mode != "off":
+        wrapped = torch.compile(model, mode=compile_mode, dynamic=False)
+    if world > 1:
+        wrapped = DistributedDataParallel(wrapped, device_ids=[device] if device.type == "cuda" else None)
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
+def _last_checkpoint() -> Saved | None:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return read_checkpoint(Path(folder))
+
+
+def _padded(batch: Batch, side: int) -> Batch:
+    """Add blank samples of weight 0: they teach nothing, but every rank has something to compute."""
+    missing = FEWEST_ROWS - len(batch.rows)
+    images = batch.images if len(batch.rows) else batch.weight.new_zeros(0, 3, side, side)
+    return replace(
+        batch,
+        images=torch.cat([images, images.new_zeros(missing, 3, side, side)]),
+        weight=torch.cat([batch.weight, batch.weight.new_zeros(missing)]),
+        label_logits=torch.cat(
+            [batch.label_logits, batch.label_logits.new_zeros(missing, batch.label_logits.shape[1])]
+        ),
+        noisy_class=torch.cat([batch.noisy_class, batch.noisy_class.new_zeros(missing)]),
+    )

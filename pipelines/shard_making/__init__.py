@@ -1,0 +1,1 @@
+"""The parts of make_shards: sources, samples, and writing them."""
