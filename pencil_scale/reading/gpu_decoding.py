@@ -6,7 +6,7 @@
     problems                    # {place in the batch: reason}
 
 nvJPEG knows no CMYK, no other format, no EXIF orientation and no file that was cut short. Those are found by
-their headers and decoded by `pencil_scale.reading.decoding`, with the same conventions. On a device that is no GPU
+their headers and decoded by `decoding.py`, with the same conventions. On a device that is no GPU
 everything goes that way, so the same call serves a trial on a laptop.
 """
 
