@@ -11,10 +11,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from pencil_scale import train
 from pencil_scale.command import exit_code
 from pencil_scale.config import load_config
 from pencil_scale.running.local_ray import ensure_ray
+from pencil_scale.running.training import train
 from pipelines import index_shards, make_shards
 
 FOLDER = Path("runs/demo")
@@ -42,9 +42,9 @@ def run() -> dict[str, object]:
     _headline("2. Catalogue: every sample in the shards, found and checked")
     index_shards.run(load_config(CONFIG))
     _headline("3. PENCIL: the labels are trained together with the network")
-    repaired = train.run(load_config(CONFIG)).facts
+    repaired = train(load_config(CONFIG)).facts
     _headline("4. For comparison: plain cross entropy on the labels as given, for as many epochs")
-    plain = train.run(load_config(CONFIG, CROSS_ENTROPY)).facts
+    plain = train(load_config(CONFIG, CROSS_ENTROPY)).facts
     summary = repaired | {
         "cross_entropy_test_accuracy": plain["test_accuracy"],
         "cross_entropy_test_accuracy_best": plain["test_accuracy_best"],

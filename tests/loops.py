@@ -19,6 +19,7 @@ from pencil_scale.owners import Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.step import Stepper
 
+torch.set_num_threads(1)  # images of 8 x 8: more threads only get in each other's way
 START = Progress()
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 

@@ -17,12 +17,12 @@ LAYERS = {
     "storage": """class_names byte_source tar_headers tar_search tar_walk shard_urls shards range_reader
         part_files part_store working_copy row_checks manifest snapshot growth remap label_table
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
-        catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging shard_index
-        index_rules label_classes label_lookup equal_content label_report label_study start_labels run_record checkpoint
-        outbox delivery tracked_run tracking tracker narrator""",
+        catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
+        shard_index index_rules label_classes label_lookup equal_content label_report label_study
+        start_labels run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation""",
     "joining": """loop""",
-    "jobs": """local_ray control ranks checks worker driver summary train""",
+    "jobs": """local_ray control ranks checks worker driver summary training train""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}
@@ -90,7 +90,12 @@ def test_ray_mlflow_and_yaml_stay_behind_their_doors(path: Path) -> None:
 
 
 JOBS_THAT_RUN_OTHERS = {"reclean_nightly", "demo"}
-ENTRY_POINTS = {"pipelines.make_shards", "pipelines.index_shards", "pipelines.demo", "pencil_scale.train"}
+ENTRY_POINTS = {
+    "pipelines.make_shards",
+    "pipelines.index_shards",
+    "pipelines.demo",
+    "pencil_scale.running.training",
+}
 
 
 @pytest.mark.parametrize("path", JOBS, ids=dotted)

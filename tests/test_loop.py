@@ -55,7 +55,7 @@ def state_of(run: SmallRun) -> list[torch.Tensor]:
     return [*run.model.state_dict().values(), torch.from_numpy(run.table.read(range(200)))]
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 5, 9])
+@pytest.mark.parametrize("stop_after", [2, 9])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, stop_after: int) -> None:
     whole = short_run(tmp_path / "whole")
     whole.run()

@@ -1,0 +1,132 @@
+"""A run from its config to its summary: check, begin or go on, train, publish."""
+
+import hashlib
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.config import describe
+from pencil_scale.labels.label_study import LabelStudy
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.outlook import label_scale
+from pencil_scale.reading.byte_source import filesystem_of, is_local
+from pencil_scale.running.checks import Checked, check_run
+from pencil_scale.running.control import start_control
+from pencil_scale.running.driver import Outcome, drive
+from pencil_scale.running.local_ray import ensure_ray
+from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
+from pencil_scale.running.summary import Summary, publish
+from pencil_scale.running.worker import Job
+from pencil_scale.settings import Config
+from pencil_scale.stream import StreamSpec
+from pencil_scale.telling.narrator import Narrator
+from pencil_scale.telling.tracked_run import plan_tracking
+from pencil_scale.telling.tracker import Tracker
+
+STOPPED = 143  # what a shell reports of a command that SIGTERM ended
+
+
+def train(config: Config) -> Summary:
+    """Train to the end, publish the model and the labels, and say what came of it."""
+    config = with_absolute_storage(config)
+    checked = check_run(config)
+    print("\n".join(checked.lines), flush=True)
+    record = find_record(config.run.storage, config.run.name, describe(config))
+    ensure_ray()
+    control = start_control(config.run.storage, config.run.name)
+    if record is None:
+        record = _begin(config, checked)
+    else:
+        print(f"run {record.name} goes on where it stopped, on catalogue version {record.catalogue_version}")
+    tracker = Tracker(
+        plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking),
+        _outbox(config),
+    )
+    record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
+    narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
+    outcome = _train(config, record, checked, control, narrator, tracker)
+    if not outcome.finished:
+        write_record(config.run.storage, record, status="stopped", tracking=tracker.state())
+        tracker.finish("KILLED")
+        _say(f"stopped and saved; to go on: {_this_command()}")
+        raise SystemExit(STOPPED)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker)
+    tracker.finish()
+    write_record(config.run.storage, record, status="finished", tracking=tracker.state())
+    print(summary.table())
+    return summary
+
+
+def with_absolute_storage(config: Config) -> Config:
+    """Spell a local storage from the root: workers stand in other folders."""
+    filesystem, path = filesystem_of(config.run.storage)
+    if not is_local(filesystem):
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
+
+
+def _begin(config: Config, checked: Checked) -> RunRecord:
+    """Make the labels a new run starts with, then write down what it begins with."""
+    print(f"run {config.run.name} begins, on catalogue version {checked.catalogue.version}", flush=True)
+    scale = label_scale(config.stages.pencil, len(checked.class_names))
+    labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
+    url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
+    labels.save(url)
+    record = RunRecord(config.run.name, describe(config), checked.catalogue.version, url)
+    return write_record(config.run.storage, record)
+
+
+def _train(
+    config: Config, record: RunRecord, checked: Checked, control: Any, narrator: Narrator, tracker: Tracker
+) -> Outcome:
+    version = record.catalogue_version
+    study = LabelStudy(
+        config.run.storage,
+        version,
+        config.run.name,
+        members=checked.subset,
+        history=config.checkpoint.history,
+        max_class_loss=config.stages.pencil.max_class_loss,
+    )
+    job = Job(
+        config=config,
+        num_classes=len(checked.class_names),
+        labels=Manifest.load(record.labels),
+        stream=StreamSpec.from_config(config, version, subset=checked.subset),
+        clean=_clean_specs(config),
+        study=study,
+        control=control,
+    )
+    try:
+        return drive(job, narrator.hear)
+    except BaseException:
+        tracker.finish("FAILED", wait_s=5)
+        raise
+
+
+def _clean_specs(config: Config) -> dict[str, StreamSpec]:
+    given: dict[Any, object] = {"validation": config.data.validation, "test": config.data.test}
+    parts = [part for part, shards in given.items() if shards]
+    catalogues = {part: Catalogue.open(config.run.storage, part=part) for part in parts}
+    return {part: StreamSpec.from_config(config, catalogues[part].version, part) for part in parts}
+
+
+def _outbox(config: Config) -> str:
+    """Where word for MLflow waits until it is delivered: beside the run, or on this machine."""
+    folder = run_folder(config.run.storage, config.run.name)
+    if is_local(filesystem_of(folder)[0]):
+        return f"{folder}/outbox"
+    name = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
+    return str(Path(config.workers.scratch or tempfile.gettempdir()) / f"pencil_scale-outbox-{name}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _this_command() -> str:
+    return f"python -m pencil_scale.train {shlex.join(sys.argv[1:])}"
