@@ -42,7 +42,7 @@ MAX_PIXELS = 2**26
 
 # The plugins are called by class, not through `Image.open`: its bomb check reads a global and warns,
 # and no other plugin (EPS starts Ghostscript, FPX and PSD have no use here) can ever be chosen.
-_PLUGINS: dict[str, type[ImageFile.ImageFile]] = {
+PLUGINS: dict[str, type[ImageFile.ImageFile]] = {
     "jpeg": JpegImageFile,
     "png": PngImageFile,
     "webp": WebPImageFile,
@@ -54,7 +54,7 @@ _PLUGINS: dict[str, type[ImageFile.ImageFile]] = {
 }
 
 # What those plugins were seen to raise, or can raise by their source, on bytes that are no good image.
-_IMAGE_ERRORS = (
+IMAGE_ERRORS = (
     BadHeaderError,
     OSError,  # truncated, broken data stream, decoder errors; UnidentifiedImageError
     SyntaxError,  # PIL's word for "not a file of this format"
@@ -100,7 +100,7 @@ def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
         return ImageFacts(problem="image_unreadable")
     try:
         header = _header_of(data, kind)
-    except _IMAGE_ERRORS:
+    except IMAGE_ERRORS:
         return ImageFacts(kind, problem="image_unreadable")
     oddities = header.oddities
     oddities += ("1x1",) if header.width == header.height == 1 else ()
@@ -128,7 +128,7 @@ def _header_of(data: bytes, kind: str) -> Header:
     """Parse the header ourselves where we can; the two rare formats are opened, not decoded, by PIL."""
     if kind in PARSED_HERE:
         return read_header(data, kind)
-    with _PLUGINS[kind](io.BytesIO(data)) as image:
+    with PLUGINS[kind](io.BytesIO(data)) as image:
         oddities = ["animated"] if getattr(image, "is_animated", False) else []
         oddities += ["grey"] if image.mode in ("L", "LA", "I;16") else []
         oddities += ["16-bit"] if image.mode == "I;16" else []
@@ -145,14 +145,14 @@ def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
 
 def _strict_problem(data: bytes, kind: str) -> str | None:
     try:
-        with _PLUGINS[kind](io.BytesIO(data)) as image:
+        with PLUGINS[kind](io.BytesIO(data)) as image:
             # The plugin parsed the header anew: its word on the size is what it is about to allocate.
             if image.width * image.height > MAX_PIXELS:
                 return "image_bomb"
             image.load()
     except Image.DecompressionBombError:
         return "image_bomb"
-    except _IMAGE_ERRORS:
+    except IMAGE_ERRORS:
         return "image_unreadable"
     return None
 

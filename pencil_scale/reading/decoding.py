@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps
 
-from pencil_scale.images import _IMAGE_ERRORS as IMAGE_ERRORS
-from pencil_scale.images import _PLUGINS as PLUGINS
-from pencil_scale.images import MAX_PIXELS, complete_truncated
+from pencil_scale.images import IMAGE_ERRORS, MAX_PIXELS, PLUGINS, complete_truncated
 from pencil_scale.reading.image_headers import format_of
 
 Pixels = npt.NDArray[np.uint8]

@@ -184,7 +184,7 @@ class Worker:
         resize = self.job.config.images.resize
         images, weight, problems = decode_on_gpu(batch.images, self.device, resize)
         named = (self.stream.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
-        return replace(batch, images=images, weight=weight, problems=tuple(named))
+        return replace(batch, images=images, weight=weight.to(self.device), problems=tuple(named))
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
