@@ -6,17 +6,26 @@ goes wrong is ours, and keeps its traceback.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pencil_scale.config import load_config
 from pencil_scale.config_help import help_page
 from pencil_scale.schema import PencilError
-from pencil_scale.settings import Config
 from pencil_scale.versions import check_versions
 
 
-def run_job(run: Callable[[Config], object], argv: Sequence[str] | None, *, module: str, what: str) -> int:
-    """Read the config the command line names, run the job on it, and give the exit code."""
+def run_job(
+    run: Callable[..., object],
+    argv: Sequence[str] | None,
+    *,
+    module: str,
+    what: str,
+    flags: Mapping[str, str] | None = None,
+) -> int:
+    """Read the config the command line names, run the job on it, and give the exit code.
+
+    `flags` are switches of the job's own, with their help: "dry_run" is --dry-run, and arrives as a keyword.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=what,
@@ -25,8 +34,11 @@ def run_job(run: Callable[[Config], object], argv: Sequence[str] | None, *, modu
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, such as configs/demo.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set over the file's")
-    arguments = parser.parse_args(argv)
-    return exit_code(lambda: run(load_config(arguments.config, arguments.overrides)))
+    for name, meaning in (flags or {}).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
+    given = vars(parser.parse_intermixed_args(argv))
+    config, overrides = given.pop("config"), given.pop("overrides")
+    return exit_code(lambda: run(load_config(config, overrides), **given))
 
 
 def exit_code(work: Callable[[], object]) -> int:

@@ -17,6 +17,7 @@ from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.running.checks import Checked, check_run
 from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
+from pencil_scale.running.estimate import Estimate, estimate, run_trial
 from pencil_scale.running.local_ray import ensure_ray
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
@@ -59,6 +60,17 @@ def train(config: Config) -> Summary:
     write_record(config.run.storage, record, status="finished", tracking=tracker.state())
     print(summary.table())
     return summary
+
+
+def foretell(config: Config) -> Estimate:
+    """Say what a run will take, and write nothing."""
+    config = with_absolute_storage(config)
+    checked = check_run(config)
+    print("\n".join(checked.lines), flush=True)
+    ensure_ray()
+    expected = estimate(config, checked, run_trial(config, checked))
+    print(expected.table())
+    return expected
 
 
 def with_absolute_storage(config: Config) -> Config:

@@ -1,0 +1,155 @@
+"""What a run will take, before it is booked: counted from the catalogue, and timed on a trial.
+
+The trial runs as one worker would, with its CPUs and GPU: some seconds of reading alone, some of computing
+alone. Reading and computing share a CPU's time but overlap beside a GPU, so their rates are joined so.
+Nothing is written anywhere.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from pencil_scale.augment import Recipe, augment
+from pencil_scale.backbones import build_backbone
+from pencil_scale.labels.part_files import NARROW_BYTES
+from pencil_scale.owners import Batch
+from pencil_scale.running.checks import Checked
+from pencil_scale.schedule import Schedule
+from pencil_scale.settings import Config
+from pencil_scale.step import Stepper
+from pencil_scale.stream import Stream, StreamSpec
+
+READING_S = COMPUTING_S = 15.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one worker does in a second, of either work alone."""
+
+    read_per_s: float
+    computed_per_s: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take."""
+
+    samples: int
+    epochs: int
+    steps_an_epoch: int
+    table_bytes: int
+    checkpoint_bytes: int
+    read_gb: float
+    requests: int
+    images_per_s: float
+    hours: float
+    cost: float | None
+
+    def table(self) -> str:
+        """The estimate in lines."""
+        rows = [
+            ("samples", f"{self.samples:,}"),
+            ("epochs", f"{self.epochs} of {self.steps_an_epoch:,} steps"),
+            ("label table", f"{self.table_bytes / 1e6:,.1f} MB"),
+            ("checkpoint", f"{self.checkpoint_bytes / 1e6:,.1f} MB, and the label parts that moved"),
+            ("to read", f"{self.read_gb:,.2f} GB in about {self.requests:,} requests"),
+            ("images/s, all workers", f"{self.images_per_s:,.0f}"),
+            ("hours", f"{self.hours:,.2f}"),
+            ("cost", "set cost.gpu_hour to know" if self.cost is None else f"{self.cost:,.2f}"),
+        ]
+        return "\n".join(f"{name:<24} {value}" for name, value in rows)
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
+    """Put together what is counted and what was timed."""
+    workers = config.workers.count[1]
+    samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
+    schedule = checked.schedule
+    chunks = checked.catalogue.chunks()
+    share = samples / max(checked.catalogue.num_ok, 1)
+    read_bytes = float(chunks.ok_bytes.sum()) * share * schedule.epochs
+    num_requests = int((chunks.num_ok > 0).sum()) * schedule.epochs
+    rate = workers * joined_rate(trial, config.workers.gpu)
+    hours = samples * schedule.epochs / rate / 3600
+    price = config.cost.gpu_hour
+    return Estimate(
+        samples=samples,
+        epochs=schedule.epochs,
+        steps_an_epoch=-(-samples // (config.optimizer.batch_per_worker * workers)),
+        table_bytes=checked.catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(checked.class_names)),
+        checkpoint_bytes=2 * trial.weight_bytes,  # the weights, and their momentum
+        read_gb=read_bytes / 1e9,
+        requests=num_requests,
+        images_per_s=rate,
+        hours=hours,
+        cost=None if price is None else workers * hours * price,
+    )
+
+
+def joined_rate(trial: Trial, gpu: bool) -> float:
+    """Images a second of one worker: the slower of the two beside a GPU, one after the other on a CPU."""
+    if gpu:
+        return min(trial.read_per_s, trial.computed_per_s)
+    return 1 / (1 / trial.read_per_s + 1 / trial.computed_per_s)
+
+
+def run_trial(config: Config, checked: Checked) -> Trial:
+    """Time a worker's two kinds of work, on a node that has what a worker needs."""
+    spec = StreamSpec.from_config(config, checked.catalogue.version, subset=checked.subset)
+    task = ray.remote(num_cpus=config.workers.cpus, num_gpus=1 if config.workers.gpu else 0)(_try)
+    trial: Trial = ray.get(task.remote(config, spec, len(checked.class_names), checked.schedule))
+    return trial
+
+
+def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule) -> Trial:
+    stream = Stream(spec, in_process=True)
+    batches: list[Batch] = []
+    num_read, started = 0, time.perf_counter()
+    for batch in stream.batches(0):
+        batches = [*batches, batch][-4:]
+        num_read += len(batch.rows)
+        if time.perf_counter() - started > READING_S:
+            break
+    read_per_s = num_read / (time.perf_counter() - started)
+    stream.close()
+    device = torch.device("cuda" if config.workers.gpu else "cpu")
+    model = build_backbone(config.model.backbone, num_classes, config.model.weights).to(device)
+    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    prepared = [_prepared(batch, config, num_classes, device) for batch in batches if len(batch.rows) > 1]
+    return Trial(read_per_s, _computed_per_s(config, model, prepared, schedule), weight_bytes)
+
+
+def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], schedule: Schedule) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    stepper, stage = Stepper(model, optimizer, config.optimizer.precision == "bf16"), schedule.stage_at(0)
+    for batch in batches:
+        stepper.step(batch, stage, 0, 1)  # the first steps find kernels and fill caches
+    num_done, started = 0, time.perf_counter()
+    while time.perf_counter() - started < COMPUTING_S:
+        losses = [stepper.step(batch, stage, 0, 1).loss for batch in batches]
+        num_done += sum(len(batch.rows) for batch in batches)
+        float(losses[-1])  # waits for the device
+    return num_done / (time.perf_counter() - started)
+
+
+def _prepared(batch: Batch, config: Config, num_classes: int, device: torch.device) -> Batch:
+    """Bring a batch to the device with labels that say nothing: their values do not change the time."""
+    num, recipe = len(batch.rows), Recipe.from_config(config.images)
+    side = config.images.resize or recipe.crop
+    blank = torch.zeros(num, 3, side, side, dtype=torch.uint8)  # for images that the GPU would decode
+    images = batch.images if isinstance(batch.images, torch.Tensor) else blank
+    return Batch(
+        rows=batch.rows,
+        images=augment(images.to(device), batch.rows, config.run.seed, 0, recipe),
+        weight=torch.ones(num, device=device),
+        label_logits=torch.zeros(num, num_classes, device=device),
+        noisy_class=torch.zeros(num, dtype=torch.int64, device=device),
+    )
