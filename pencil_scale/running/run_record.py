@@ -20,6 +20,8 @@ FREE = (
     "checkpoint.",
     "tracking.",
     "cost.",
+    "subset.",
+    "export.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",
 )

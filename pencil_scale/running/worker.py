@@ -8,7 +8,7 @@ owners' group.
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,8 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from pencil_scale.augment import Recipe, augment
-from pencil_scale.backbones import build_backbone
+from pencil_scale.augment import Recipe
 from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_checkpoint
 from pencil_scale.evaluation import CleanBatch, CleanSet, accuracy, count_right
 from pencil_scale.label_table import LabelTable
@@ -29,9 +26,9 @@ from pencil_scale.labels.label_study import LabelStudy
 from pencil_scale.labels.manifest import Manifest, merge
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
-from pencil_scale.owners import Batch, Owners, owned_parts
-from pencil_scale.reading.gpu_decoding import decode_on_gpu
+from pencil_scale.owners import Owners, owned_parts
 from pencil_scale.running.control import StopWatch
+from pencil_scale.running.preparation import Preparation, build_model, settle, wrapped
 from pencil_scale.running.ranks import Ranks
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
@@ -39,7 +36,6 @@ from pencil_scale.settings import Config
 from pencil_scale.step import Stepper
 from pencil_scale.stream import Stream, StreamSpec
 
-FEWEST_ROWS = 2  # batch norm cannot learn from one sample
 STOP_EVERY = 8  # steps between two questions whether to stop: each is a word between all ranks
 
 
@@ -83,13 +79,13 @@ class Worker:
         self.job, config = job, job.config
         self.ranks = Ranks.meet(config.workers.timeout_s)
         self.device = ray.train.torch.get_device()
-        _settle(config, self.device)
+        settle(config, self.device)
         saved = _last_checkpoint()
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.record = saved.record if saved else []
         self.scratch = Path(tempfile.mkdtemp(prefix="pencil_scale-", dir=config.workers.scratch))
-        self.model = _build(config, job.num_classes, self.device)
+        self.model = build_model(config, job.num_classes, self.device)
         self.stepper = self._stepper(saved)
         parts = owned_parts(self.manifest.layout.num_parts, self.ranks.rank, self.ranks.world)
         self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.num_classes)
@@ -101,6 +97,7 @@ class Worker:
             device=self.device,
         )
         self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world)
+        self.preparation = Preparation(config, self.device, self.stream.name_problem)
         self.clean = {name: CleanSet(self._reader(spec)) for name, spec in job.clean.items()}
         self.recipe = Recipe.from_config(config.images)
         self.stop_watch = StopWatch(job.control)
@@ -119,7 +116,7 @@ class Worker:
         if saved:
             optimizer.load_state_dict(saved.optimizer)
         return Stepper(
-            _wrapped(self.model, options.compile, self.device, self.ranks.world),
+            wrapped(self.model, options.compile, self.device, self.ranks.world),
             optimizer,
             bf16=options.precision == "bf16",
             accumulation=options.accumulation,
@@ -129,7 +126,7 @@ class Worker:
         def read() -> Iterator[CleanBatch]:
             stream = Stream(spec, self.ranks.rank, self.ranks.world, in_process=True)
             for batch in stream.batches(0):
-                decoded = self._decoded(batch)
+                decoded = self.preparation.decode(batch)
                 yield CleanBatch(decoded.images, decoded.weight, batch.noisy_class)
             stream.close()
 
@@ -142,7 +139,7 @@ class Worker:
         schedule = Schedule.from_config(config.stages, options, self.job.num_classes, batch)
         hooks = Hooks(
             epoch=self.epoch,
-            prepare=self.prepare,
+            prepare=self.preparation.prepare,
             save=self.save,
             close_epoch=self.close_epoch,
             log_step=self.log_step,
@@ -167,24 +164,6 @@ class Worker:
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         return Epoch(self.stream.num_steps(epoch, seen), self.stream.batches(epoch, seen))
-
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """Bring a batch to the device: decoded, augmented, and never without any sample."""
-        decoded = self._decoded(batch)
-        images = augment(decoded.images, batch.rows, self.job.config.run.seed, epoch, self.recipe)
-        if self.device.type == "cuda":
-            images = images.contiguous(memory_format=torch.channels_last)
-        prepared = replace(decoded, images=images)
-        return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, self.recipe.crop)
-
-    def _decoded(self, batch: Batch) -> Batch:
-        if isinstance(batch.images, torch.Tensor):
-            images, weight = batch.images.to(self.device, non_blocking=True), batch.weight
-            return replace(batch, images=images, weight=weight.to(self.device, non_blocking=True))
-        resize = self.job.config.images.resize
-        images, weight, problems = decode_on_gpu(batch.images, self.device, resize)
-        named = (self.stream.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
-        return replace(batch, images=images, weight=weight.to(self.device), problems=tuple(named))
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
@@ -243,55 +222,9 @@ class Worker:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _settle(config: Config, device: torch.device) -> None:
-    """Set what is global to the process: seed, and fast or repeatable arithmetic."""
-    torch.manual_seed(config.run.seed)
-    if config.run.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
-    elif device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
-
-
-def _build(config: Config, num_classes: int, device: torch.device) -> nn.Module:
-    model = build_backbone(config.model.backbone, num_classes, config.model.weights)
-    if config.optimizer.sync_batch_norm and device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)
-    return model.to(device)
-
-
-def _wrapped(model: nn.Module, compile_mode: str, device: torch.device, world: int) -> nn.Module:
-    """Compile the network where asked, and share gradients where there are others to share with."""
-    wrapped: Any = model
-    if compile_mode != "off":
-        wrapped = torch.compile(model, mode=compile_mode, dynamic=False)
-    if world > 1:
-        wrapped = DistributedDataParallel(wrapped, device_ids=[device] if device.type == "cuda" else None)
-    assert isinstance(wrapped, nn.Module)
-    return wrapped
-
-
 def _last_checkpoint() -> Saved | None:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as folder:
         return read_checkpoint(Path(folder))
-
-
-def _padded(batch: Batch, side: int) -> Batch:
-    """Add blank samples of weight 0: they teach nothing, but every rank has something to compute."""
-    missing = FEWEST_ROWS - len(batch.rows)
-    images = batch.images if len(batch.rows) else batch.weight.new_zeros(0, 3, side, side)
-    return replace(
-        batch,
-        images=torch.cat([images, images.new_zeros(missing, 3, side, side)]),
-        weight=torch.cat([batch.weight, batch.weight.new_zeros(missing)]),
-        label_logits=torch.cat(
-            [batch.label_logits, batch.label_logits.new_zeros(missing, batch.label_logits.shape[1])]
-        ),
-        noisy_class=torch.cat([batch.noisy_class, batch.noisy_class.new_zeros(missing)]),
-    )

@@ -1,0 +1,91 @@
+"""What happens on the device before a step: the network built, images decoded, augmented and padded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pencil_scale.augment import Recipe, augment
+from pencil_scale.backbones import build_backbone
+from pencil_scale.owners import Batch
+from pencil_scale.reading.gpu_decoding import decode_on_gpu
+from pencil_scale.settings import Config
+
+FEWEST_ROWS = 2  # batch norm cannot learn from one sample
+
+
+def settle(config: Config, device: torch.device) -> None:
+    """Set what is global to the process: seed, and fast or repeatable arithmetic."""
+    torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+    elif device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+
+
+def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
+    model = build_backbone(config.model.backbone, num_classes, config.model.weights)
+    if config.optimizer.sync_batch_norm and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)
+    return model.to(device)
+
+
+def wrapped(model: nn.Module, compile_mode: str, device: torch.device, world: int) -> nn.Module:
+    """Compile the network where asked, and share gradients where there are others to share with."""
+    wrapped: Any = model
+    if compile_mode != "off":
+        wrapped = torch.compile(model, mode=compile_mode, dynamic=False)
+    if world > 1:
+        wrapped = DistributedDataParallel(wrapped, device_ids=[device] if device.type == "cuda" else None)
+    assert isinstance(wrapped, nn.Module)
+    return wrapped
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Brings batches to the device as the network wants them."""
+
+    config: Config
+    device: torch.device
+    name_problem: Callable[[int, str], str]
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        """Decode what is not yet, augment, and never leave a batch without any sample."""
+        recipe = Recipe.from_config(self.config.images)
+        decoded = self.decode(batch)
+        images = augment(decoded.images, batch.rows, self.config.run.seed, epoch, recipe)
+        if self.device.type == "cuda":
+            images = images.contiguous(memory_format=torch.channels_last)
+        prepared = replace(decoded, images=images)
+        return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, recipe.crop)
+
+    def decode(self, batch: Batch) -> Batch:
+        """Bring images and weights over; those that come encoded are decoded by the GPU."""
+        if isinstance(batch.images, torch.Tensor):
+            images, weight = batch.images.to(self.device, non_blocking=True), batch.weight
+            return replace(batch, images=images, weight=weight.to(self.device, non_blocking=True))
+        images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)
+        named = (self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
+        return replace(batch, images=images, weight=weight.to(self.device), problems=tuple(named))
+
+
+def _padded(batch: Batch, side: int) -> Batch:
+    """Add blank samples of weight 0: they teach nothing, but every rank has something to compute."""
+    missing = FEWEST_ROWS - len(batch.rows)
+    images = batch.images if len(batch.rows) else batch.weight.new_zeros(0, 3, side, side)
+    return replace(
+        batch,
+        images=torch.cat([images, images.new_zeros(missing, 3, side, side)]),
+        weight=torch.cat([batch.weight, batch.weight.new_zeros(missing)]),
+        label_logits=torch.cat(
+            [batch.label_logits, batch.label_logits.new_zeros(missing, batch.label_logits.shape[1])]
+        ),
+        noisy_class=torch.cat([batch.noisy_class, batch.noisy_class.new_zeros(missing)]),
+    )
