@@ -177,6 +177,30 @@ class Cost(Settings):
     gpu_hour: float | None = key("price of one worker for an hour, for --dry-run", None, ge=0)
 
 
+class SubsetJob(Settings):
+    name: RunName = key("names the subset; it is published as <storage>/subsets/NAME", "balanced")
+    per_class: int | None = key("samples of each class; give this or total", None, ge=1, unit="samples")
+    total: int | None = key("samples in all, the classes alike", None, ge=1, unit="samples")
+    by: Literal["noisy", "corrected"] = key("classes as given, or as repaired", "noisy")
+    labels: str | None = key("published labels to go by: name of a run, or URL; null: this run's", None)
+    min_confidence: float = key(
+        "take only samples whose label holds this share on that class", 0.0, ge=0, lt=1
+    )
+    exclude: str | None = key("file of ids, one a line, that are not to be taken", None)
+    on_shortage: Literal["error", "take_all"] = key("what to do about a class with too few samples", "error")
+    shards: Literal["never", "thin", "always"] = key("also copy the members into new shards", "thin")
+    thin_share: float = key("thin: members are less than this share of their shards' bytes", 0.05, ge=0, le=1)
+    samples_per_shard: int = key("in the new shards", 1000, ge=1, unit="samples")
+
+
+class ExportJob(Settings):
+    labels: str | None = key("published labels to export: name of a run, or URL; null: this run's", None)
+    folder: str | None = key("where to; null: <storage>/exports/NAME of those labels", None)
+    top_k: int = key("how many classes of each label's distribution are told", 5, ge=1, unit="classes")
+    predict: bool = key("let the model say what unlabelled samples are", True)
+    corrected_shards: bool = key("also write shards whose label member is the repaired one", False)
+
+
 class Config(Settings):
     """A whole run."""
 
@@ -190,3 +214,5 @@ class Config(Settings):
     checkpoint: Checkpoint = key("what survives a crash", Checkpoint())
     tracking: Tracking = key("where figures go", Tracking())
     cost: Cost = key("what it costs", Cost())
+    subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
+    export: ExportJob = key("what pipelines.export_labels writes", ExportJob())
