@@ -122,6 +122,9 @@ class Loop:
             figures = self._figures(stage, progress, clock)
             progress = replace(progress, epoch=progress.epoch + 1, step=0)
             self.hooks.close_epoch(stage, progress, figures)
+            # Epochs may be shorter than the steps between two questions, or end exactly where one is due.
+            if progress.epoch < self.schedule.epochs and self.hooks.stop():
+                return progress
         return progress
 
     def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
@@ -144,7 +147,7 @@ class Loop:
 
     def _step(self, batch: Batch, stage: Stage, progress: Progress, num_steps: int) -> None:
         # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
-        torch.manual_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
+        _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
         _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
         prepared = self.hooks.prepare(batch, progress.epoch)
         self._problems += prepared.problems
@@ -187,6 +190,13 @@ class Loop:
         figures |= {"loss": self._loss_sum / max(self._num_losses, 1), "learning_rate": stage.learning_rate}
         self._loss_sum, self._num_losses, self._problems = 0.0, 0, []
         return figures
+
+
+def _set_seed(seed: int) -> None:
+    """Seed what is in use; `torch.manual_seed` would also note a stack trace for a GPU that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -24,10 +24,13 @@ def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str 
     A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
     """
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
-        table = LabelTable.create(
-            Path(folder) / "table", _classes(catalogue), catalogue.num_classes, _keys(catalogue), scale
-        )
-        return table.snapshot(label_store(storage))
+        return fresh_table(catalogue, folder, scale).snapshot(label_store(storage))
+
+
+def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0) -> LabelTable:
+    """Make a table in which every row of the catalogue has the class it was given."""
+    keys, classes = _keys(catalogue), _classes(catalogue)
+    return LabelTable.create(Path(folder) / "table", classes, catalogue.num_classes, keys, scale)
 
 
 def _classes(catalogue: Catalogue) -> Iterator[npt.NDArray[np.int32]]:
