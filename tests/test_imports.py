@@ -22,7 +22,7 @@ LAYERS = {
         start_labels run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation""",
     "joining": """loop""",
-    "jobs": """local_ray control ranks checks preparation estimate worker driver summary training train""",
+    "jobs": """local_ray control ranks scratch checks preparation estimate worker driver summary training train""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}

@@ -6,7 +6,6 @@ owners' group.
 """
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from pencil_scale.owners import Owners, owned_parts
 from pencil_scale.running.control import StopWatch
 from pencil_scale.running.preparation import Preparation, build_model, settle, wrapped
 from pencil_scale.running.ranks import Ranks
+from pencil_scale.running.scratch import claim
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
@@ -84,7 +84,7 @@ class Worker:
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.record = saved.record if saved else []
-        self.scratch = Path(tempfile.mkdtemp(prefix="pencil_scale-", dir=config.workers.scratch))
+        self.scratch = claim(config.workers.scratch, "labels")
         self.model = build_model(config, job.num_classes, self.device)
         self.stepper = self._stepper(saved)
         parts = owned_parts(self.manifest.layout.num_parts, self.ranks.rank, self.ranks.world)
@@ -198,8 +198,8 @@ class Worker:
         if manifest is None:
             ray.train.report({}, checkpoint=None)
             return
-        # Not in the scratch folder: the upload may outlive this worker's work, and removes it by itself.
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=self.job.config.workers.scratch))
+        # Not in the folder of the labels: the upload may outlive this worker, and removes it.
+        folder = claim(self.job.config.workers.scratch, "checkpoint")
         optimizer = self.stepper.optimizer.state_dict()
         write_checkpoint(folder, Saved(self.model.state_dict(), optimizer, progress, manifest, self.record))
         ray.train.report(
