@@ -7,13 +7,16 @@ refused while the first one lives, and never afterwards.
 
 import hashlib
 import threading
+import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.running.run_record import RunNameError
 
 POLL_S = 0.5
+PATIENCE_S = 10.0
 
 
 @ray.remote(num_cpus=0)
@@ -54,12 +57,18 @@ class Control:
 def start_control(storage: str, name: str) -> Any:
     """Start the actor of a run, or refuse: somebody is training it right now."""
     key = hashlib.blake2b(f"{storage.rstrip('/')}\n{name}".encode(), digest_size=8).hexdigest()
-    try:
-        return Control.options(name=f"run-{key}").remote()  # type: ignore[attr-defined]
-    except ValueError as error:
-        raise RunNameError(
-            f"run {name} is being trained by another job of this cluster; wait for it"
-        ) from error
+    # On the driver's own node: on another it would die with that node, and take the driver along.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return Control.options(name=f"run-{key}", scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+        except ValueError as error:  # a driver that was killed a moment ago may not be buried yet
+            if time.monotonic() > until:
+                raise RunNameError(
+                    f"run {name} is being trained by another job of this cluster; wait for it"
+                ) from error
+        time.sleep(POLL_S)
 
 
 class StopWatch:
