@@ -20,7 +20,6 @@ from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
 
 NEWS_EVERY_S = 0.25
-START_TIMEOUT_S = 300
 
 
 class TrainingError(PencilError):
@@ -41,10 +40,11 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
     trainer = _trainer(job)
     ended: dict[str, Any] = {}
     fitting = threading.Thread(target=_fit, args=(trainer, ended), name="ray train", daemon=True)
-    with _stop_on_signals(job.control) as _:
+    with _stop_on_signals(job.control) as wish:
         fitting.start()
         while fitting.is_alive():
             fitting.join(NEWS_EVERY_S)
+            wish.pass_on()
             for event in ray.get(job.control.take_news.remote()):
                 on_news(event)
     if "error" in ended:
@@ -95,6 +95,7 @@ class _stop_on_signals:  # noqa: N801
     def __init__(self, control: Any) -> None:
         self._control = control
         self._asked_at: float | None = None
+        self._passed_on = False
 
     def __enter__(self) -> "_stop_on_signals":
         self._before = {
@@ -107,11 +108,17 @@ class _stop_on_signals:  # noqa: N801
             signal.signal(number, handler)
 
     def _ask(self, number: int, _: object) -> None:
+        """Only take note: a handler runs in the middle of anything, also of Ray's own calls."""
         if self._asked_at is not None and time.monotonic() - self._asked_at > 1:
             raise SystemExit(128 + number)
         self._asked_at = time.monotonic()
-        print("stopping: the workers finish their step and save; once more to end at once", flush=True)
-        self._control.want_stop.remote()
+
+    def pass_on(self) -> None:
+        """Tell the workers, once."""
+        if self._asked_at is not None and not self._passed_on:
+            self._passed_on = True
+            print("stopping: the workers finish their step and save; once more to end at once", flush=True)
+            self._control.want_stop.remote()
 
 
 def _explained(error: BaseException) -> BaseException:
