@@ -69,6 +69,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, stop_af
         assert torch.equal(there, here)
 
 
+def test_a_wish_to_stop_is_heard_though_epochs_are_shorter_than_the_steps_between_questions(
+    tmp_path: Path,
+) -> None:
+    run = short_run(tmp_path, stop_every=8)  # 4 batches an epoch: every eighth step ends one
+    assert run.run(stop=lambda: True) == Progress(epoch=1, step=0, all_steps=4)
+    assert run.saved == [Progress(epoch=1, step=0, all_steps=4)]
+
+
 def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path) -> None:
     run = short_run(tmp_path, save_every=2)  # 4 batches of 64 an epoch
     run.run()
