@@ -13,6 +13,7 @@ from pencil_scale.outlook import check_outlook
 from pencil_scale.schedule import Schedule
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.subset_files import read_members
 from pencil_scale.tracking import check_server
 
 
@@ -48,12 +49,21 @@ def check_run(config: Config) -> Checked:
             f"data.classes: {config.data.classes} names {len(names)} classes, the catalogue was indexed with "
             f"{catalogue.num_classes}; run pipelines.index_shards again"
         )
+    subset = None
+    if config.data.subset is not None:
+        subset = read_members(config.data.subset, catalogue, config.run.storage)
     stages = schedule.stages
     lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
     lines = [
-        f"run {config.run.name}: {catalogue.num_ok:,} samples of {len(names)} classes, "
+        f"run {config.run.name}: {_samples(config, catalogue, subset)} of {len(names)} classes, "
         f"{config.model.backbone} with {size:,} parameters",
         "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
         outlook,
     ]
-    return Checked(names, schedule, catalogue, None, lines)
+    return Checked(names, schedule, catalogue, subset, lines)
+
+
+def _samples(config: Config, catalogue: Catalogue, subset: npt.NDArray[np.int64] | None) -> str:
+    if subset is None:
+        return f"{catalogue.num_ok:,} samples"
+    return f"{len(subset):,} samples ({config.data.subset}) out of {catalogue.num_ok:,}"

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from pencil_scale.catalogue import Catalogue
 from pencil_scale.checkpoint import read_checkpoint
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
 from pencil_scale.running.run_record import RunRecord, run_folder
@@ -59,7 +61,8 @@ def publish(
     torch.save(saved.weights, weights)
     PartStore(f"{storage}/models").put(f"{name}.pt", weights.getvalue())
     saved.labels.save(labels)
-    facts = _facts(outcome.record, checked.catalogue.num_ok)
+    catalogue = Catalogue.open(storage, record.catalogue_version)
+    facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
     facts |= {"run": name, "model": model, "labels": labels, "warnings": warnings}
     facts |= {"catalogue_version": record.catalogue_version, "estimate": dict(record.estimate)}
     text = json.dumps(facts, indent=2).encode()

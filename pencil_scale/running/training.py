@@ -24,6 +24,7 @@ from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
 from pencil_scale.settings import Config
 from pencil_scale.stream import StreamSpec
+from pencil_scale.subset_files import fingerprint
 from pencil_scale.telling.narrator import Narrator
 from pencil_scale.telling.tracked_run import plan_tracking
 from pencil_scale.telling.tracker import Tracker
@@ -36,7 +37,7 @@ def train(config: Config) -> Summary:
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
-    record = find_record(config.run.storage, config.run.name, describe(config))
+    record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     control = start_control(config.run.storage, config.run.name)
     if record is None:
@@ -88,8 +89,14 @@ def _begin(config: Config, checked: Checked) -> RunRecord:
     labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
     labels.save(url)
-    record = RunRecord(config.run.name, describe(config), checked.catalogue.version, url)
+    record = RunRecord(config.run.name, _settings(config), checked.catalogue.version, url)
     return write_record(config.run.storage, record)
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """All a run is begun with: a subset drawn anew under the same name is another one."""
+    drawn = {} if config.data.subset is None else {"data.subset members": fingerprint(config.data.subset)}
+    return describe(config) | drawn
 
 
 def _train(
