@@ -19,7 +19,8 @@ LAYERS = {
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
-        start_labels run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
+        start_labels published subset_files subset_candidates sample_ranges run_record checkpoint outbox
+        delivery tracked_run tracking tracker narrator""",
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch checks preparation estimate worker driver summary training train""",

@@ -1,0 +1,255 @@
+"""Draw a subset with equally many samples of each class, and publish it for `data.subset`.
+
+    python -m pipelines.balance_subset configs/clothing1m.yaml subset.name=260k subset.total=260000
+    python -m pipelines.balance_subset CONFIG subset.per_class=500 subset.by=corrected subset.shards=always
+
+Every sample has a place in an order that the seed gives; a class takes its first ones. So the same seed on a
+grown catalogue keeps every member it can. Run again with nothing changed it says so and ends.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.command import run_job
+from pencil_scale.indexing.index_rules import make_overlay
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import Published, find_published
+from pencil_scale.reading.sample_ranges import places_of, read_samples, renamed, shard_bytes, thinness
+from pencil_scale.settings import Config, SubsetJob
+from pencil_scale.subset import Counts, SubsetError, allocate
+from pencil_scale.subset_candidates import (
+    Places,
+    Rule,
+    candidates,
+    count,
+    merge_picks,
+    no_limits,
+    place_limits,
+    stretches,
+)
+from pencil_scale.subset_files import (
+    SubsetWords,
+    read_table,
+    read_words,
+    same_place,
+    subset_folder,
+    write_subset,
+)
+from pipelines.progress import Progress
+from pipelines.ray_tasks import each, is_in_memory
+
+MOST_CLASSES = 30  # in a printed table
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The subset as it is published, and what this run did."""
+
+    folder: str
+    words: SubsetWords
+    available: Counts  # samples of each class that might have been taken
+    drawn: bool  # False: it stood already
+    num_shards_written: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names."""
+    return run_job(run, argv, module="pipelines.balance_subset", what=(__doc__ or "").splitlines()[0])
+
+
+def run(config: Config) -> Summary:
+    """Count, allocate, pick, publish; then copy the members into shards of their own, if that is wanted."""
+    options, storage = config.subset, PartStore(config.run.storage).url  # tasks stand in other folders
+    folder = subset_folder(storage, options.name)
+    catalogue = Catalogue.open(storage)
+    published = _labels(config)
+    rule = _rule(config, catalogue, published)
+    drawn_with = _drawn_with(config, rule, published)
+    words, available = read_words(folder), _count(rule, storage)
+    quotas = _allocate(options, available, catalogue.manifest["classes"])
+    drawn = words is None or not _is_same(words, storage, catalogue.version, drawn_with)
+    if drawn or words is None:
+        members = _pick(rule, storage, quotas, available)
+        counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
+        words = SubsetWords(storage, catalogue.version, len(members), counts, drawn_with)
+    else:
+        members = read_table(folder, words)
+    shards, num_written = _copy_shards(config, catalogue, folder, members, words.shards)
+    if drawn or shards != words.shards:
+        words = write_subset(folder, SubsetWords(**{**vars(words), "shards": shards}), members)
+    summary = Summary(folder, words, available, drawn, num_written)
+    print_summary(summary, catalogue.manifest["classes"])
+    return summary
+
+
+# --- who may be taken --------------------------------------------------------------------------------
+
+
+def _labels(config: Config) -> Published | None:
+    options = config.subset
+    if options.by == "noisy" and options.min_confidence == 0:
+        return None
+    storage = PartStore(config.run.storage).url
+    return find_published(storage, options.labels or config.run.name)
+
+
+def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> Rule:
+    options = config.subset
+    excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude) if url]
+    manifest = None if published is None else published.manifest
+    if manifest is not None and manifest.layout.num_classes != catalogue.num_classes:
+        raise SubsetError(
+            f"subset.labels: {config.subset.labels or config.run.name} has {manifest.layout.num_classes} "
+            f"classes, the catalogue {catalogue.num_classes}; name labels of this class list"
+        )
+    return Rule(
+        catalogue,
+        config.run.seed,
+        manifest,
+        options.by == "corrected",
+        options.min_confidence,
+        np.unique(np.concatenate([np.empty(0, "S16"), *excluded])),
+    )
+
+
+def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict[str, Any]:
+    """Every setting that decides who is a member."""
+    options = config.subset
+    chosen = {name: getattr(options, name) for name in ("per_class", "total", "by", "on_shortage")}
+    labels = None if published is None else hashlib.sha256(published.manifest.encode()).hexdigest()[:16]
+    excluded = hashlib.sha256(rule.excluded.tobytes()).hexdigest()[:16] if len(rule.excluded) else None
+    return chosen | {
+        "seed": config.run.seed,
+        "min_confidence": options.min_confidence,
+        "labels": None if published is None else f"{published.name} {labels}",
+        "excluded": excluded,
+    }
+
+
+def _is_same(words: SubsetWords, storage: str, version: int, drawn_with: dict[str, Any]) -> bool:
+    same_source = words.catalogue_version == version and same_place(words.storage) == same_place(storage)
+    return same_source and dict(words.drawn_with) == json.loads(json.dumps(drawn_with))
+
+
+# --- counting and picking ----------------------------------------------------------------------------
+
+
+def _count(rule: Rule, storage: str) -> Counts:
+    if rule.is_plain:
+        return np.array(rule.catalogue.manifest["class_counts"], np.int64)
+    pieces = [(rows,) for rows in stretches(rule)]
+    total = np.zeros(rule.catalogue.num_classes, np.int64)
+    with Progress("counting", len(pieces)) as progress:
+        for _, found in each(count, pieces, rule, here=is_in_memory(storage)):
+            total += found
+            progress.advance()
+    return total
+
+
+def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
+    """Say how many each class gives, before anything is read for it."""
+    if (options.per_class is None) == (options.total is None):
+        raise SubsetError("subset.per_class, subset.total: set one of the two, as in subset.total=260000")
+    quotas = allocate(
+        available, per_class=options.per_class, total=options.total, on_shortage=options.on_shortage
+    )
+    table = Table(title=f"allocation: {int(quotas.sum()):,} samples")
+    for column in ("class", "may be taken", "taken"):
+        table.add_column(column, justify="left" if column == "class" else "right")
+    for number in range(min(len(names), MOST_CLASSES)):
+        table.add_row(names[number], f"{available[number]:,}", f"{quotas[number]:,}")
+    if len(names) > MOST_CLASSES:
+        rest = slice(MOST_CLASSES, None)
+        more = f"{len(names) - MOST_CLASSES:,} classes more"
+        table.add_row(more, f"{int(available[rest].sum()):,}", f"{int(quotas[rest].sum()):,}")
+    Console(markup=False, highlight=False).print(table)
+    return quotas
+
+
+def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Table:
+    members = _picked(rule, storage, quotas, place_limits(quotas, available))
+    if len(members) < int(quotas.sum()):  # the limits were too narrow: look at everybody
+        members = _picked(rule, storage, quotas, no_limits(len(quotas)))
+    if len(members) != int(quotas.sum()):
+        raise SubsetError(
+            f"{len(members):,} samples were found where {int(quotas.sum()):,} were counted; the catalogue "
+            "changed meanwhile: run again"
+        )
+    return members
+
+
+def _picked(rule: Rule, storage: str, quotas: Counts, limits: Places) -> pa.Table:
+    """Pick from every stretch on Ray; picks are merged as they come, so that few wait here."""
+    pieces = [(rows, quotas, limits) for rows in stretches(rule)]
+    waiting: list[pa.Table] = []
+    with Progress("picking", len(pieces)) as progress:
+        for _, found in each(candidates, pieces, rule, here=is_in_memory(storage)):
+            waiting.append(found)
+            if sum(map(len, waiting)) > 2 * int(quotas.sum()) + (1 << 20):
+                waiting = [merge_picks(waiting, quotas, rule.seed)]
+            progress.advance()
+    return merge_picks(waiting, quotas, rule.seed)
+
+
+# --- shards of their own -----------------------------------------------------------------------------
+
+
+def _copy_shards(
+    config: Config, catalogue: Catalogue, folder: str, members: pa.Table, before: str | None
+) -> tuple[str | None, int]:
+    """Copy the members into new shards where that is wanted; gives their folder, and how many it wrote."""
+    options = config.subset
+    if options.shards == "never" or len(members) == 0:
+        return before, 0
+    places = places_of(catalogue, members["row"].to_numpy())
+    share = thinness(catalogue, places)
+    if options.shards == "thin" and share >= options.thin_share:
+        return before, 0
+    print(f"members are {share:.1%} of the bytes of their shards: copying them into shards of their own")
+    size = options.samples_per_shard
+    words = [catalogue.version, size, hashlib.sha256(members["row"].to_numpy().tobytes()).hexdigest()]
+    target = f"{folder}/shards-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}"
+    names = [f"{number:06d}.tar" for number in range(-(-len(places) // size))]
+    there = {name.rpartition("/")[2] for name in PartStore(target).names("")}
+    pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in there]
+    with Progress("copying shards", len(names), done=len(names) - len(pieces)) as progress:
+        for _ in each(_copy_shard, pieces, (catalogue, places, target), here=is_in_memory(folder)):
+            progress.advance()
+    return target, len(pieces)
+
+
+def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, num: int) -> None:
+    catalogue, all_places, folder = shared
+    places = all_places.slice(first, num)
+    samples = renamed(read_samples(catalogue, places), places, catalogue)
+    PartStore(folder).put(name, shard_bytes(samples))
+
+
+def print_summary(summary: Summary, names: Sequence[str]) -> None:
+    """Print the end table."""
+    words = summary.words
+    table = Table(title=f"subset {summary.folder}", show_header=False)
+    table.add_row("samples", f"{words.num_members:,} of {int(summary.available.sum()):,}")
+    table.add_row(
+        "classes", f"{len(names):,}, {min(words.class_counts):,} to {max(words.class_counts):,} each"
+    )
+    table.add_row("catalogue version", str(words.catalogue_version))
+    table.add_row("drawn", "now" if summary.drawn else "before; nothing has changed")
+    if words.shards:
+        table.add_row("shards", f"{words.shards} ({summary.num_shards_written:,} written now)")
+    table.add_row("to train on it", f"data.subset={summary.folder}")
+    Console(markup=False, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
