@@ -54,6 +54,7 @@ class StreamSpec:
     decode: Literal["cpu", "gpu"] = "cpu"
     shuffle: bool = True
     subset: npt.NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    num_epochs: int = 0  # of the run: while one ends, the next is already being read
     worker_cpus: float = 0.0  # what every rank reserves for itself; the others are for reading
 
     @classmethod
@@ -76,6 +77,7 @@ class StreamSpec:
             decode=config.images.decode if part == "" else "cpu",
             shuffle=part == "",
             subset=subset,
+            num_epochs=sum(stage.epochs for _, stage in config.stages) if part == "" else 0,
             worker_cpus=config.workers.cpus,
         )
 
@@ -105,6 +107,7 @@ class Stream:
         self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus)
         self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
         self._running: Prefetch[StreamBatch] | None = None
+        self._begun: int | None = None  # the epoch that is being read before anybody asked for it
 
     @property
     def num_rows(self) -> int:
@@ -133,11 +136,21 @@ class Stream:
         Ranks that train get as many batches as `num_steps` says, empty ones at the end where rows ran out.
         In evaluation nobody waits for anybody, and empty batches are left out.
         """
+        if visited is not None or self._begun != epoch:
+            self._begin(epoch, visited)
+        assert self._running is not None
+        self._begun = None
+        yield from self._running
+        # The first batches of the next epoch arrive while this one is evaluated and saved.
+        if epoch + 1 < self.spec.num_epochs:
+            self._begin(epoch + 1)
+            self._begun = epoch + 1
+
+    def _begin(self, epoch: int, visited: Mask | None = None) -> None:
         self._finish()
         share = self.plan(epoch, visited)
         sizes = share.sizes if self.spec.shuffle else [size for size in share.sizes if size]
         self._running = Prefetch(self._cutter.cut(self._tables(share.pieces), sizes), BATCHES_AHEAD)
-        yield from self._running
 
     def name_problem(self, row: int, reason: str) -> str:
         """Name a sample that could not be decoded here, as the read tasks name theirs."""

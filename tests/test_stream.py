@@ -232,6 +232,25 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
+def test_the_next_epoch_is_read_while_this_one_ends(shards: Shards) -> None:
+    stream = Stream(shards.spec(num_epochs=3), in_process=True)
+    for epoch in range(3):
+        assert stream._begun == (epoch or None)
+        assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
+    assert stream._begun is None  # nobody will ask for a fourth
+    stream.close()
+
+
+def test_an_epoch_read_too_early_is_dropped_when_another_is_wanted(shards: Shards) -> None:
+    stream = Stream(shards.spec(num_epochs=9), in_process=True)
+    list(stream.batches(0))
+    visited = np.zeros(NUM_ROWS, np.bool_)
+    visited[::3] = True
+    assert np.array_equal(rows_of(list(stream.batches(1, visited))), planned(stream, 1, visited))
+    assert np.array_equal(rows_of(list(stream.batches(7))), planned(stream, 7))
+    stream.close()
+
+
 def test_batches_are_made_ahead_and_no_further() -> None:
     made = []
 
