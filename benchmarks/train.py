@@ -62,7 +62,7 @@ class Bench:
     def read(self) -> float:
         """Images a second of an epoch that is read and thrown away."""
         started, num = time.perf_counter(), 0
-        for batch in self.stream.batches(self.epoch):
+        for batch in self.stream.batches(10**6):  # past the run's last: none is begun ahead of it, or after
             num += len(batch.rows)
         return num / (time.perf_counter() - started)
 
