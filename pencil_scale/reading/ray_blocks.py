@@ -11,6 +11,7 @@ read tasks, more than once; the Datasource asks a small actor, which the rank to
 No torch is imported here: the executor's actor and every read task would have to load it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -76,9 +77,14 @@ class RayBlocks:
     def __init__(self, spec: ReadSpec, world: int = 1, worker_cpus: float = 0.0) -> None:
         """`worker_cpus` is what each of `world` training processes keeps for itself."""
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
-        # One block asked for: else Ray would cut the blocks of few tasks into hundreds, down to single rows.
-        dataset = ray.data.read_datasource(PieceSource(self._pieces, spec), override_num_blocks=1)
-        _limit(dataset.context, spec, world, worker_cpus)
+        free_cpus = _cluster("CPU", 1.0) / world - worker_cpus
+        dataset = ray.data.read_datasource(
+            PieceSource(self._pieces, spec),
+            # One block asked for: else Ray would cut the blocks of few tasks into hundreds, even single rows.
+            override_num_blocks=1,
+            **_modest(free_cpus),
+        )
+        _limit(dataset.context, spec, world, max(1.0, free_cpus))
         (self._iterator,) = dataset.streaming_split(1)
 
     def blocks(self, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
@@ -98,12 +104,24 @@ class RayBlocks:
         self._iterator = self._pieces = None
 
 
-def _limit(context: DataContext, spec: ReadSpec, world: int, worker_cpus: float) -> None:
-    """Keep one rank's reading to its share of what is free, in order, and without a report every epoch."""
+def _cluster(resource: str, unknown: float) -> float:
     resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    found = resources()
-    cpus = max(1.0, found.get("CPU", 1.0) / world - worker_cpus)
-    store_bytes = STORE_SHARE * found.get("object_store_memory", 1 << 30) / world
+    return resources().get(resource, unknown)
+
+
+def _modest(free_cpus: float) -> dict[str, Any]:
+    """Where the workers leave less than a processor each, read with what there is.
+
+    A task that asked for a whole one would wait for it for ever, and the training for the task.
+    """
+    if free_cpus >= 1:
+        return {}
+    return {"ray_remote_args": {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100)}, "concurrency": 1}
+
+
+def _limit(context: DataContext, spec: ReadSpec, world: int, cpus: float) -> None:
+    """Keep one rank's reading to its share of what is free, in order, and without a report every epoch."""
+    store_bytes = STORE_SHARE * _cluster("object_store_memory", 1 << 30) / world
     context.execution_options = ExecutionOptions(
         resource_limits=ExecutionResources.for_limits(cpu=cpus, object_store_memory=store_bytes),
         preserve_order=True,
