@@ -370,6 +370,24 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 
 
 @pytest.mark.ray
+def test_through_ray_reading_goes_on_where_workers_leave_less_than_one_processor(
+    ray_session: None, shards: Shards
+) -> None:
+    import ray
+
+    class Worker:
+        def is_there(self) -> bool:
+            return True
+
+    num_cpus = ray.cluster_resources()["CPU"] - 0.5
+    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them all the while
+    assert ray.get(worker.is_there.remote())
+    stream = Stream(shards.spec(worker_cpus=num_cpus))
+    assert np.array_equal(np.sort(rows_of(list(stream.batches(0)))), np.arange(NUM_ROWS))
+    stream.close()
+
+
+@pytest.mark.ray
 def test_through_ray_damage_is_named_and_a_changed_shard_stops_the_run_in_one_line(
     ray_session: None, tmp_path: Path
 ) -> None:

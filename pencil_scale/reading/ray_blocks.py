@@ -116,7 +116,7 @@ def _modest(free_cpus: float) -> dict[str, Any]:
     """
     if free_cpus >= 1:
         return {}
-    return {"ray_remote_args": {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100)}, "concurrency": 1}
+    return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": 1}
 
 
 def _limit(context: DataContext, spec: ReadSpec, world: int, cpus: float) -> None:
