@@ -1,0 +1,78 @@
+"""What a person reads while a run goes on."""
+
+from typing import Any
+
+import numpy as np
+
+from pencil_scale.checkpoint import Progress
+from pencil_scale.labels.label_study import Found
+from pencil_scale.telling.narrator import Narrator
+
+FIGURES = {
+    "stage": "pencil",
+    "epoch": 11,
+    "epoch_s": 3.0,
+    "loss": 0.12345,
+    "images_per_s": 1830.4,
+    "test_accuracy": 0.9615,
+    "corrected_label_accuracy": 0.931,
+    "given_label_accuracy": 0.64,
+    "corrected_share": 0.345,
+}
+
+
+class Listener:
+    """Keeps what a tracker would be told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *what: self.told.append((name, what))
+
+
+def narrator(tracker: Any = None) -> tuple[Narrator, list[str]]:
+    said: list[str] = []
+    return Narrator(40, ("ant", "bee"), tracker, say=said.append), said
+
+
+def epoch(**found: Any) -> dict[str, Any]:
+    nothing = {"figures": {}, "warnings": {}, "transitions": None}
+    return {"kind": "epoch", "progress": Progress(12), "figures": FIGURES, "found": Found(**nothing | found)}
+
+
+def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_time_left() -> None:
+    telling, said = narrator()
+    telling.hear(epoch())
+    assert said == [
+        "pencil    epoch 12/40   loss 0.1235   1,830 images/s   test 0.962   labels right 0.931   "
+        "changed 34.5%   left 0:01:24"
+    ]
+
+
+def test_a_warning_is_said_once_and_tracked_every_time() -> None:
+    tracker = Listener()
+    telling, said = narrator(tracker)
+    for _ in range(2):
+        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+    assert said.count("WARNING: no label moved") == 1
+    assert telling.warnings == {"no_label_moved": "no label moved"}
+    assert [name for name, _ in tracker.told].count("set_warning") == 2
+
+
+def test_a_run_that_goes_on_says_from_where_and_tells_again_what_may_be_missing() -> None:
+    tracker = Listener()
+    telling, said = narrator(tracker)
+    record = [FIGURES | {"epoch": number} for number in range(3)]
+    telling.hear({"kind": "started", "progress": Progress(3, 5, 77), "record": record, "world": 2})
+    assert said == ["training with 2 workers from epoch 4, step 5"]
+    assert [what[1] for name, what in tracker.told if name == "log_epoch"] == [0, 1, 2]
+
+
+def test_moved_labels_are_drawn() -> None:
+    tracker = Listener()
+    telling, _ = narrator(tracker)
+    telling.hear(epoch(transitions=np.array([[3, 1], [0, 4]])))
+    pictures = {what[0]: what[1] for name, what in tracker.told if name == "log_picture"}
+    assert set(pictures) == {"class_transitions", "label_accuracy"}
+    assert all(png.startswith(b"\x89PNG") for png in pictures.values())
