@@ -1,0 +1,203 @@
+"""Kill what trains, and look at what comes of it: real commands, real processes, real signals.
+
+A start of Ray Train takes half a minute on two cores, so a run takes several blows here, and is then asked
+several questions.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from training_runs import EPOCHS, TinyData
+
+from pencil_scale import train
+from pencil_scale.checkpoint import Progress
+from pencil_scale.label_table import LabelTable
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_EPOCHS = sum(EPOCHS.values())
+STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
+
+
+def starts(output: str) -> list[tuple[int, Progress]]:
+    """Where each group of workers began, and how many they were."""
+    found = re.findall(r"training with (\d+) workers? from (?:the start|epoch (\d+), step (\d+))", output)
+    return [(int(world), Progress(int(epoch or 1) - 1, int(step or 0))) for world, epoch, step in found]
+
+
+def require_whole(data: TinyData, name: str = "tiny") -> None:
+    """Every epoch is there once, and saw every row once: the ledger refuses to count one twice."""
+    summary = data.summary(name)
+    assert summary["coverage"] == [1.0] * NUM_EPOCHS
+    assert (data.epochs_of_rows(name) == NUM_EPOCHS - 1).all()
+    assert data.record(name)["status"] == "finished"
+    assert data.left_in_scratch() == []
+
+
+# --- many blows to one run -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A worker killed in each stage, the driver killed between, and three workers where two had been."""
+    data = TinyData.make(tmp_path_factory.mktemp("battered"))
+    with data.start() as first:
+        first.wait_for("backbone +epoch 1/")
+        first.kill_worker()
+        first.wait_for("pencil +epoch 3/")
+        first.kill_worker()
+        first.wait_for("training with", times=3)
+        first.kill()
+    tracked = data.record()["tracking"]["track"]
+    with data.start("workers.count=3") as second:
+        second.wait_for("finetune +epoch 5/")
+        second.kill_worker()
+        code = second.wait()
+    return {"data": data, "first": first.output, "second": second.output, "code": code, "track": tracked}
+
+
+def test_a_run_completes_though_a_worker_is_killed_in_every_stage(battered: dict[str, Any]) -> None:
+    assert battered["code"] == 0, battered["second"]
+    resumed = [*starts(battered["first"])[1:], *starts(battered["second"])[1:]]
+    assert [STAGES[progress.epoch] for _, progress in resumed] == ["backbone", "pencil", "finetune"]
+
+
+def test_every_epoch_saw_every_row_once_in_spite_of_all_kills(battered: dict[str, Any]) -> None:
+    require_whole(battered["data"])
+
+
+def test_the_same_command_goes_on_with_another_number_of_workers(battered: dict[str, Any]) -> None:
+    assert "run tiny goes on where it stopped, on catalogue version 1" in battered["second"]
+    (before, _), *_ = starts(battered["first"])
+    (after, progress), *_ = starts(battered["second"])
+    assert (before, after) == (2, 3)
+    assert STAGES[progress.epoch] == "pencil"
+
+
+def test_a_run_that_went_on_is_still_the_same_run_in_mlflow(battered: dict[str, Any]) -> None:
+    data = battered["data"]
+    assert data.record()["tracking"]["track"] == battered["track"]
+    client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == [
+        "tiny",
+        "tiny-backbone",
+        "tiny-finetune",
+        "tiny-pencil",
+    ]
+    (parent,) = (run.info.run_id for run in runs if run.info.run_name == "tiny")
+    told = client.get_metric_history(parent, "epoch/rows_visited")
+    assert [(value.step, value.value) for value in told] == [(e, data.num_samples) for e in range(NUM_EPOCHS)]
+    assert client.get_run(parent).info.status == "FINISHED"
+
+
+def test_a_finished_name_and_other_settings_are_refused_in_one_line(
+    battered: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(battered["data"].folder / "config.yaml")
+    assert train.main([config]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run tiny is finished (")
+    assert line.endswith("choose another run.name")
+
+
+# --- bit for bit ---------------------------------------------------------------------------------------
+
+ALONE = ("workers.count=1", "run.deterministic=true")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
+    """A run that nobody touched."""
+    data = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
+    with data.start(*ALONE) as command:
+        assert command.wait() == 0, command.output
+    return data
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same run, its worker killed in the middle of an epoch; then asked to stop, and gone on with."""
+    data = TinyData.make(tmp_path_factory.mktemp("stopped"))
+    with data.start(*ALONE) as first:
+        first.wait_for("backbone +epoch 1/")
+        first.kill_worker()
+        first.wait_for("pencil +epoch 3/")
+        first.process.send_signal(signal.SIGTERM)
+        code = first.wait()
+    found = {"data": data, "first": first.output, "code": code, "status": data.record()["status"]}
+    changed = train.main([str(data.folder / "config.yaml"), *ALONE, "run.seed=2"])
+    with data.start(*ALONE) as second:
+        last = second.wait()
+    return {**found, "second": second.output, "last": last, "changed": changed}
+
+
+def test_a_command_asked_to_stop_saves_and_names_the_command_that_goes_on(stopped: dict[str, Any]) -> None:
+    assert stopped["code"] == 143, stopped["first"]
+    assert stopped["status"] == "stopped"
+    typed = " ".join([str(stopped["data"].folder / "config.yaml"), *ALONE])
+    assert f"stopped and saved; to go on: python -m pencil_scale.train {typed}\n" in stopped["first"]
+
+
+def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
+    assert stopped["last"] == 0, stopped["second"]
+    require_whole(stopped["data"])
+    epochs = re.findall(r"^\w+ +epoch (\d)/6", stopped["first"] + stopped["second"], re.MULTILINE)
+    assert sorted(set(epochs)) == list("123456")
+
+
+def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped: dict[str, Any]) -> None:
+    assert stopped["changed"] == 2
+
+
+def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_disturbed(
+    undisturbed: TinyData, stopped: dict[str, Any], tmp_path: Path
+) -> None:
+    (_, after_kill), *_ = starts(stopped["first"])[1:]
+    assert after_kill.step > 0  # else this would prove nothing about the middle of an epoch
+    there, here = undisturbed, stopped["data"]
+    one, other = (
+        torch.load(data.storage / "models" / "tiny.pt", weights_only=True) for data in (there, here)
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    rows = range(there.num_samples)
+    tables = [LabelTable.restore(data.labels(), tmp_path / data.folder.name) for data in (there, here)]
+    labels, others = (table.read(rows) for table in tables)
+    assert np.array_equal(labels, others)
+    assert (np.abs(labels).max(axis=1) > 0).all()
+
+
+# --- a node dies ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Any]:
+    """A head without room for workers, and two nodes with room for one each and a spare."""
+    from ray.cluster_utils import Cluster
+
+    nodes = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    started = Cluster(initialize_head=True, head_node_args={**nodes, "num_cpus": 1})
+    yield started, [started.add_node(**nodes) for _ in range(2)]
+    started.shutdown()
+
+
+def test_a_run_outlives_a_node(cluster: Any, tmp_path: Path) -> None:
+    nodes, (_, doomed) = cluster
+    data = TinyData.make(tmp_path)
+    # A worker takes all of a small node but one processor, so no two of them share one.
+    options = ["workers.cpus=1.5", "workers.timeout_s=30"]
+    with data.start(*options, env={"RAY_ADDRESS": nodes.address}) as command:
+        command.wait_for("pencil +epoch 3/")
+        nodes.remove_node(doomed, allow_graceful=False)
+        nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        assert command.wait() == 0, command.output
+    assert len(starts(command.output)) == 2
+    require_whole(data)

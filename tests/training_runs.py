@@ -1,0 +1,200 @@
+"""Tiny runs for tests: shards made on the spot, trained by the real command in a process of its own.
+
+data = TinyData.make(tmp_path)                     # shards, catalogue, config
+with data.start("workers.count=2") as command:     # python -m pencil_scale.train CONFIG ...
+    command.wait_for("pencil    epoch 3/6")        # a line it prints
+    command.kill_worker()                          # SIGKILL, one of its own training processes
+    assert command.wait() == 0
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from tar_making import python_tar
+
+from pencil_scale.config import load_config
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.snapshot import get_ledger
+from pipelines import index_shards
+
+ROOT = Path(__file__).parent.parent
+COLOURS = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [180, 180, 60]])
+EPOCHS = {"backbone": 2, "pencil": 2, "finetune": 2}
+PATIENCE_S = 240
+CONFIG = """
+run: {{name: tiny, storage: {storage}, seed: 1}}
+data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt}}
+images: {{crop: 8, pad: 1}}
+model: {{backbone: small_convnet}}
+optimizer: {{tuned_batch: 32, batch_per_worker: 16}}
+stages:
+  backbone: {{epochs: 2, rate: 0.02}}
+  pencil: {{epochs: 2, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4}}
+  finetune: {{epochs: 2, rate: 0.02, drop_after: [1]}}
+workers: {{count: 2, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch, max_failures: 5}}
+checkpoint: {{every_steps: 3, keep: 2}}
+"""
+
+
+@dataclass(frozen=True)
+class TinyData:
+    """Some hundred small pictures of four colours, a quarter of them under a wrong name."""
+
+    folder: Path
+    num_samples: int
+
+    @classmethod
+    def make(cls, folder: Path, num_samples: int = 480) -> "TinyData":
+        """Write two shards and their catalogue, and a config to train on them."""
+        chance = np.random.default_rng(7)
+        members = [sample(number, chance) for number in range(num_samples)]
+        for shard, start in enumerate((0, num_samples // 2)):
+            some = members[start : start + num_samples // 2]
+            (folder / f"{shard:03d}.tar").write_bytes(python_tar([member for one in some for member in one]))
+        (folder / "classes.txt").write_text("red\ngreen\nblue\nyellow\n")
+        (folder / "scratch").mkdir()
+        (folder / "config.yaml").write_text(CONFIG.format(folder=folder, storage=folder / "lake"))
+        data = cls(folder, num_samples)
+        data._index()
+        return data
+
+    def _index(self) -> None:
+        """Index in memory, which needs no cluster, and put the catalogue where the run looks for it."""
+        memory = f"memory://{uuid.uuid4().hex}"
+        index_shards.run(load_config(self.folder / "config.yaml", [f"run.storage={memory}"]))
+        files, path = fsspec.core.url_to_fs(memory)
+        files.get(f"{path}/catalogue", str(self.folder / "lake" / "catalogue"), recursive=True)
+
+    @property
+    def storage(self) -> Path:
+        return self.folder / "lake"
+
+    def command(self, *overrides: str) -> list[str]:
+        """The command a person would type."""
+        return [sys.executable, "-m", "pencil_scale.train", str(self.folder / "config.yaml"), *overrides]
+
+    @contextmanager
+    def start(self, *overrides: str, env: Mapping[str, str] | None = None) -> Iterator["Command"]:
+        """Start the command; whatever is left of it at the end is killed."""
+        with started(self.command(*overrides), self.folder / f"{uuid.uuid4().hex}.log", env) as command:
+            yield command
+
+    def summary(self, name: str = "tiny") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.storage / "runs" / name / "summary.json").read_text())
+        return found
+
+    def record(self, name: str = "tiny") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.storage / "runs" / name / "run.json").read_text())
+        return found
+
+    def labels(self, name: str = "tiny") -> Manifest:
+        """The label table as it was published."""
+        return Manifest.load(self.storage / "labels" / "published" / f"{name}.json")
+
+    def epochs_of_rows(self, name: str = "tiny") -> npt.NDArray[np.int32]:
+        """The ledger: the run's last epoch in which each row was trained."""
+        manifest = self.labels(name)
+        return np.concatenate([epochs for _, epochs in get_ledger(manifest)]) - manifest.first_epoch
+
+    def left_in_scratch(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "scratch").iterdir())
+
+
+def sample(number: int, chance: np.random.Generator) -> list[tuple[str, bytes]]:
+    """A picture and its class, which is another one in a quarter of all cases."""
+    true = number % len(COLOURS)
+    given = chance.integers(len(COLOURS)) if chance.random() < 0.33 else true
+    pixels = np.clip(COLOURS[true] + chance.normal(0, 25, (8, 8, 3)), 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return [(f"{number:05d}.png", buffer.getvalue()), (f"{number:05d}.cls", b"%d" % given)]
+
+
+class Command:
+    """A command under way: what it prints, and the processes it started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, words: str, times: int = 1) -> None:
+        """Wait until these words were printed so often."""
+        until = time.monotonic() + PATIENCE_S
+        while len(re.findall(words, self.output)) < times:
+            assert self.process.poll() is None, f"ended before it said {words!r}:\n{self.output}"
+            assert time.monotonic() < until, f"never said {words!r}:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {PATIENCE_S} s:\n{self.output}") from None
+
+    def workers(self) -> list[int]:
+        """The training processes, by their process ids."""
+        return [pid for pid, words in descendants(self.process.pid) if "RayTrainWorker" in words]
+
+    def kill_worker(self) -> None:
+        """SIGKILL one training process."""
+        os.kill(self.workers()[-1], signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL the command itself: what it started has to notice by itself."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Command]:
+    """Start a command with its output in a file; kill what is left of it in the end."""
+    # Sockets of Ray must have short paths; and no cluster of somebody else's must be joined.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as short:
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        settled = {**inherited, "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", **(env or {})}
+        with log.open("wb") as out:
+            process = subprocess.Popen(words, cwd=ROOT, env=settled, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield Command(process, log)
+        finally:
+            left = [process.pid, *(pid for pid, _ in descendants(process.pid))]
+            for pid in left if process.poll() is None else []:
+                kill_quietly(pid)
+            process.wait()
+
+
+def kill_quietly(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def descendants(ancestor: int) -> list[tuple[int, str]]:
+    """Every process below one, with its command line."""
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    below, found = {ancestor}, []
+    for pid, parent, words in sorted((int(r[0]), int(r[1]), r[2] if len(r) > 2 else "") for r in rows):
+        if parent in below:
+            below.add(pid)
+            found.append((pid, words))
+    return found
