@@ -1,0 +1,200 @@
+"""Write the repaired labels for other tools: one Parquet file beside each shard, one table over all.
+
+    python -m pipelines.export_labels configs/demo.yaml
+    python -m pipelines.export_labels CONFIG export.labels=night-12 export.corrected_shards=true
+
+Labels that did not change since the last export are not written again; the manifest is written last. Shards
+and labels are never touched. Ids in data.exclude appear nowhere, also if the catalogue does not know it yet.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow.compute as pc
+from rich.console import Console
+from rich.table import Table
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.command import run_job
+from pencil_scale.export import Words
+from pencil_scale.export_files import ExportError, ExportManifest, publish, read_manifest, sweep
+from pencil_scale.export_rows import Model, Source, stretches
+from pencil_scale.indexing.index_rules import make_overlay
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.published import find_published
+from pencil_scale.reading.byte_source import filesystem_of
+from pencil_scale.settings import Config
+from pipelines.export_tasks import (
+    Corrected,
+    Job,
+    Sidecar,
+    Written,
+    corrected_name,
+    write_corrected,
+    write_sidecars,
+    write_stretch,
+)
+from pipelines.progress import Progress
+from pipelines.ray_tasks import each, is_in_memory
+
+SHARDS_A_TASK = 16
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The export as it is published, and what this run wrote of it."""
+
+    folder: str
+    manifest: ExportManifest
+    num_table_written: int
+    num_sidecars_written: int
+    num_shards_written: int
+    num_swept: int
+    predicted_by: dict[str, int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names."""
+    return run_job(run, argv, module="pipelines.export_labels", what=(__doc__ or "").splitlines()[0])
+
+
+def run(config: Config) -> Summary:
+    """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
+    storage = PartStore(config.run.storage).url  # tasks stand in other folders
+    source = _source(config, storage)
+    folder = config.export.folder or f"{storage}/exports/{source.published.name}"
+    folder = PartStore(folder).url
+    before = read_manifest(folder)
+    job = Job(source, folder, frozenset(before.files() if before else ()), config.data.label)
+    here = is_in_memory(storage) or is_in_memory(folder)
+    table = _all("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
+    sidecars = [found for some in _sidecars(job, table, here) for found in some]
+    shards = _corrected(job, sidecars, here) if config.export.corrected_shards else []
+    manifest = _manifest(source, table, sidecars, shards)
+    publish(folder, manifest)
+    swept = sweep(folder, manifest.files())
+    summary = Summary(
+        folder,
+        manifest,
+        sum(found.is_new for found in table),
+        sum(found.is_new for found in sidecars),
+        sum(found.rewritten is not None for found in shards),
+        len(swept),
+        _added([found.predicted_by for found in table]),
+    )
+    print_summary(summary, shards)
+    return summary
+
+
+def _source(config: Config, storage: str) -> Source:
+    catalogue = Catalogue.open(storage)
+    published = find_published(storage, config.export.labels or config.run.name)
+    names = tuple(catalogue.manifest["classes"])
+    if published.manifest.layout.num_classes != len(names):
+        raise ExportError(
+            f"export.labels: {published.url} is over {published.manifest.layout.num_classes} classes, the "
+            f"catalogue over {len(names)}; export labels of this class list, or remap them"
+        )
+    urls = tuple(entry.url for entry in catalogue.shards)
+    words = Words(names, urls, catalogue.version, published.name, min(config.export.top_k, len(names)))
+    excluded = make_overlay(config.data.exclude).excluded
+    return Source(
+        catalogue, published, read_pins(storage), excluded, words, _model(config, storage, published.name)
+    )
+
+
+def _model(config: Config, storage: str, name: str) -> Model | None:
+    if not config.export.predict:
+        return None
+    weights = f"{storage}/models/{name}.pt"
+    filesystem, path = filesystem_of(weights)
+    if not filesystem.exists(path):
+        raise ExportError(
+            f"export.predict: no model {weights} to say what unlabelled samples are; set export.predict=false"
+        )
+    return Model(config.model.backbone, weights, config.images)
+
+
+def _all(what: str, work: Any, pieces: Sequence[tuple[Any, ...]], job: Job, here: bool) -> list[Any]:
+    """Do all pieces of work, and give their results in order."""
+    results: dict[int, Any] = {}
+    with Progress(what, len(pieces)) as progress:
+        for number, result in each(work, pieces, job, here=here):
+            results[number] = result
+            progress.advance()
+    return [results[number] for number in range(len(pieces))]
+
+
+def _sidecars(job: Job, table: Sequence[Written], here: bool) -> list[list[Sidecar]]:
+    files: dict[int, list[str]] = defaultdict(list)
+    for written in table:
+        for shard in written.shards:
+            files[shard].append(written.file)
+    for aliases in job.source.catalogue.small_tables("alias_tables"):
+        for shard in pc.unique(aliases["shard"]).to_pylist():
+            files.setdefault(shard, [])
+    shards = [number for number in sorted(files) if job.source.catalogue.shards[number].state == "indexed"]
+    all_files = [written.file for written in table]
+    pieces = [
+        ({number: files[number] for number in shards[first : first + SHARDS_A_TASK]}, all_files)
+        for first in range(0, len(shards), SHARDS_A_TASK)
+    ]
+    return _all("writing sidecars", write_sidecars, pieces, job, here)
+
+
+def _corrected(job: Job, sidecars: Sequence[Sidecar], here: bool) -> list[Corrected]:
+    """Write the corrected shards that the last export does not have."""
+    named = [(found, corrected_name(job, found.shard, found.file)) for found in sidecars]
+    there = [Corrected(found.shard, file, None) for found, file in named if file in job.known]
+    pieces = [(found.shard, found.file) for found, file in named if file not in job.known]
+    return there + _all("correcting shards", write_corrected, pieces, job, here)
+
+
+def _manifest(
+    source: Source, table: Sequence[Written], sidecars: Sequence[Sidecar], shards: Sequence[Corrected]
+) -> ExportManifest:
+    urls = source.words.shard_urls
+    manifest = ExportManifest(
+        labels=source.published.url,
+        catalogue_version=source.catalogue.version,
+        model_version=source.words.model_version,
+        class_names=source.words.class_names,
+        num_samples=sum(written.num_samples for written in table),
+        num_label_issues=sum(written.num_issues for written in table),
+        table=tuple(written.file for written in table),
+    )
+    beside = {urls[found.shard]: found.file for found in sidecars}
+    return replace(manifest, sidecars=beside, shards={urls[found.shard]: found.file for found in shards})
+
+
+def _added(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = sorted({name for some in counts for name in some})
+    return {name: sum(some.get(name, 0) for some in counts) for name in names}
+
+
+def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
+    """Print the end table."""
+    manifest = summary.manifest
+    table = Table(title=f"export {summary.folder}", show_header=False)
+    table.add_row("samples", f"{manifest.num_samples:,}")
+    table.add_row("label issues", f"{manifest.num_label_issues:,}")
+    for name, num in summary.predicted_by.items():
+        table.add_row(f"  label told by: {name}", f"{num:,}")
+    table.add_row("table", f"{len(manifest.table):,} files, {summary.num_table_written:,} written now")
+    table.add_row("sidecars", f"{len(manifest.sidecars):,}, {summary.num_sidecars_written:,} written now")
+    if shards:
+        done = [found.rewritten for found in shards if found.rewritten]
+        table.add_row("corrected shards", f"{len(shards):,}, {summary.num_shards_written:,} written now")
+        table.add_row("  labels replaced", f"{sum(each.num_replaced for each in done):,}")
+        table.add_row("  samples left out", f"{sum(each.num_left_out for each in done):,}")
+        table.add_row("  damaged stretches", f"{sum(each.num_damaged for each in done):,}")
+    table.add_row("outdated, removed", f"{summary.num_swept:,} files")
+    Console(markup=False, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

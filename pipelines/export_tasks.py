@@ -1,0 +1,159 @@
+"""Export tasks: the pieces of an export that any process can do alone, each written whole or not at all.
+
+written = write_stretch(job, rows)                        # one file of the table over all
+sidecars = write_sidecars(job, {42: [written.file]}, [written.file])
+corrected = write_corrected(job, 42, sidecars[0].file)
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pencil_scale.export import SCHEMA, alias_table, digest, parquet_bytes, without
+from pencil_scale.export_rows import ExportRows, Source
+from pencil_scale.indexing.catalogue_update import hashes_of
+from pencil_scale.indexing.duplicates import contains
+from pencil_scale.indexing.identity import shard_stem
+from pencil_scale.indexing.raw_text import from_stored
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.reading.byte_source import filesystem_of, open_source
+from pencil_scale.reading.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
+from pipelines.shard_making.shard_writing import OutFolder
+
+
+class Job(NamedTuple):
+    """What every task knows."""
+
+    source: Source
+    folder: str
+    known: frozenset[str]  # files of the last manifest: whole, and good again where the digest is the same
+    label: str  # where the config says that labels stand
+
+
+class Written(NamedTuple):
+    """One file of the dataset-wide table."""
+
+    file: str
+    is_new: bool
+    num_samples: int
+    num_issues: int
+    predicted_by: dict[str, int]
+    shards: list[int]
+
+
+class Sidecar(NamedTuple):
+    """The file of one shard."""
+
+    shard: int
+    file: str
+    is_new: bool
+
+
+class Corrected(NamedTuple):
+    """A shard with repaired labels."""
+
+    shard: int
+    file: str
+    rewritten: Rewritten | None  # None: the last export has it
+
+
+# --- the table over all ------------------------------------------------------------------------------
+
+
+def write_stretch(job: Job, rows: range) -> Written:
+    """Write one file of the table, unless the last export has the same labels in it."""
+    table = pa.concat_tables(ExportRows(job.source).tables(rows)).combine_chunks()
+    file = f"table/{rows.start:010d}-{digest(table)}.parquet"
+    if file not in job.known:
+        PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
+    standing = without(table, ("vanished",))
+    numbers = {url: number for number, url in enumerate(job.source.words.shard_urls)}
+    counts = pc.value_counts(table["predicted_by"].fill_null("nobody")).to_pylist()
+    return Written(
+        file,
+        file not in job.known,
+        len(table),
+        pc.sum(table["is_label_issue"]).as_py() or 0,
+        {entry["values"]: entry["counts"] for entry in counts},
+        sorted(numbers[url] for url in pc.unique(standing["shard"]).to_pylist()),
+    )
+
+
+# --- a file beside each shard ------------------------------------------------------------------------
+
+
+def write_sidecars(job: Job, files: dict[int, list[str]], all_files: list[str]) -> list[Sidecar]:
+    """Write the sidecars of some shards, except those whose labels the last export has."""
+    aliases = _aliases_of(job, sorted(files), all_files)
+    written = []
+    for shard, named in files.items():
+        url = job.source.words.shard_urls[shard]
+        own = [_read(job, file, pc.field("shard") == url) for file in named]
+        table = pa.concat_tables([*own, aliases.filter(pc.equal(aliases["shard"], url))])
+        table = without(table, ("vanished",)).sort_by([("key", "ascending"), ("row", "ascending")])
+        if len(table) == 0:
+            continue
+        file = f"sidecars/{digest(table)}/{shard_stem(url)}.labels.parquet"
+        if file not in job.known:
+            PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
+        written.append(Sidecar(shard, file, file not in job.known))
+    return written
+
+
+def _aliases_of(job: Job, shards: list[int], all_files: list[str]) -> pa.Table:
+    """The duplicates that lie in these shards, with the labels of the samples they repeat."""
+    found = [SCHEMA.empty_table()]
+    for aliases in job.source.catalogue.small_tables("alias_tables"):
+        here = pc.is_in(aliases["shard"], pa.array(shards, pa.int32()))
+        aliases = without(aliases.filter(here), ("excluded",))
+        kept = ~contains(job.source.excluded, hashes_of(aliases["sample_key"]))
+        aliases = aliases.filter(pa.array(kept))
+        if len(aliases):
+            rows = pc.unique(aliases["row"])
+            starts = np.array([int(file[6:16]) for file in all_files])  # table/0000000000-...
+            needed = np.unique(np.searchsorted(starts, rows.to_numpy(), side="right") - 1)
+            labels = [_read(job, all_files[place], pc.field("row").isin(rows)) for place in needed]
+            found.append(alias_table(aliases, pa.concat_tables(labels), job.source.words))
+    return pa.concat_tables(found)
+
+
+def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
+    """Read a file of this export, or the wanted rows of it."""
+    filesystem, path = filesystem_of(f"{job.folder}/{file}")
+    return pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).cast(SCHEMA)
+
+
+# --- shards with repaired labels ---------------------------------------------------------------------
+
+
+def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
+    """Write one shard anew with the labels of its sidecar."""
+    entry, file = job.source.catalogue.shards[shard], corrected_name(job, shard, sidecar)
+    job.source.catalogue.verify_shard(shard)
+    where = LabelMember.of(job.label)
+    labels = _new_labels(_read(job, sidecar), where)
+    folder, _, name = file.rpartition("/")
+    with open_source(entry.url) as source, OutFolder(f"{job.folder}/{folder}").new_file(name) as sink:
+        rewritten = rewrite_shard(source, sink, labels, where)
+    return Corrected(shard, file, rewritten)
+
+
+def corrected_name(job: Job, shard: int, sidecar: str) -> str:
+    """Name a corrected shard by its labels and by the bytes it is made of."""
+    entry = job.source.catalogue.shards[shard]
+    words = f"{sidecar} {entry.num_bytes} {entry.tag} {job.label}"
+    return f"shards/{hashlib.sha256(words.encode()).hexdigest()[:16]}/{shard_stem(entry.url)}.tar"
+
+
+def _new_labels(table: pa.Table, where: LabelMember) -> dict[str, NewLabel | None]:
+    """What to put into each sample: the repaired label where it differs, or all where labels are added."""
+    columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
+    labels: dict[str, NewLabel | None] = {}
+    for key, issue, number, name in zip(*(table[column].to_pylist() for column in columns), strict=True):
+        wanted = number is not None and (issue or where.add)
+        labels[from_stored(key)] = NewLabel(number, name) if wanted else None
+    return labels
