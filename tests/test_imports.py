@@ -19,12 +19,12 @@ LAYERS = {
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
-        start_labels published subset_files subset_candidates sample_ranges pins label_moves tar_rewrite
-        export_files run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
+        start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
+        tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation
         prediction export export_rows""",
     "joining": """loop""",
-    "jobs": """local_ray control ranks scratch checks preparation estimate worker driver summary
+    "jobs": """local_ray control ranks scratch run_lock checks preparation estimate worker driver summary
         training train""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
