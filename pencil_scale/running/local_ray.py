@@ -2,6 +2,9 @@
 
 import logging
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 
 import ray
@@ -21,10 +24,15 @@ def ensure_ray() -> None:
         return
     if os.environ.get("RAY_ADDRESS"):
         ray.init(namespace=NAMESPACE, log_to_driver=False)
-        return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
-    quiet = logging.ERROR
-    ray.init("local", namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level=quiet)
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
+        quiet = logging.ERROR
+        ray.init(
+            "local", namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level=quiet
+        )
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler would end with the bare number of the signal, which no shell understands.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def num_processors() -> int:
