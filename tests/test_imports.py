@@ -24,7 +24,7 @@ LAYERS = {
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation
         prediction export export_rows""",
     "joining": """loop""",
-    "jobs": """local_ray control ranks scratch run_lock checks preparation estimate worker driver summary
+    "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker driver summary
         training train""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}

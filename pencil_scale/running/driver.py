@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
-import pyarrow.fs
 import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from pencil_scale.running.checkpoint_store import checkpoint_store, sweep_checkpoints
 from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
 
@@ -58,7 +57,8 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
 def _trainer(job: Job) -> TorchTrainer:
     config = job.config
     fewest, most = config.workers.count
-    filesystem, path = fsspec.core.url_to_fs(f"{config.run.storage.rstrip('/')}/checkpoints")
+    sweep_checkpoints(config.run.storage, config.run.name)
+    filesystem, path = checkpoint_store(config.run.storage)
     scaling: dict[str, Any] = {
         "num_workers": most if fewest == most else (fewest, most),
         "use_gpu": config.workers.gpu,
@@ -72,7 +72,7 @@ def _trainer(job: Job) -> TorchTrainer:
         run_config=ray.train.RunConfig(
             name=config.run.name,
             storage_path=path,
-            storage_filesystem=pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem)),
+            storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(**failures),
         ),
