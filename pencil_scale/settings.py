@@ -201,6 +201,11 @@ class ExportJob(Settings):
     corrected_shards: bool = key("also write shards whose label member is the repaired one", False)
 
 
+class PinJob(Settings):
+    file: str | None = key("decisions to pin: JSON, CSV or Parquet with sample_id and class", None)
+    by: str | None = key("who decided, where the file does not say", None)
+
+
 class Config(Settings):
     """A whole run."""
 
@@ -216,3 +221,4 @@ class Config(Settings):
     cost: Cost = key("what it costs", Cost())
     subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
     export: ExportJob = key("what pipelines.export_labels writes", ExportJob())
+    pin: PinJob = key("what pipelines.pin_labels takes", PinJob())

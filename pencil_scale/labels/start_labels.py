@@ -11,6 +11,7 @@ import pyarrow as pa
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import apply_pins, read_pins
 
 
 def label_store(storage: str) -> str:
@@ -22,9 +23,12 @@ def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str 
     """Make a fresh table over all rows of the catalogue and put it into the label store.
 
     A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
+    What people have pinned starts, and stays, as they decided.
     """
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
-        return fresh_table(catalogue, folder, scale).snapshot(label_store(storage))
+        table = fresh_table(catalogue, folder, scale)
+        apply_pins(table, read_pins(storage))
+        return table.snapshot(label_store(storage))
 
 
 def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0) -> LabelTable:

@@ -22,6 +22,7 @@ FREE = (
     "cost.",
     "subset.",
     "export.",
+    "pin.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",
 )

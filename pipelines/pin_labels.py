@@ -1,0 +1,117 @@
+"""Pin what people decided: those labels never move again, training uses them, exports mark them.
+
+    python -m pipelines.pin_labels configs/demo.yaml pin.file=decisions.json pin.by=ada
+
+Takes the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. All of it
+is pinned or, if an id or a class is not known, nothing. The newest word on a sample wins. A run that is under
+way goes on without; the next one, and every export, begins with the pins.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.command import run_job
+from pencil_scale.indexing.catalogue_update import hashes_of
+from pencil_scale.indexing.duplicates import contains
+from pencil_scale.indexing.label_classes import read_label_classes
+from pencil_scale.indexing.raw_text import from_stored
+from pencil_scale.labels.decision_files import Decision, read_decisions
+from pencil_scale.labels.pins import PINS, PinsError, add_pins, pins_folder, read_pins, rows_and_classes
+from pencil_scale.schema import sample_key
+from pencil_scale.settings import Config
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The pins as they now stand, and what this run changed of them."""
+
+    folder: str
+    num_pins: int
+    num_new: int
+    num_changed: int  # pinned before, to another class
+    num_undecided: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names."""
+    return run_job(run, argv, module="pipelines.pin_labels", what=(__doc__ or "").splitlines()[0])
+
+
+def run(config: Config) -> Summary:
+    """Read the decisions, find their rows, and lay them over what was pinned before."""
+    if config.pin.file is None:
+        raise PinsError("pin.file: which file? set it, as in pin.file=decisions.json")
+    storage = config.run.storage
+    catalogue = Catalogue.open(storage)
+    decisions = read_decisions(config.pin.file, read_label_classes(config.data.classes, config.data.aliases))
+    rows = _find_rows(catalogue, decisions.known, config.pin.file)
+    before = dict(zip(*(column.tolist() for column in rows_and_classes(read_pins(storage))), strict=True))
+    classes = [decision.number for decision in decisions.known]
+    news = [(row, number) for row, number in zip(rows.tolist(), classes, strict=True)]
+    fresh = [place for place, (row, number) in enumerate(news) if before.get(row) != number]
+    pins = _pins(decisions.known, rows, config.pin.by).take(pa.array(fresh, pa.int64()))
+    whole = add_pins(storage, pins) if fresh else read_pins(storage)
+    num_new = sum(row not in before for row, _ in news)
+    summary = Summary(
+        pins_folder(storage), len(whole), num_new, len(fresh) - num_new, decisions.num_undecided
+    )
+    print_summary(summary)
+    return summary
+
+
+def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> npt.NDArray[np.int64]:
+    """Find every sample's row by the hash of its id, in one pass over the catalogue."""
+    # An id may be written as it is, or as our own tables spell it.
+    spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
+    owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
+    keys = np.unique(np.array(list(owners), dtype="S16"))
+    rows = np.full(len(decisions), -1, np.int64)
+    for table in catalogue.batches(["row", "sample_key"]):
+        hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
+        found = table.take(pa.array(hits)).to_pydict()
+        for row, key in zip(found["row"], found["sample_key"], strict=True):
+            rows[owners[key]] = row
+    unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]
+    if unknown:
+        raise PinsError(
+            f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "
+            f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: take them out, or index again"
+        )
+    return rows
+
+
+def _pins(decisions: Sequence[Decision], rows: npt.NDArray[np.int64], by: str | None) -> pa.Table:
+    columns = {
+        "row": rows.tolist(),
+        "sample_id": [decision.sample_id for decision in decisions],
+        "class": [decision.number for decision in decisions],
+        "by": [decision.by or by for decision in decisions],
+        "at": [datetime.now(UTC).isoformat(timespec="seconds")] * len(decisions),
+        "note": [decision.note for decision in decisions],
+    }
+    return pa.table(columns, schema=PINS)
+
+
+def print_summary(summary: Summary) -> None:
+    """Print the end table."""
+    table = Table(title=f"pins {summary.folder}", show_header=False)
+    table.add_row("pinned now", f"{summary.num_new:,}")
+    table.add_row("pinned anew, to another class", f"{summary.num_changed:,}")
+    table.add_row("entries without a class", f"{summary.num_undecided:,}")
+    table.add_row("pins in all", f"{summary.num_pins:,}")
+    Console(markup=False, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
