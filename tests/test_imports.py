@@ -20,12 +20,13 @@ LAYERS = {
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
-        tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker narrator""",
+        tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker
+        narrator""",
     "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation
         prediction export export_rows""",
     "joining": """loop""",
-    "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker driver summary
-        training train""",
+    "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker
+        driver summary training train""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}
@@ -97,6 +98,9 @@ ENTRY_POINTS = {
     "pipelines.make_shards",
     "pipelines.index_shards",
     "pipelines.demo",
+    "pipelines.balance_subset",
+    "pipelines.export_labels",
+    "pipelines.pin_labels",
     "pencil_scale.running.training",
 }
 
