@@ -408,14 +408,14 @@ def test_shards_reach_s3_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tester-secret")
-        OutFolder("s3://lake/x")._filesystem.mkdir("lake")
-        out = OutFolder("s3://lake/shards")
+        OutFolder("s3://made-shards/x")._filesystem.mkdir("made-shards")
+        out = OutFolder("s3://made-shards/shards")
         result = write_shard(plan_of(image(1), image(2)), ["cat"], out.url)
         out.write_text("classes.txt", "cat\n")
         assert out.files() == {"s-000000.tar": result.num_bytes, "classes.txt": 4}
         write_shard(plan_of(image(1), image(2)), ["cat"], str(tmp_path))
         assert (
-            out._filesystem.cat_file("lake/shards/s-000000.tar") == (tmp_path / "s-000000.tar").read_bytes()
+            out._filesystem.cat_file("made-shards/shards/s-000000.tar") == (tmp_path / "s-000000.tar").read_bytes()
         )
     finally:
         server.stop()
