@@ -1,0 +1,95 @@
+"""What drawing a balanced subset costs: time and memory over a catalogue of many rows.
+
+    python benchmarks/subset.py                               # 2 million rows
+    python benchmarks/subset.py --rows 100000000              # the large catalogue: 8 GB of disk, a while
+
+260,000 samples of 14 classes alike, with an exclude list, so that the catalogue is counted first and then
+picked from: two passes. The limit is reading the same columns once in one process, doing nothing with them.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from index import NUM_CLASSES, make_catalogue
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.config import load_config
+from pencil_scale.running.local_ray import ensure_ray, num_processors
+from pipelines import balance_subset
+from pipelines.ray_tasks import each
+
+CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
+MOST_MB = 1500
+MOST_TIMES_READING = 3.0
+SAMPLED = 8
+
+
+def main() -> None:
+    """Make a catalogue, draw from it, and fail when a limit is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument(
+        "--folder", help="where the catalogue is made; the system's temporary folder otherwise"
+    )
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="pencil-subset-", dir=options.folder))
+    try:
+        missed = measure(folder, options.rows)
+    finally:
+        shutil.rmtree(folder)
+    if missed:
+        raise SystemExit("limits missed: " + "; ".join(missed))
+
+
+def measure(folder: Path, num_rows: int) -> list[str]:
+    """Draw 260,000 samples, or a fourth of a small catalogue, and print what it took."""
+    make_catalogue(str(folder), num_rows)
+    manifest = folder / "catalogue" / "manifest.json"
+    words = {"classes": [f"class {number}" for number in range(NUM_CLASSES)], "identity": "key"}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | words))
+    (folder / "exclude.txt").write_text("\n".join(map(str, range(0, num_rows, 1000))))
+    total = min(260_000, num_rows // 4)
+    keys = [f"run.storage={folder}", f"subset.total={total}", "subset.shards=never"]
+    config = load_config(CONFIG, [*keys, f"subset.exclude={folder}/exclude.txt"])
+    ensure_ray()
+    start = time.perf_counter()
+    summary = balance_subset.run(config)
+    took_s = time.perf_counter() - start
+    assert summary.words.num_members == total
+    peak_mb = max(found for _, found in each(worker_peak_mb, [()] * 4 * num_processors(), None))
+    own_mb = worker_peak_mb(None)
+    reading_s = seconds_to_read(Catalogue.open(str(folder)))
+    print(f"{num_rows:,} rows, {total:,} drawn on {num_processors()} processors: {took_s / 60:.2f} minutes")
+    print(f"peak memory: {own_mb:,.0f} MB the driver, {peak_mb:,.0f} MB the largest task")
+    print(
+        f"reading the columns once, one process: {reading_s / 60:.2f} minutes; ratio {took_s / reading_s:.2f}"
+    )
+    slow = [f"{took_s / reading_s:.2f} times reading"] if took_s > MOST_TIMES_READING * reading_s + 10 else []
+    large = [f"{max(own_mb, peak_mb):,.0f} MB"] if max(own_mb, peak_mb) > MOST_MB else []
+    return slow + large
+
+
+def worker_peak_mb(_: None) -> float:
+    """The most memory this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+
+
+def seconds_to_read(catalogue: Catalogue) -> float:
+    """Read the columns of some stretches, and scale up to all."""
+    step = 1 << 18
+    firsts = np.unique(np.linspace(0, max(catalogue.num_rows - step, 0), SAMPLED, dtype=np.int64)).tolist()
+    start, num_read = time.perf_counter(), 0
+    for first in firsts:
+        columns = ["row", "status", "noisy_class", "sample_key"]
+        num_read += len(catalogue.read(first, min(first + step, catalogue.num_rows), columns))
+    return (time.perf_counter() - start) * catalogue.num_rows / num_read
+
+
+if __name__ == "__main__":
+    main()
