@@ -20,7 +20,7 @@ from pencil_scale import train
 from pencil_scale.checkpoint import Progress
 from pencil_scale.label_table import LabelTable
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_EPOCHS = sum(EPOCHS.values())
 STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]

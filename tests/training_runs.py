@@ -37,7 +37,7 @@ from pipelines import index_shards
 ROOT = Path(__file__).parent.parent
 COLOURS = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [180, 180, 60]])
 EPOCHS = {"backbone": 2, "pencil": 2, "finetune": 2}
-PATIENCE_S = 240
+PATIENCE_S = 400  # hardly ever needed; a machine may be very busy
 CONFIG = """
 run: {{name: tiny, storage: {storage}, seed: 1}}
 data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt}}
