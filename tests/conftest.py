@@ -1,6 +1,7 @@
-"""What the tests share: one Ray for the whole session, started by the first test that asks for it."""
+"""What the tests share: one Ray for the whole session, an S3 server, and what a missing GPU means."""
 
 import os
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,28 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def s3_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An S3 server over HTTP, without any bucket yet; the environment leads every client there."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    # All servers of a process share their buckets: begin without those of the test before.
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield endpoint
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -399,26 +399,15 @@ def test_shards_reach_a_store_that_is_no_local_folder(tmp_path: Path) -> None:
     assert out.files() == {"s-000000.tar": result.num_bytes}
 
 
-def test_shards_reach_s3_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moto_server = pytest.importorskip("moto.server")
-    server = moto_server.ThreadedMotoServer(port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tester-secret")
-        OutFolder("s3://made-shards/x")._filesystem.mkdir("made-shards")
-        out = OutFolder("s3://made-shards/shards")
-        result = write_shard(plan_of(image(1), image(2)), ["cat"], out.url)
-        out.write_text("classes.txt", "cat\n")
-        assert out.files() == {"s-000000.tar": result.num_bytes, "classes.txt": 4}
-        write_shard(plan_of(image(1), image(2)), ["cat"], str(tmp_path))
-        assert (
-            out._filesystem.cat_file("made-shards/shards/s-000000.tar") == (tmp_path / "s-000000.tar").read_bytes()
-        )
-    finally:
-        server.stop()
+def test_shards_reach_s3_whole(tmp_path: Path, s3_endpoint: str) -> None:
+    OutFolder("s3://lake/x")._filesystem.mkdir("lake")
+    out = OutFolder("s3://lake/shards")
+    result = write_shard(plan_of(image(1), image(2)), ["cat"], out.url)
+    out.write_text("classes.txt", "cat\n")
+    assert out.files() == {"s-000000.tar": result.num_bytes, "classes.txt": 4}
+    write_shard(plan_of(image(1), image(2)), ["cat"], str(tmp_path))
+    there = out._filesystem.cat_file("lake/shards/s-000000.tar")
+    assert there == (tmp_path / "s-000000.tar").read_bytes()
 
 
 @pytest.mark.ray

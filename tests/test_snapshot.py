@@ -1,6 +1,5 @@
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -253,19 +252,9 @@ def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("lake")
-    yield "s3://lake/labels"
-    server.stop()
+def bucket(s3_endpoint: str) -> str:
+    fsspec.filesystem("s3").mkdir("lake")
+    return "s3://lake/labels"
 
 
 @pytest.mark.slow

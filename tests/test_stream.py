@@ -290,21 +290,10 @@ def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def s3(s3_endpoint: str) -> Any:
     import s3fs
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield s3fs.S3FileSystem()
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    return s3fs.S3FileSystem()
 
 
 @pytest.mark.slow
