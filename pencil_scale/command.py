@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from pencil_scale.config import load_config
+from pencil_scale.config import load_config, masked
 from pencil_scale.config_help import help_page
 from pencil_scale.schema import PencilError
 from pencil_scale.versions import check_versions
@@ -37,8 +37,16 @@ def run_job(
     for name, meaning in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
     given = vars(parser.parse_intermixed_args(argv))
-    config, overrides = given.pop("config"), given.pop("overrides")
-    return exit_code(lambda: run(load_config(config, overrides), **given))
+    path, overrides = given.pop("config"), given.pop("overrides")
+
+    def work() -> None:
+        config = load_config(path, overrides)
+        try:
+            run(config, **given)
+        except PencilError as error:
+            raise PencilError(masked(str(error), config)) from error
+
+    return exit_code(work)
 
 
 def exit_code(work: Callable[[], object]) -> int:

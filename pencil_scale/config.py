@@ -26,6 +26,7 @@ from pencil_scale.shapes import without_passwords
 KeyPath = tuple[str | int, ...]
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 DEEPEST = 20
+MOST_VALUES = 10_000
 
 
 class ConfigError(PencilError):
@@ -57,6 +58,20 @@ def describe(config: Settings) -> dict[str, str]:
         else:
             shown[field.alias or name] = str(value)
     return shown
+
+
+def masked(text: str, config: Settings) -> str:
+    """Put variables back where a text shows what they stood for."""
+    for name, value in config:
+        if isinstance(value, Settings):
+            text = masked(text, value)
+        elif name in config._written:
+            written = config._written[name]
+            found = value if isinstance(value, tuple) else (value,)
+            secrets = [part for part in found if isinstance(part, str) and part not in written]
+            for secret in secrets:
+                text = text.replace(secret, written if len(found) == 1 else "${...}")
+    return text
 
 
 def known_keys(section: type[Settings] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -97,7 +112,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise ConfigError(f"{path}: cannot be read as a config file: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; save the config as UTF-8") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(_broken_yaml(path, error)) from None
     places: dict[KeyPath, str] = {}
     tree = _plain(loader, root, (), str(path), places) if root is not None else {}
@@ -110,14 +125,18 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
 def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dict[KeyPath, str]) -> Any:
     """Turn a YAML node into dicts, lists and scalars, and note the line of every key."""
     places[at] = place = f"{file}:{node.start_mark.line + 1}"
-    if len(at) > DEEPEST:
-        raise ConfigError(f"{place}: nested more than {DEEPEST} deep; no config needs that")
+    if len(at) > DEEPEST or len(places) > MOST_VALUES:
+        raise ConfigError(
+            f"{place}: nested more than {DEEPEST} deep or over {MOST_VALUES:,} values; unfold it"
+        )
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, item, (*at, n), file, places) for n, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:
+        except ValueError:
+            return node.value  # a number longer than any key wants: for the key to refuse
+        except yaml.YAMLError as error:
             raise ConfigError(_broken_yaml(file, error)) from None
     section: dict[str, Any] = {}
     for name, value in node.value:
@@ -132,16 +151,21 @@ def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dic
 
 
 def _scalar(text: str) -> Any:
+    """Read one plain word as YAML does; a number longer than any key wants stays a word."""
     loader = _Loader("")
     tag = yaml.SafeLoader.resolve(loader, yaml.ScalarNode, text, (True, False))
-    return loader.construct_object(yaml.ScalarNode(tag, text))
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError:
+        return text
 
 
 def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
     """Set one `a.b.c=value`; lists, sections and quotes are read as YAML, the rest as a scalar."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"override '{override}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
+        shown = without_passwords(override)
+        raise ConfigError(f"override '{shown}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
     *parents, last = dotted.split(".")
     place = f"override '{dotted}'"
     section: Any = tree
@@ -155,7 +179,7 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
             raise ConfigError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
     try:
         value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(_broken_yaml(place, error)) from None
     path = (*parents, last)
     places[path] = place
@@ -174,8 +198,13 @@ def _fill_in(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]
             return {name: filled(inner, (*at, name)) for name, inner in value.items()}
         if isinstance(value, list):
             return [filled(inner, (*at, n)) for n, inner in enumerate(value)]
-        if not isinstance(value, str) or not VARIABLE.search(value):
+        if not isinstance(value, str) or "${" not in value:
             return value
+        if "${" in VARIABLE.sub("", value):
+            where = _place(at, places)
+            raise ConfigError(
+                f"{where}: {_dotted(at)}: found {_shown(value)}; a variable is written ${{NAME}}"
+            )
         found.append(at)
         for name in VARIABLE.findall(value):
             if name not in os.environ:
@@ -224,16 +253,19 @@ def _problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
     """Say one of pydantic's findings in our words: where, what was found, what was expected."""
     at: KeyPath = tuple(part for part in details["loc"] if not str(part).startswith("function-"))
     where, dotted = _place(at, places), _dotted(at)
-    if details["type"] == "missing":
+    if details["type"] == "missing" and dotted in dict(known_keys()):
         return f"{where}: '{dotted}' is missing: {dict(known_keys())[dotted].description}"
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
+    if details["type"] == "missing":  # the third of three numbers, say: the list is what is wrong
+        at, dotted = at[:-1], _dotted(at[:-1])
     found: Any = tree
     for name in at:
         found = found[name]
     if details["type"] == "model_type":
         return f"{where}: {dotted}: found {_shown(found)}; a section with keys of its own was expected"
     expected = re.sub(r"^Value error, ", "", details["msg"])
+    expected = re.sub(r"^Field required$", "more values were expected", expected)
     expected = re.sub(r"^Input should be (.*)$", r"\1 was expected", expected)
     expected = re.sub(r"^Input should (.*)$", r"it should \1", expected)
     return f"{where}: {dotted}: found {_shown(found)}; {expected}" if dotted else f"{where}: {expected}"

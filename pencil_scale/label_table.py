@@ -44,6 +44,8 @@ from pencil_scale.labels.working_copy import (
     scaled_one_hot,
 )
 
+LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
+
 
 class LabelTable:
     """The learned labels of some or all parts of a table, on local disk."""
@@ -116,7 +118,10 @@ class LabelTable:
         parts: Iterable[int] | None = None,
         num_classes: int | None = None,
     ) -> "LabelTable":
-        """Make a writable working copy of a snapshot, or of some of its parts, checking every hash."""
+        """Make a writable working copy of a snapshot, or of some of its parts, checking every hash.
+
+        A working copy already in the folder is replaced: a dead attempt's is never trusted.
+        """
         _require_classes(f"manifest over {manifest.store}", manifest.layout, num_classes)
         if parts is None:
             manifest.require_whole()
@@ -180,9 +185,9 @@ class LabelTable:
     def pin(self, rows: npt.ArrayLike, classes: npt.ArrayLike) -> None:
         """Set these rows' class for good: scale * one-hot, and no write moves them again."""
         rows, parts = self._checks.to_write(rows)
-        pinned = checked_classes(classes, self.layout.num_classes, lowest=0)
-        if len(pinned) != len(rows):
-            raise RowsRefusedError(f"{self.folder}: {len(pinned)} classes to pin {len(rows)} rows to")
+        if np.size(classes) != len(rows):
+            raise RowsRefusedError(f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows to")
+        pinned = checked_classes(classes, self.layout.num_classes, lowest=0, rows=rows)
         with self._lock:
             self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
             self._pinned.set(self._pinned.find(rows, parts), 1)
@@ -238,6 +243,8 @@ class LabelTable:
 
     def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
         """Where the ledger keeps these rows, none of which bears this epoch or a later one."""
+        if not 0 <= epoch <= LAST_EPOCH - self.first_epoch:
+            raise RowsRefusedError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
         marks = self._last_epoch.find(rows, parts)
         last_epoch = self._last_epoch.get(marks)
         seen = last_epoch >= self.first_epoch + epoch

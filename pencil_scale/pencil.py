@@ -9,7 +9,7 @@ The compatibility loss L_o holds a label near the class it was given. Its `print
 -log y_d[noisy_class]. The `released` form, that of the authors' code, is -log softmax(y_d)[noisy_class]: its
 pull fades as the label moves away, and only so can labels be corrected (`label_outlook` tells when).
 
-Every loss is one value a sample, float32, through log-softmax: finite for any finite logits.
+Every loss is one value a sample, float32, through log-softmax: finite for logits of +-1e4 and far beyond.
 """
 
 import itertools
@@ -47,6 +47,7 @@ def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
 
 def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "released") -> Tensor:
     """How far the label has left the class it was given.   [B]"""
+    _require_known(form)
     log_y = _full(label_logits).log_softmax(-1)
     if form == "released":
         log_y = log_y.exp().log_softmax(-1)
@@ -97,11 +98,17 @@ def move_labels(
 
 def _compatibility_gradient(y: Tensor, given: Tensor, form: Form) -> Tensor:
     """dL_o / d(label_logits), given y_d and the one-hot of the given class."""
+    _require_known(form)
     if form == "printed":
         return y - given
     # Two softmaxes in a row: dL_o/dy_d = softmax(y_d) - onehot, then back through y_d = softmax(logits).
     upstream = y.softmax(-1) - given
     return y * (upstream - (upstream * y).sum(-1, keepdim=True))
+
+
+def _require_known(form: str) -> None:
+    if form not in ("released", "printed"):
+        raise ValueError(f"form '{form}': 'released' or 'printed' was expected")
 
 
 def _full(logits: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> A
 
 
 Triple = Annotated[tuple[float, float, float], Shape("[red, green, blue]")]
+Positive = Annotated[float, Field(gt=0)]
+PositiveTriple = Annotated[tuple[Positive, Positive, Positive], Shape("[red, green, blue], each above 0")]
 
 
 class Run(Settings):
@@ -57,7 +59,9 @@ class Data(Settings):
     subset: str | None = key("train on this subset alone (made by pipelines.balance_subset)", None)
     validation: URLS | None = key("clean shards for evaluation each epoch; shared ids leave training", None)
     test: URLS | None = key("clean shards for the final figure; shared ids leave training", None)
-    truth: str | None = key("table 'id -> class' for some samples: measured, never trained on", None)
+    truth: str | None = key(
+        "true classes of some samples, measured and never trained on: json:FIELD or table:URL#id,class", None
+    )
     exclude: str | None = key("file of ids, one a line, that must vanish from every output", None)
     img2dataset: bool = key("img2dataset wrote the shards: wait for each _stats.json, check its count", False)
     check_images: Literal["header", "decode"] = key("what indexing reads of each image", "header")
@@ -72,7 +76,7 @@ class Images(Settings):
     pad: int = key("pad every side by this much before the random crop", 0, ge=0, unit="pixels")
     flip: bool = key("mirror half of the training images", True)
     mean: Triple = key("subtracted from each channel, on a scale from 0 to 1", (0.485, 0.456, 0.406))
-    std: Triple = key("each channel is divided by it", (0.229, 0.224, 0.225))
+    std: PositiveTriple = key("each channel is divided by it", (0.229, 0.224, 0.225))
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:

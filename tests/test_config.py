@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pencil_scale.config import ConfigError, describe, known_keys, load_config
+from pencil_scale.config import ConfigError, describe, known_keys, load_config, masked
 from pencil_scale.config_help import help_page
 from pencil_scale.curves import Line, Steps
 from pencil_scale.settings import Config
@@ -126,6 +126,13 @@ BROKEN = {
     "a label source nobody knows": (GOOD.replace("classes: classes.txt", "{classes: c, label: clz}").replace("data:\n  shards: shards/train-{000..009}.tar\n  ", "data: "), r"data.label: found 'clz'; cls \| txt"),
     "a variable that is not set": (GOOD.replace("resnet18", '"${NOT_SET_ANYWHERE}"'), r"run.yaml:5: model.backbone: the environment has no variable NOT_SET_ANYWHERE"),
     "a crop larger than the image": (GOOD + "images: {resize: 100, crop: 224}\n", r"run.yaml:15: images: found .*; crop 224 is larger than resize 100"),
+    "too few numbers": (GOOD + "images: {mean: [0, 1]}\n", r"run.yaml:15: images.mean: found \[0, 1\]; more values were expected"),
+    "too many numbers": (GOOD + "images: {mean: [0, 1, 2, 3]}\n", r"images.mean: found \[0, 1, 2, 3\]; "),
+    "a deviation of nothing": (GOOD + "images: {std: [0, 1, 1]}\n", r"images.std.0: found 0; greater than 0"),
+    "a number without end": (GOOD.replace("epochs: 2", "epochs: " + "9" * 5000), r"run.yaml:10: stages.pencil.epochs: found '999.*a valid integer"),
+    "brackets without end": ("[" * 3000, r"run.yaml.*broken YAML"),
+    "a bomb of aliases": ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{c}: &{c} [{', '.join(['*' + p] * 10)}]\n" for p, c in zip("abcde", "bcdef", strict=True)), r"over 10,000 values"),
+    "an unclosed variable": (GOOD.replace("runs/small", '"${HOME"'), r"run.storage: found '\$\{HOME'; a variable is written \$\{NAME\}"),
     "a run name that is a path": (GOOD.replace("small,", "../x,"), r"run.name: found '../x'; a name of letters"),
 }  # fmt: skip
 
@@ -137,9 +144,18 @@ def test_a_broken_file_is_explained_in_lines(case: str, tmp_path: Path) -> None:
         load_config(written(tmp_path, text))
 
 
+def test_an_error_of_the_job_shows_the_variable_too(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_PLACE", "/hush-hush/classes.txt")
+    config = load_config(good, ["data.classes=${SECRET_PLACE}", "data.shards=['${SECRET_PLACE}', b]"])
+    said = masked("data.classes: /hush-hush/classes.txt cannot be read", config)
+    assert said == "data.classes: ${SECRET_PLACE} cannot be read"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("tracking.uri:http://me:hush@host", r"override 'tracking.uri:http://me:\*\*\*@host': KEY=VALUE"),
+        ("stages.pencil.epochs=" + "9" * 5000, r"a valid integer was expected"),
         ("stages.pencil.epochs", r"override 'stages.pencil.epochs': KEY=VALUE was expected"),
         ("=3", r"KEY=VALUE was expected"),
         (

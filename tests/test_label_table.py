@@ -252,3 +252,13 @@ def test_a_growing_table_keeps_its_parts_until_it_would_have_more_than_4096() ->
     layout = Layout(num_rows=1024 * 4096, num_classes=2, part_rows=1024)
     assert grown_layout(layout, 1024 * 4096) == layout
     assert grown_layout(layout, 1024 * 4096 + 1).part_rows == 2048
+
+
+def test_a_refused_pin_names_its_row_and_a_wild_epoch_is_refused(tmp_path: Path) -> None:
+    table = LabelTable.create(tmp_path / "table", [0] * 30, 3)
+    with pytest.raises(RowsRefusedError, match="row 22: class 3 is not one of 3"):
+        table.pin([21, 22], [1, 3])
+    logits = np.zeros((1, 3), np.float32)
+    for epoch in (-1, 2**40):
+        with pytest.raises(RowsRefusedError, match=rf"epoch {epoch}; a run counts its epochs from 0"):
+            table.write([7], logits, epoch)

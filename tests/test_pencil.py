@@ -146,6 +146,14 @@ def test_a_label_that_is_one_hot_to_the_last_bit_can_still_move() -> None:
     assert moved[0, 1] > label_logits[0, 1]
 
 
+def test_a_misspelt_form_is_refused_by_loss_and_step_alike() -> None:
+    class_logits, label_logits, noisy_class = some_logits()
+    with pytest.raises(ValueError, match="form 'relased'"):
+        compatibility_loss(label_logits, noisy_class, "relased")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="form 'relased'"):
+        move_labels(class_logits, label_logits, noisy_class, 1.0, 1.0, "relased")  # type: ignore[arg-type]
+
+
 # --- where a label starts ----------------------------------------------------------------------------
 
 

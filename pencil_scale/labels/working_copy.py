@@ -138,9 +138,13 @@ def key_column(source: KeySource | None, num_rows: int, spool: Path) -> npt.NDAr
 
 
 def checked_classes(
-    classes: npt.ArrayLike, num_classes: int, lowest: int = -1, first_row: int = 0
+    classes: npt.ArrayLike,
+    num_classes: int,
+    lowest: int = -1,
+    first_row: int = 0,
+    rows: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Classes as int32, all in [lowest, num_classes); messages count rows from `first_row`."""
+    """Classes as int32, all in [lowest, num_classes); messages name `rows`, or count from `first_row`."""
     found = np.asarray(classes)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise RowsRefusedError(
@@ -148,8 +152,9 @@ def checked_classes(
         )
     bad = np.flatnonzero((found < lowest) | (found >= num_classes))
     if bad.size:
+        row = first_row + int(bad[0]) if rows is None else int(rows[bad[0]])
         raise RowsRefusedError(
-            f"row {first_row + int(bad[0]):,}: class {found[bad[0]]} is not one of {num_classes} "
+            f"row {row:,}: class {found[bad[0]]} is not one of {num_classes} "
             f"({bad.size:,} such rows); classes are {lowest} to {num_classes - 1}"
         )
     return found.astype(np.int32, copy=False)
