@@ -146,9 +146,11 @@ def test_a_broken_file_is_explained_in_lines(case: str, tmp_path: Path) -> None:
 
 def test_an_error_of_the_job_shows_the_variable_too(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_PLACE", "/hush-hush/classes.txt")
-    config = load_config(good, ["data.classes=${SECRET_PLACE}", "data.shards=['${SECRET_PLACE}', b]"])
+    config = load_config(good, ["data.classes=${SECRET_PLACE}"])
     said = masked("data.classes: /hush-hush/classes.txt cannot be read", config)
     assert said == "data.classes: ${SECRET_PLACE} cannot be read"
+    config = load_config(good, ["data.shards=['${SECRET_PLACE}', b]"])
+    assert masked("/hush-hush/classes.txt beside b", config) == "${...} beside b"
 
 
 @pytest.mark.parametrize(
