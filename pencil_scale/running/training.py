@@ -19,7 +19,7 @@ from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, estimate, run_trial
 from pencil_scale.running.local_ray import ensure_ray
-from pencil_scale.running.run_lock import lock_run
+from pencil_scale.running.run_lock import run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
@@ -38,7 +38,11 @@ def train(config: Config) -> Summary:
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
-    lock_run(config.run.storage, config.run.name)
+    with run_lock(config.run.storage, config.run.name):
+        return _train_locked(config, checked)
+
+
+def _train_locked(config: Config, checked: Checked) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     control = start_control(config.run.storage, config.run.name)
