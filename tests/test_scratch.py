@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale.running.run_lock import lock_run
+from pencil_scale.running.run_lock import run_lock
 from pencil_scale.running.run_record import RunNameError
 from pencil_scale.running.scratch import claim, sweep
 
@@ -49,12 +49,29 @@ def test_a_scratch_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
     assert claim(str(tmp_path / "fast" / "disk"), "labels").is_dir()
 
 
+HOLD_NIGHT = """
+from pencil_scale.running.run_lock import run_lock
+held = run_lock(sys.argv[1], "night")
+held.__enter__()
+"""
+
+
 def test_a_run_has_one_command_at_a_time_and_is_free_once_that_was_killed(tmp_path: Path) -> None:
-    code = "from pencil_scale.running.run_lock import lock_run\nlock_run(sys.argv[1], 'night')"
-    process = hold(code, tmp_path)
-    lock_run(str(tmp_path), "day")
-    with pytest.raises(RunNameError, match="run night is being trained by another command"):
-        lock_run(str(tmp_path), "night")
+    process = hold(HOLD_NIGHT, tmp_path)
+    with run_lock(str(tmp_path), "day"):
+        pass
+    refused = pytest.raises(RunNameError, match="run night is being trained by another command")
+    with refused, run_lock(str(tmp_path), "night"):
+        pass
     process.kill()
     process.wait()
-    lock_run(str(tmp_path), "night")
+    with run_lock(str(tmp_path), "night"):
+        pass
+
+
+def test_a_run_that_was_refused_lets_go_of_its_lock(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), run_lock(str(tmp_path), "night"):
+        raise ValueError("refused")
+    process = hold(HOLD_NIGHT, tmp_path)
+    process.kill()
+    process.wait()
