@@ -22,6 +22,7 @@ def test_preact_resnet32_has_the_size_of_the_papers() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_the_cifar_form_of_resnet34_keeps_small_images_whole() -> None:
     model = build_backbone("cifar_resnet34", 100)
     seen: list[torch.Size] = []
@@ -34,6 +35,7 @@ def test_the_small_convnet_reads_digits() -> None:
     assert build_backbone("small_convnet", 10)(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "squeezenet1_1", "vit_b_16"])
 def test_a_torchvision_classifier_gives_one_row_of_logits_a_sample(name: str) -> None:
     size = 299 if name == "inception_v3" else 224

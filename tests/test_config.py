@@ -234,6 +234,7 @@ def test_the_help_page_tells_every_key(good: Path) -> None:
     assert set(describe(load_config(good))) <= {dotted for dotted, _ in known_keys()}
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_no_override_ends_in_anything_but_a_config_or_its_error(text: str) -> None:
     path = Path(__file__).parent.parent / "configs" / "demo.yaml"

@@ -21,6 +21,7 @@ def num_yellow(png: bytes) -> int:
     return int((np.abs(pixels(png).astype(int) - [253, 231, 37]).max(axis=2) < 8).sum())
 
 
+@pytest.mark.slow
 def test_a_class_that_keeps_all_its_samples_is_a_bright_cell() -> None:
     names = [f"class {number}" for number in range(20)]
     whole, one, none = np.eye(20), np.zeros((20, 20)), np.zeros((20, 20))
@@ -36,6 +37,7 @@ def test_names_may_hold_formulas_and_be_long() -> None:
     assert pixels(transition_picture(np.eye(5), names, title="$epoch_")).shape[2] == 3
 
 
+@pytest.mark.slow
 def test_a_thousand_classes_are_a_picture_of_the_same_size() -> None:
     names = [str(number) for number in range(1000)]
     assert max(pixels(transition_picture(np.eye(1000), names)).shape) <= 1700
@@ -46,6 +48,7 @@ def test_counts_that_do_not_fit_the_names_are_refused() -> None:
         transition_picture(np.eye(2), ["a", "b", "c"])
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn_from_no_point_one_point_or_many() -> None:
     points = [Point(0, 0.64), Point(1, 0.9, 0.88, 0.92), Point(2, 0.95, 0.94, 0.96)]
     sizes = {

@@ -232,6 +232,7 @@ def test_a_truncated_image_leaves_other_threads_strict() -> None:
     assert seen == {False}
 
 
+@pytest.mark.slow
 def test_a_truncated_png_cannot_unpack_more_than_it_declares() -> None:
     flood = zlib.compress(bytes(200 * 2**20), 9)
     header = png_declaring(8, 8)[:33]
@@ -278,6 +279,7 @@ def check_any(data: bytes) -> None:
         assert 0 < header.width * header.height <= MAX_PIXELS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PIL's asides on broken TIFF tags
 @settings(max_examples=400, deadline=None)
 @given(damaged_images())

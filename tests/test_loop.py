@@ -38,6 +38,7 @@ def test_every_row_is_visited_once_an_epoch(tmp_path: Path) -> None:
     assert run.table.read_last_epoch(range(200)).tolist() == [4] * 200  # the ledger's life begins at 1
 
 
+@pytest.mark.slow
 def test_labels_move_in_the_pencil_stage_alone(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     start = run.table.read(range(200))
@@ -55,6 +56,7 @@ def state_of(run: SmallRun) -> list[torch.Tensor]:
     return [*run.model.state_dict().values(), torch.from_numpy(run.table.read(range(200)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [2, 9])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, stop_after: int) -> None:
     whole = short_run(tmp_path / "whole")
@@ -77,6 +79,7 @@ def test_a_wish_to_stop_is_heard_though_epochs_are_shorter_than_the_steps_betwee
     assert run.saved == [Progress(epoch=1, step=0, all_steps=4)]
 
 
+@pytest.mark.slow
 def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path) -> None:
     run = short_run(tmp_path, save_every=2)  # 4 batches of 64 an epoch
     run.run()
@@ -84,6 +87,7 @@ def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path
     assert run.saved[-1] == Progress(epoch=4, step=0, all_steps=16)
 
 
+@pytest.mark.slow
 def test_two_batches_added_up_are_one_batch_twice_as_large(tmp_path: Path) -> None:
     images, classes = blobs(256)
     one_epoch = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
@@ -99,6 +103,7 @@ def test_two_batches_added_up_are_one_batch_twice_as_large(tmp_path: Path) -> No
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     run.unreadable = {7, 13}
@@ -110,6 +115,7 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
     assert labels[2].tolist() != [10.0 * (c == 8) for c in range(10)]
 
 
+@pytest.mark.slow
 def test_the_rate_warms_up(tmp_path: Path) -> None:
     run = short_run(tmp_path, warmup_steps=10)
     rates: list[float] = []

@@ -247,6 +247,7 @@ def test_clothing1m_gives_each_split_its_own_labels(tmp_path: Path) -> None:
     assert {json.loads(sample["json"])["label"] for sample in test.values()} == {"Knitwear"}
 
 
+@pytest.mark.slow
 def test_digits_split_into_two_sets_that_share_no_image() -> None:
     train, test = jobs_of(parse_arguments(["digits", "nowhere", "--noise", "symmetric:0.4"]))
     keys = [
@@ -399,6 +400,7 @@ def test_shards_reach_a_store_that_is_no_local_folder(tmp_path: Path) -> None:
     assert out.files() == {"s-000000.tar": result.num_bytes}
 
 
+@pytest.mark.slow
 def test_shards_reach_s3_whole(tmp_path: Path, s3_endpoint: str) -> None:
     OutFolder("s3://lake/x")._filesystem.mkdir("lake")
     out = OutFolder("s3://lake/shards")

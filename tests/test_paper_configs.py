@@ -16,6 +16,7 @@ def schedule(name: str, num_classes: int, *overrides: str) -> Schedule:
     return Schedule.from_config(config.stages, config.optimizer, num_classes, config.optimizer.tuned_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_classes", "epochs", "pull", "label_rates"),
     [

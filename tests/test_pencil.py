@@ -249,6 +249,7 @@ def test_the_printed_form_can_change_labels_when_its_pull_is_well_under_one() ->
     assert label_outlook(10, pull=0.5, label_rate=0.3125, form="printed").changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_classes", CLASS_COUNTS)
 def test_the_released_form_corrects_below_a_pull_of_two_and_not_above(num_classes: int) -> None:
     for pull in (0.0, 1.0, 1.12, 1.9):
@@ -262,6 +263,7 @@ def test_the_share_a_new_class_ends_with(pull: float, share: float) -> None:
     assert label_outlook(10, pull, 0.5).share == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.16, 0.94])
 @pytest.mark.parametrize("num_classes", [10, 1000])
 def test_a_label_changes_after_about_six_over_the_rate(num_classes: int, rate: float) -> None:
@@ -273,6 +275,7 @@ def test_the_papers_cifar100_settings_change_no_label() -> None:
     assert not label_outlook(100, pull=0.1 * 100, label_rate=10000 / 128 / 100).changes
 
 
+@pytest.mark.slow
 def test_clothing1ms_alpha_repairs_nothing_with_four_hundred_classes() -> None:
     assert not label_outlook(400, pull=0.08 * 400, label_rate=3000 / 32 / 400).changes
 

@@ -52,6 +52,7 @@ catalogues = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(catalogues, st.integers(1, 9), st.sampled_from([1_000, 1 << 16, 1 << 24]))
 def test_every_row_is_read_once_in_shares_that_differ_by_at_most_one(
@@ -160,6 +161,7 @@ def test_a_window_mixes_rows_from_far_apart() -> None:
     assert np.mean(distances) > 6  # stretches of about 80 photos, eight or so to a window
 
 
+@pytest.mark.slow
 def test_a_row_may_land_anywhere_in_its_window() -> None:
     rows = Rows(1_000, 1.0, 10, 0)
     places = np.array([np.flatnonzero(rows.in_order(rows.order(epoch)) == 0)[0] for epoch in range(400)])

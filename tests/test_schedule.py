@@ -33,6 +33,7 @@ def schedule(overrides: str, num_classes: int = 10, batch: int | None = None) ->
     return Schedule.from_config(config.stages, config.optimizer, num_classes, batch)
 
 
+@pytest.mark.slow
 def test_the_stages_lie_end_to_end() -> None:
     names = [schedule(CIFAR).stage_at(epoch).name for epoch in range(320)]
     assert names == ["backbone"] * 70 + ["pencil"] * 130 + ["finetune"] * 120

@@ -270,6 +270,7 @@ def test_batches_are_made_ahead_and_no_further() -> None:
     assert len(made) == 5
 
 
+@pytest.mark.slow
 def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     for number in range(4):

@@ -100,6 +100,7 @@ def test_the_server_we_were_tested_with_is_taken(
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.22.0", "4.0.0", "3.16.9"])
 def test_a_server_outside_the_range_stops_the_job(version: str) -> None:
     server = answering(version)
