@@ -66,6 +66,7 @@ def publish(
     facts |= {"run": name, "model": model, "labels": labels, "warnings": warnings}
     facts |= {"catalogue_version": record.catalogue_version, "estimate": dict(record.estimate)}
     text = json.dumps(facts, indent=2).encode()
+    PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
     PartStore(run_folder(storage, name)).put("summary.json", text)
     PartStore(storage).put("summary.json", text)
     tracker.log_json("summary", facts)
