@@ -210,6 +210,30 @@ class PinJob(Settings):
     by: str | None = key("who decided, where the file does not say", None)
 
 
+class ReportJob(Settings):
+    labels: str | None = key("published labels to look at: name of a run, or URL; null: this run's", None)
+    since: str | None = key(
+        "labels of the night before, to tell what changed since: name of a run, or URL", None
+    )
+    page: str | None = key("the HTML file to write; null: <storage>/reports/NAME.html of those labels", None)
+    listed: int = key("samples in the gallery, the most worth a look", 2000, ge=0, le=100_000, unit="samples")
+    thumbnails: int = key(
+        "how many of them are shown with their picture; 0: none", 2000, ge=0, unit="samples"
+    )
+    thumbnail_px: int = key("longer side of a thumbnail", 112, ge=16, le=512, unit="pixels")
+    audit: int = key(
+        "how many changed and how many unchanged labels are drawn for an audit",
+        200,
+        ge=0,
+        le=5000,
+        unit="samples",
+    )
+    judged: str | None = key(
+        "decisions that an audit came to: print what follows from them, and write no page", None
+    )
+    mlflow: bool = key("keep a copy of the page with the run in MLflow", True)
+
+
 class Config(Settings):
     """A whole run."""
 
@@ -226,3 +250,4 @@ class Config(Settings):
     subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
     export: ExportJob = key("what pipelines.export_labels writes", ExportJob())
     pin: PinJob = key("what pipelines.pin_labels takes", PinJob())
+    report: ReportJob = key("what pipelines.review_report shows", ReportJob())

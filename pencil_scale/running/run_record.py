@@ -23,6 +23,7 @@ FREE = (
     "subset.",
     "export.",
     "pin.",
+    "report.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",
 )
