@@ -14,8 +14,6 @@ or none. A rank that has no more keeps answering the others by itself, so the tr
 them in a collective of its own.
 """
 
-import os
-import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -33,6 +31,7 @@ from torch import Tensor
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.courier import Courier, Request, Write
 from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError
+from pencil_scale.labels.peers import introduce
 from pencil_scale.schema import PencilError
 
 STOP_PATIENCE_S = 5.0
@@ -51,18 +50,6 @@ class Batch:
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Where a rank runs."""
-
-    rank: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
 def owned_parts(num_parts: int, rank: int, world: int) -> range:
@@ -96,7 +83,7 @@ class Owners:
         self._device = torch.device(device)
         self._own_group = world > 1 and group is None
         self._group = _new_group(timeout_s) if self._own_group else group
-        self.peers = _introduce(rank, world, self._group)
+        self.peers = introduce(rank, world, self._group)
         self._courier = Courier(Exchange(table, world, self._group), rank, world)
         self._epoch: int | None = None
         self._step = 0
@@ -233,12 +220,3 @@ def _new_group(timeout_s: float) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)  # it spans all ranks, so this one is in it
     return group
-
-
-def _introduce(rank: int, world: int, group: dist.ProcessGroup | None) -> list[Peer]:
-    me = Peer(rank, socket.gethostname(), os.getpid())
-    if world == 1:
-        return [me]
-    peers: list[Peer] = [me] * world
-    dist.all_gather_object(peers, me, group=group)
-    return peers

@@ -22,7 +22,7 @@ LAYERS = {
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
         tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker
         narrator""",
-    "stations": """window_reader batches ray_blocks stream courier exchange owners step evaluation
+    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step evaluation
         prediction export export_rows""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker

@@ -1,3 +1,4 @@
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.part_files import RowsRefusedError
+from pencil_scale.labels.peers import Peer, gloo_address
 from pencil_scale.owners import Batch, Owners, owned_parts
 
 NUM_ROWS, NUM_CLASSES = 3000, 5
@@ -164,3 +166,14 @@ def test_several_ranks_need_a_process_group(table: LabelTable) -> None:
 def test_every_part_has_one_owner(world: int) -> None:
     owned = [part for rank in range(world) for part in owned_parts(5, rank, world)]
     assert sorted(owned) == [0, 1, 2, 3, 4]
+
+
+def test_the_address_of_a_rank_is_that_of_the_interface_gloo_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
+    assert str(Peer(3, "node-7", gloo_address(), 4711)) == "rank 3 on node-7 at 127.0.0.1 (pid 4711)"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
+    assert gloo_address() == "interface no-such-one"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert ipaddress.ip_address(gloo_address())

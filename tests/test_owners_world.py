@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.owners import Batch, Owners, owned_parts
 from pencil_scale.pencil import move_labels
@@ -41,6 +42,7 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
     manifest = Manifest.load(folder / "start.json")
     parts = owned_parts(manifest.layout.num_parts, rank, world)
     table = LabelTable.restore(manifest, folder / f"rank-{rank}", parts)
+    dist.barrier()  # the owners' time-out runs from here, however long a busy machine took to come so far
     try:
         said = target(Owners(table, rank, world, timeout_s=timeout_s), folder)
         (folder / f"manifest-{rank}.json").write_bytes(table.snapshot(folder / "store").encode())
@@ -271,22 +273,30 @@ def one_dies(owners: Owners, folder: Path) -> None:
     owners.drain()
 
 
+def require_told(said: dict[str, str], epoch: int, steps: range, ranks: int) -> None:
+    """A failed exchange: when it was, and where every rank is to be looked for, in one line."""
+    assert said["kind"] == OwnersError.__name__, said["trace"]
+    when = re.search(r"could not be exchanged in epoch (\d+), step (\d+): \S", said["error"])
+    assert when is not None, said["error"]
+    assert int(when[1]) == epoch
+    assert int(when[2]) in steps
+    where = re.findall(r"rank (\d) on (\S+) at 127\.0\.0\.1 \(pid \d+\)", said["error"])
+    assert where == [(str(rank), os.uname().nodename) for rank in range(ranks)], said["error"]
+    assert "\n" not in said["error"]
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.slow
 def test_a_rank_that_dies_or_hangs_is_told_with_all_that_leads_to_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "signal").write_text(how)
-    started = time.monotonic()
     ranks = start_world(3, tmp_path, one_dies, timeout_s=10.0)
     for rank in (0, 2):
         ranks[rank].join(120)
+        assert ranks[rank].exitcode == 0  # it ended by itself, long before torch's own half hour
         said = json.loads((tmp_path / f"said-{rank}.json").read_text())
-        assert said["kind"] == "OwnersError", said["trace"]
-        assert re.search(r"epoch 4, step [4-7]: .*(\[127\.0\.0\.1\]:\d+|[Tt]imed out)", said["error"]), said[
-            "error"
-        ]
-        assert f"rank 1 on {os.uname().nodename} (pid {(tmp_path / 'pid').read_text()})" in said["error"]
-        assert "\n" not in said["error"]
-    assert time.monotonic() - started < 60
+        # It met rank 1 in six rounds or seven, and is at most two batches behind or one ahead.
+        require_told(said, epoch=4, steps=range(4, 8), ranks=3)
+        assert f"(pid {(tmp_path / 'pid').read_text()})" in said["error"]
     ranks[1].kill()
 
 
@@ -299,10 +309,28 @@ def one_is_refused(owners: Owners, folder: Path) -> None:
     owners.drain()
 
 
+def one_is_refused_and_lingers(owners: Owners, folder: Path) -> None:
+    """As above, but the owner lives until the other rank has heard from it why there are no answers."""
+    try:
+        one_is_refused(owners, folder)
+    except RowsRefusedError:
+        wait_until((folder / "said-0.json").exists)
+        raise
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    until = time.monotonic() + 110
+    while not reached() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("target", [one_is_refused, one_is_refused_and_lingers])
 @pytest.mark.slow
-def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path) -> None:
-    said = run_world(2, tmp_path, one_is_refused)
-    assert said[1]["kind"] == "RowsRefusedError"
+def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path, target: Rank) -> None:
+    said = run_world(2, tmp_path, target)
+    assert said[1]["kind"] == RowsRefusedError.__name__
     assert "row 1024: marked with epoch 0 already" in said[1]["error"]
-    assert said[0]["kind"] == OwnersError.__name__
-    assert "rank 1 could not go on" in said[0]["error"] or "closed" in said[0]["error"]
+    # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
+    require_told(said[0], epoch=0, steps=range(1), ranks=2)
+    if target is one_is_refused_and_lingers:
+        assert "rank 1 could not go on; its own log says why" in said[0]["error"]
