@@ -19,12 +19,14 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.decisions import UNLABELLED
 from pencil_scale.export import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
+from pencil_scale.export_files import ExportError
 from pencil_scale.indexing.catalogue_update import hashes_of
 from pencil_scale.indexing.duplicates import Keys, contains
+from pencil_scale.indexing.index_rules import make_overlay
 from pencil_scale.labels.label_moves import NEVER, LabelMoves
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import rows_and_classes
-from pencil_scale.labels.published import Published
+from pencil_scale.labels.pins import read_pins, rows_and_classes
+from pencil_scale.labels.published import Published, find_published
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.labels.working_copy import scaled_one_hot
 from pencil_scale.prediction import Predictor
@@ -65,6 +67,21 @@ class Source:
     excluded: Keys  # also those that the catalogue does not know as excluded yet
     words: Words
     model: Model | None
+
+
+def find_source(storage: str, labels: str, exclude: str | None, top_k: int, model: Model | None) -> Source:
+    """Bring together the newest catalogue, published labels of its classes, and what people decided."""
+    catalogue = Catalogue.open(storage)
+    published = find_published(storage, labels)
+    names = tuple(catalogue.manifest["classes"])
+    if published.manifest.layout.num_classes != len(names):
+        raise ExportError(
+            f"{published.url}: labels over {published.manifest.layout.num_classes} classes, the catalogue "
+            f"is over {len(names)}; choose labels of this class list, or remap them"
+        )
+    urls = tuple(entry.url for entry in catalogue.shards)
+    words = Words(names, urls, catalogue.version, published.name, min(top_k, len(names)))
+    return Source(catalogue, published, read_pins(storage), make_overlay(exclude).excluded, words, model)
 
 
 def stretches(source: Source) -> list[range]:

@@ -17,14 +17,10 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.catalogue import Catalogue
 from pencil_scale.command import run_job
-from pencil_scale.export import Words
 from pencil_scale.export_files import ExportError, ExportManifest, publish, read_manifest, sweep
-from pencil_scale.export_rows import Model, Source, stretches
-from pencil_scale.indexing.index_rules import make_overlay
+from pencil_scale.export_rows import Model, Source, find_source, stretches
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import find_published
 from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.settings import Config
@@ -65,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> Summary:
     """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
-    source = _source(config, storage)
+    named = config.export.labels or config.run.name
+    model = _model(config, storage, find_published(storage, named).name)
+    source = find_source(storage, named, config.data.exclude, config.export.top_k, model)
     folder = config.export.folder or f"{storage}/exports/{source.published.name}"
     folder = PartStore(folder).url
     before = read_manifest(folder)
@@ -88,23 +86,6 @@ def run(config: Config) -> Summary:
     )
     print_summary(summary, shards)
     return summary
-
-
-def _source(config: Config, storage: str) -> Source:
-    catalogue = Catalogue.open(storage)
-    published = find_published(storage, config.export.labels or config.run.name)
-    names = tuple(catalogue.manifest["classes"])
-    if published.manifest.layout.num_classes != len(names):
-        raise ExportError(
-            f"export.labels: {published.url} is over {published.manifest.layout.num_classes} classes, the "
-            f"catalogue over {len(names)}; export labels of this class list, or remap them"
-        )
-    urls = tuple(entry.url for entry in catalogue.shards)
-    words = Words(names, urls, catalogue.version, published.name, min(config.export.top_k, len(names)))
-    excluded = make_overlay(config.data.exclude).excluded
-    return Source(
-        catalogue, published, read_pins(storage), excluded, words, _model(config, storage, published.name)
-    )
 
 
 def _model(config: Config, storage: str, name: str) -> Model | None:
