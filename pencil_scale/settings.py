@@ -156,6 +156,11 @@ class Stages(Settings):
 
 class Workers(Settings):
     count: WorkerCount = key("training processes", (1, 1))
+    in_process: bool = key(
+        "train in the command's own process: for data so small that starting a worker takes longer; a run "
+        "that is interrupted begins again",
+        False,
+    )
     gpu: bool = key("one GPU a worker", False)
     cpus: float = key("CPUs a worker reserves; leave at least one free for reading", 1.0, gt=0, unit="CPUs")
     scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
@@ -163,6 +168,12 @@ class Workers(Settings):
         "how long a worker waits for the others before it gives up", 600, ge=1, unit="seconds"
     )
     max_failures: int = key("how often workers may die and be replaced", 3, ge=0)
+
+    @model_validator(mode="after")
+    def _one_in_process(self) -> Self:
+        if self.in_process and self.count != (1, 1):
+            raise ValueError("in_process: true trains as a single worker; set count: 1")
+        return self
 
 
 class Checkpoint(Settings):

@@ -44,8 +44,8 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
         while fitting.is_alive():
             fitting.join(NEWS_EVERY_S)
             wish.pass_on()
-            for event in ray.get(job.control.take_news.remote()):
-                on_news(event)
+            _pass_news(job, on_news)
+        _pass_news(job, on_news)  # what was said between the last question and the end
     if "error" in ended:
         raise _explained(ended["error"])
     result = ended["result"]
@@ -54,13 +54,19 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
     return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
 
 
+def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None]) -> None:
+    for event in ray.get(job.control.take_news.remote()):
+        on_news(event)
+
+
 def _trainer(job: Job) -> TorchTrainer:
     config = job.config
     fewest, most = config.workers.count
     sweep_checkpoints(config.run.storage, config.run.name)
     filesystem, path = checkpoint_store(config.run.storage)
+    some: Any = most if fewest == most else (fewest, most)
     scaling: dict[str, Any] = {
-        "num_workers": most if fewest == most else (fewest, most),
+        "num_workers": 0 if config.workers.in_process else some,  # 0 is Ray Train's local mode
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }

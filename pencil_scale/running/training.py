@@ -33,21 +33,24 @@ from pencil_scale.telling.tracker import Tracker
 STOPPED = 143  # what a shell reports of a command that SIGTERM ended
 
 
-def train(config: Config) -> Summary:
-    """Train to the end, publish the model and the labels, and say what came of it."""
+def train(config: Config, labels: Manifest | None = None) -> Summary:
+    """Train to the end, publish the model and the labels, and say what came of it.
+
+    `labels` are those a run begins with that goes on from another; without, every row begins as given.
+    """
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
     with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, checked)
+        return _train_locked(config, checked, labels)
 
 
-def _train_locked(config: Config, checked: Checked) -> Summary:
+def _train_locked(config: Config, checked: Checked, labels: Manifest | None) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     control = start_control(config.run.storage, config.run.name)
     if record is None:
-        record = _begin(config, checked)
+        record = _begin(config, checked, labels)
     else:
         print(f"run {record.name} goes on where it stopped, on catalogue version {record.catalogue_version}")
     tracker = Tracker(
@@ -88,11 +91,12 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _begin(config: Config, checked: Checked) -> RunRecord:
+def _begin(config: Config, checked: Checked, labels: Manifest | None) -> RunRecord:
     """Make the labels a new run starts with, then write down what it begins with."""
     print(f"run {config.run.name} begins, on catalogue version {checked.catalogue.version}", flush=True)
     scale = label_scale(config.stages.pencil, len(checked.class_names))
-    labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
+    if labels is None:
+        labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
     labels.save(url)
     record = RunRecord(config.run.name, _settings(config), checked.catalogue.version, url)
@@ -154,4 +158,5 @@ def _say(text: str) -> None:
 
 
 def _this_command() -> str:
-    return f"python -m pencil_scale.train {shlex.join(sys.argv[1:])}"
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {main.name if main else 'pencil_scale.train'} {shlex.join(sys.argv[1:])}"

@@ -96,11 +96,13 @@ class Worker:
             timeout_s=config.workers.timeout_s,
             device=self.device,
         )
-        self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world)
+        local = config.workers.in_process
+        self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world, in_process=local)
         self.preparation = Preparation(config, self.device, self.stream.name_problem)
         self.clean = {name: CleanSet(self._reader(spec)) for name, spec in job.clean.items()}
         self.recipe = Recipe.from_config(config.images)
         self.stop_watch = StopWatch(job.control)
+        self.last_saved: Path | None = None
 
     def _stepper(self, saved: Saved | None) -> Stepper:
         options = self.job.config.optimizer
@@ -200,6 +202,10 @@ class Worker:
             return
         # Not in the folder of the labels: the upload may outlive this worker, and removes it.
         folder = claim(self.job.config.workers.scratch, "checkpoint")
+        if self.job.config.workers.in_process:  # nothing is uploaded: Ray keeps the last one where it lies
+            if self.last_saved is not None:
+                shutil.rmtree(self.last_saved, ignore_errors=True)
+            self.last_saved = folder
         optimizer = self.stepper.optimizer.state_dict()
         write_checkpoint(folder, Saved(self.model.state_dict(), optimizer, progress, manifest, self.record))
         ray.train.report(
