@@ -206,6 +206,13 @@ class Window:
             return self._data, begin
         return self.at(offset, length), 0
 
+    def peek(self, offset: int, length: int) -> bytes:
+        """Give a few bytes from anywhere, and stay where the window is."""
+        begin = offset - self._start
+        if begin >= 0 and begin + length <= len(self._data):
+            return self._data[begin : begin + length]
+        return self._read(offset, length)
+
     def _fill(self, offset: int, length: int) -> bytes:
         end = self._start + len(self._data)
         if offset < self._start or length > 4 * self.source.chunk_bytes:
@@ -224,10 +231,10 @@ class Window:
         return self._data[offset - self._start : offset - self._start + length]
 
     def _read(self, start: int, length: int) -> bytes:
-        length = min(length, self.source.num_bytes - start)
+        length = max(0, min(length, self.source.num_bytes - start))
         with store_errors(f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed"):
             data = self.source.read(start, length) if length > 0 else b""
-        if len(data) != max(length, 0):
+        if len(data) != length:
             raise ShardError(
                 f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
                 "it changed while it was read: run again when nobody writes it"

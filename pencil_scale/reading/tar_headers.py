@@ -30,9 +30,10 @@ GNU_LONG_LINK = ord("K")
 GNU_SPARSE = ord("S")
 DIRECTORY = ord("5")
 
-_POSIX_MAGIC = b"ustar\x00"
-_GNU_MAGIC = b"ustar "
-
+MAGIC = b"ustar"
+MAGIC_AT = 257
+_POSIX_MAGIC = MAGIC + b"\x00"
+_GNU_MAGIC = MAGIC + b" "
 
 _OTHER_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -142,6 +143,27 @@ def is_certain_header(block: bytes) -> bool:
     numbers = (block[100:108], block[108:116], block[116:124], block[136:148])
     known_type = header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
     return known_type and all(parse_number(field) is not None for field in numbers)
+
+
+def resembles_header(block: bytes) -> bool:
+    """Tell whether a block that is no header was one: a name that ends in zeros, then a mode or the magic."""
+    name = block[:100].rstrip(b"\x00")
+    if not 0 < len(name) < 100 or b"\x00" in name:
+        return False
+    mode = block[100:108].strip(b" \x00")
+    return block[MAGIC_AT : MAGIC_AT + 5] == MAGIC or (0 < len(mode) < 8 and parse_number(mode) is not None)
+
+
+def holds_header(data: bytes, begin: int, end: int) -> bool:
+    """Tell whether a certain header stands among a member's data, on the grid of their first byte.
+
+    Looks at one byte in 512: this is asked of every member.
+    """
+    column = data[begin + MAGIC_AT : end : BLOCK]
+    if b"u" not in column:
+        return False
+    starts = [begin + BLOCK * row for row, byte in enumerate(column) if byte == MAGIC[0]]
+    return any(is_certain_header(data[start : start + BLOCK]) for start in starts if start + BLOCK <= end)
 
 
 def parse_pax(data: bytes) -> dict[bytes, bytes] | None:

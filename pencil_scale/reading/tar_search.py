@@ -1,50 +1,143 @@
-"""Tar search: where an archive goes on behind a place that could not be read.
+"""Tar search: where an archive goes on behind a place that could not be read, and what stands before it.
 
-Only a block that is certain to be a header counts: on a boundary of 512 bytes, with magic, checksum, sane
-numbers, and data that fits the file. A header inside a member's data, as of a tar within a tar, cannot be
-told from one of the archive's own once the header of that member is lost.
+Only a certain header counts: magic, checksum, sane numbers, data that fit the file. Bytes may have been lost
+or added, so it is looked for at every byte, not at every 512th alone; off the grid it must lead on, too:
+where its data end stands another header, the end marker, or the end of the file. A header inside a member's
+data, as of a tar within a tar, cannot be told from one of the archive's own once the header of that member is
+lost.
 """
 
 from pencil_scale.reading.byte_source import Window
-from pencil_scale.reading.tar_headers import BLOCK, is_certain_header, parse_header
+from pencil_scale.reading.tar_headers import (
+    BLOCK,
+    MAGIC,
+    MAGIC_AT,
+    WITHOUT_DATA,
+    ZERO_BLOCK,
+    is_certain_header,
+    padded,
+    parse_header,
+    resembles_header,
+)
 
 # Searches begin small, because the next header is mostly near, and grow, because it may be far.
 FIRST_BYTES = 1 << 12
 MOST_BYTES = 1 << 20
 
 
-def next_header(window: Window, position: int) -> int:
-    """Find the next block that is certain to be a header, or the archive's end."""
-    step = FIRST_BYTES
-    while position < window.source.num_bytes:
-        data = window.at(position, step)
-        found = data.find(b"ustar")
-        while found >= 0:
-            begin = found - 257
-            block = data[begin : begin + BLOCK] if begin >= 0 and begin % BLOCK == 0 else b""
-            if _is_certain(block, window.source.num_bytes - position - begin):
-                return position + begin
-            found = data.find(b"ustar", found + 1)
-        position += len(data)
-        step = min(2 * step, MOST_BYTES)
-    return window.source.num_bytes
+class TarSearch:
+    """Looks around in one archive, through the window of whoever walks it."""
 
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._num_bytes = window.source.num_bytes
 
-def end_of_zeros(window: Window, position: int) -> int:
-    """Find the first block that holds another byte than zero, or the archive's end."""
-    step = FIRST_BYTES
-    while position < window.source.num_bytes:
-        data = window.at(position, step)
-        rest = data.lstrip(b"\x00")
-        if rest:
-            return position + (len(data) - len(rest)) // BLOCK * BLOCK
-        position += len(data)
-        step = min(2 * step, MOST_BYTES)
-    return position
+    def after(self, position: int, grid: int) -> int:
+        """Find the next header from `position` on, or the archive's end.
 
+        `grid` is where a header should have stood. On its grid one that does not lead on is taken as well,
+        because the header behind it may be spoiled, unless another inside its data contradicts it.
+        """
+        lone, stop = self._num_bytes, self._num_bytes
+        found = self._next(position, stop)
+        while found is not None:
+            begin, end = found
+            if self._leads_on(end):
+                return begin
+            if lone == self._num_bytes and (begin - grid) % BLOCK == 0:
+                lone, stop = begin, end
+            found = self._next(begin + 1, stop)
+        return lone
 
-def _is_certain(block: bytes, num_left: int) -> bool:
-    if len(block) < BLOCK or not is_certain_header(block):
-        return False
-    header = parse_header(block)
-    return header is not None and BLOCK + header.size <= num_left
+    def inside(self, start: int, stop: int) -> int | None:
+        """Find a header among a member's bytes that leads past their end: bytes before it were lost.
+
+        A tar within a tar ends with zeros before the member that holds it does.
+        """
+        seen: set[int] = set()
+        found = self._next(start, stop)
+        while found is not None:
+            begin, end = found
+            if begin not in seen and self._leads_past(end, stop, seen, zeros=begin > start):
+                return begin
+            found = self._next(begin + 1, stop)
+        return None
+
+    def is_whole(self, offset: int, size: int, following: int) -> bool:
+        """Tell whether a member's data can be trusted although no header stands right behind them.
+
+        Lost bytes draw padding, or the next header, into the data; added ones push the end of the data into
+        the padding. So data whose last byte is not zero, with nothing but zeros behind them, are whole. Where
+        the next header lies on the grid, it is enough that nothing speaks against them.
+        """
+        stop, end = offset + size, offset + padded(size)
+        if following < stop:
+            return False
+        if size == 0 or (following >= end and resembles_header(self._window.peek(end, BLOCK))):
+            return True
+        if self._window.peek(stop, min(end, following) - stop).strip(b"\x00"):
+            return False
+        shifted = (following - end) % BLOCK != 0
+        return not shifted or (end > stop and self._window.peek(stop - 1, 1) != b"\x00")
+
+    def end_of_zeros(self, position: int) -> int:
+        """Find the first block that holds another byte than zero, or the archive's end."""
+        step = FIRST_BYTES
+        while position < self._num_bytes:
+            data = self._window.at(position, step)
+            rest = data.lstrip(b"\x00")
+            if rest:
+                return position + (len(data) - len(rest)) // BLOCK * BLOCK
+            position += len(data)
+            step = min(2 * step, MOST_BYTES)
+        return position
+
+    def _next(self, position: int, stop: int) -> tuple[int, int] | None:
+        """Find the first certain header that begins in [position, stop), and where its data end."""
+        step = FIRST_BYTES
+        while position < stop:
+            # One block more than a step, so that a header that begins at its last byte is whole.
+            data = self._window.at(position, step + BLOCK)
+            magic = data.find(MAGIC, MAGIC_AT)
+            while 0 <= magic < min(step, stop - position) + MAGIC_AT:
+                begin = magic - MAGIC_AT
+                end = self._certain_end(data[begin : begin + BLOCK], position + begin)
+                if end is not None:
+                    return position + begin, end
+                magic = data.find(MAGIC, magic + 1)
+            position += step
+            step = min(2 * step, MOST_BYTES)
+        return None
+
+    def _certain_end(self, block: bytes, position: int) -> int | None:
+        """Say where the data of a certain header end; None if it is none."""
+        if len(block) < BLOCK or not is_certain_header(block):
+            return None
+        header = parse_header(block)
+        if header is None or position + BLOCK + header.size > self._num_bytes:
+            return None
+        end = position + BLOCK
+        # A link gives the size of what it points to, and mostly stores nothing.
+        if header.typeflag in WITHOUT_DATA and self._leads_on(end):
+            return end
+        return end + padded(header.size)
+
+    def _leads_on(self, end: int) -> bool:
+        """Tell whether a header, zeros or the end of the file stand at the end of a member."""
+        if end >= self._num_bytes:
+            return True
+        block = self._window.peek(end, BLOCK)
+        return block == ZERO_BLOCK[: len(block)] or (len(block) == BLOCK and is_certain_header(block))
+
+    def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool) -> bool:
+        """Follow headers from one to the next; zeros count only if they reach the stop as well."""
+        while end < stop:
+            block = self._window.peek(end, BLOCK)
+            if block == ZERO_BLOCK[: len(block)]:
+                return zeros and self.end_of_zeros(end) >= stop
+            following = self._certain_end(block, end)
+            if following is None:
+                return False
+            seen.add(end)
+            end = following
+        return self._leads_on(end)

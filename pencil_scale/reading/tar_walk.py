@@ -1,8 +1,9 @@
 """Tar walk: every byte of an archive told as a member, as filler or as damage.
 
 The pieces come in order and tile the archive from its first byte to its last, so that nothing can get
-lost between them. Damage does not end the walk: it goes on at the next header that is certain (aligned,
-magic, checksum, sane numbers), and everything up to there is one piece of damage.
+lost between them. Damage does not end the walk: it goes on at the next header that is certain
+(`tar_search`), wherever bytes that were lost or added have moved it, and everything up to there is one piece
+of damage. A member whose data cannot be trusted, because nothing stands where they end, goes with it.
 
     for piece in TarWalk(Window(source)).pieces():
         ...                                  # Member | Filler | Damage
@@ -13,8 +14,12 @@ from typing import NamedTuple
 
 from pencil_scale.reading import tar_headers
 from pencil_scale.reading.byte_source import Window
+from pencil_scale.reading.tar_extensions import EXTENDED_TYPES, Extensions
 from pencil_scale.reading.tar_headers import BLOCK, ZERO_BLOCK, Header, padded, parse_header
-from pencil_scale.reading.tar_search import end_of_zeros, next_header
+from pencil_scale.reading.tar_search import TarSearch
+
+# Larger members than this are jumped over where nobody asks for their bytes, and not looked through.
+LOOK_BYTES = 1 << 22
 
 
 class Member(NamedTuple):
@@ -55,11 +60,16 @@ class TarWalk:
 
     def __init__(self, window: Window) -> None:
         self._window = window
+        self._search = TarSearch(window)
         self._num_bytes = window.source.num_bytes
-        self._globals: dict[bytes, bytes] = {}
+        self._extensions = Extensions()
+        self._after_extension = 0
         self._headers_seen = 0
         self._ended = False
-        self._forget()
+        # A member waits until what stands behind it is seen: only then are its data certain to be its own.
+        self._held: Member | None = None
+        self._data_from = 0  # where the data of the latest header begin
+        self._resumed_at = -1
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces in order; the last one says whether the archive ended as it should."""
@@ -67,111 +77,107 @@ class TarWalk:
         while position + BLOCK <= self._num_bytes:
             member = self._plain_member(position)
             if member is not None:
-                yield member
+                if self._held is not None:
+                    yield self._held
+                self._held = member
+                self._data_from = member.offset
                 position = member.end
                 continue
-            block = self._window.at(position, BLOCK)
-            header = parse_header(block)
-            if header is None:
-                found = self._zeros(position) if block == ZERO_BLOCK else self._damaged(position)
-            else:
-                found = self._headed(header, position)
-            for piece in found:
-                yield piece
-                position = piece.end
-            if header is not None and not found:  # an extended header: its member follows
-                position = self._after_extension
+            found, position = self._step(position)
+            yield from found
         yield from self._tail(position)
+
+    def _step(self, position: int) -> tuple[list[Piece], int]:
+        """Take whatever is no plain member; gives the pieces that are now certain, and where to go on."""
+        block = self._window.at(position, BLOCK)
+        header = parse_header(block)
+        if header is None:
+            found = self._zeros(position) if block == ZERO_BLOCK else self._damaged(position)
+            return found, found[-1].end
+        self._headers_seen += 1
+        self._ended = False
+        self._data_from = position + BLOCK
+        before = self._release()
+        if header.typeflag in EXTENDED_TYPES:
+            found = self._extension(header, position)
+            return [*before, *found], found[-1].end if found else self._after_extension
+        piece = self._member(header, position, block)
+        if isinstance(piece, Member):
+            self._held = piece
+            return before, piece.end
+        return [*before, piece], piece.end
+
+    def _start(self, position: int) -> int:
+        """Where the member whose own header is at this position begins, its extended headers included."""
+        return position if self._extensions.start is None else self._extensions.start
+
+    def _release(self) -> list[Piece]:
+        held, self._held = self._held, None
+        return [] if held is None else [held]
 
     def _plain_member(self, position: int) -> Member | None:
         """Read the header nearly all members have; None sends it the long way round."""
         data, begin = self._window.holding(position, BLOCK)
         plain = tar_headers.plain_file(data, begin)
-        if plain is None or self._pending is not None or self._globals:
+        if plain is None or not self._extensions.is_silent or position == self._resumed_at:
             return None
         name, size = plain
         offset = position + BLOCK
         end = offset + ((size + 511) & ~511)
-        if end > self._num_bytes or name[-1:] == b"/":
+        if end > self._num_bytes or name[-1:] == b"/" or self._holds_header(offset, size):
             return None
         self._headers_seen += 1
         self._ended = False
         return Member(position, end, name.decode("utf-8", "surrogateescape"), "file", offset, size)
 
-    def _headed(self, header: Header, position: int) -> list[Piece]:
-        self._headers_seen += 1
-        self._ended = False
-        if chr(header.typeflag) in "gxXLK":
-            return self._extension(header, position)
-        return [self._member(header, position)]
-
-    # -- extended headers ---------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        self._pax: dict[bytes, bytes] = {}
-        self._long_name: bytes | None = None
-        self._pending: int | None = None
-        self._fault: str | None = None
-        self._after_extension = 0
+    def _holds_header(self, offset: int, size: int) -> bool:
+        """Tell whether a header stands among data that are read in any case."""
+        if size <= BLOCK or size > LOOK_BYTES:
+            return False
+        data, begin = self._window.holding(offset, size)
+        return tar_headers.holds_header(data, begin, begin + size)
 
     def _extension(self, header: Header, position: int) -> list[Piece]:
         offset = position + BLOCK
         end = offset + padded(header.size)
         if end > self._num_bytes:
             return self._damaged(position, "cut_in_header", "an extended header runs past the end")
-        if header.size > tar_headers.MAX_EXTENDED_BYTES:
-            self._fault = "oversized_extended_header"
-        else:
-            self._take_extension(header.typeflag, self._window.at(offset, header.size))
-        if header.typeflag == tar_headers.PAX_GLOBAL and self._pending is None and self._fault is None:
-            return [Filler(position, end)]
-        self._pending = position if self._pending is None else self._pending
+        data = self._window.at(offset, min(header.size, tar_headers.MAX_EXTENDED_BYTES))
         self._after_extension = end
-        return []
-
-    def _take_extension(self, typeflag: int, data: bytes) -> None:
-        if typeflag == tar_headers.GNU_LONG_NAME:
-            self._long_name = tar_headers.long_name(data)
-        elif typeflag != tar_headers.GNU_LONG_LINK:
-            records = tar_headers.parse_pax(data)
-            size = b"0" if records is None else records.get(b"size", b"0")
-            if records is None or not size.isdigit() or len(size) > 20:
-                self._fault = "bad_pax_header"
-            else:
-                # Times and owners are of no use here, and a hostile archive may have millions.
-                kept = {name: value for name, value in records.items() if tar_headers.is_wanted(name)}
-                (self._globals if typeflag == tar_headers.PAX_GLOBAL else self._pax).update(kept)
+        return [] if self._extensions.take(header, position, data) else [Filler(position, end)]
 
     # -- members ------------------------------------------------------------------------------------
 
-    def _member(self, header: Header, position: int) -> Piece:
-        start = position if self._pending is None else self._pending
-        records = {**self._globals, **self._pax} if self._pax or self._globals else self._pax
-        name = header.name if self._long_name is None else self._long_name
-        size, sparse = header.size, header.typeflag == tar_headers.GNU_SPARSE
-        if records:
-            name = records.get(b"GNU.sparse.name") or records.get(b"path", name)
-            size = min(int(records.get(b"size", size)), tar_headers.MAX_SIZE)
-            sparse = sparse or any(record.startswith(b"GNU.sparse.") for record in records)
+    def _member(self, header: Header, position: int, block: bytes) -> Piece:
+        start = self._start(position)
+        name, size, sparse = self._extensions.overrule(header)
         offset = position + BLOCK
         if header.typeflag == tar_headers.GNU_SPARSE:
             offset = self._after_sparse_map(position)
         elif header.typeflag in tar_headers.WITHOUT_DATA and size and not self._has_data(offset, size):
             size = 0
-        fault = self._fault
-        if self._pending is not None or fault:
-            self._forget()
+        fault = self._extensions.fault
+        if self._extensions.start is not None:
+            self._extensions.clear()
+        elif position == self._resumed_at and (block[99] or b"?" in block[:99]):
+            fault = "lost_extended_header"  # this is how writers shorten a name that they give in full before
         text = tar_headers.name_text(name)
         end = min(offset + padded(size), self._num_bytes)
         if offset + size > self._num_bytes:
             return self._cut(start, position, text, offset, size)
         if fault:
-            return Damage(start, end, fault, "the name of the member behind it is not certain")
+            return Damage(start, end, fault, f"a member of {size:,} bytes whose name is not certain")
+        if self._holds_header(offset, size):
+            early = self._search.inside(offset, end)
+            if early is not None:
+                self._resumed_at = early
+                return self._torn(Member(start, end, text, "file", offset, size), early)
         return Member(start, end, text, tar_headers.member_kind(header, name, sparse), offset, size)
 
     def _cut(self, start: int, position: int, name: str, offset: int, size: int) -> Damage:
         detail = f"a member of {size:,} bytes, of which {max(0, self._num_bytes - offset):,} are there"
-        end = next_header(self._window, position + BLOCK)
+        end = self._search.after(position + BLOCK, position)
+        self._resume(end)
         return Damage(start, end, "cut_in_data", detail, name, offset, size)
 
     def _after_sparse_map(self, position: int) -> int:
@@ -198,59 +204,95 @@ class TarWalk:
 
     def _zeros(self, position: int) -> list[Piece]:
         """Tell an end marker from a zeroed header: two zero blocks with nothing certain behind them."""
-        stop = end_of_zeros(self._window, position)
+        stop = self._search.end_of_zeros(position)
         if stop - position < 2 * BLOCK and stop < self._num_bytes:
             return self._damaged(position, "zeroed_header", "512 zero bytes where a header belongs")
+        if self._search.inside(self._data_from, position) is not None:
+            return self._damaged(position)
         pieces: list[Piece] = []
-        if self._pending is not None:
+        if self._extensions.start is not None:
             detail = "an extended header without its member"
-            pieces.append(Damage(self._pending, position, "stray_extended_header", detail))
-            self._forget()
+            pieces.append(Damage(self._start(position), position, "stray_extended_header", detail))
+            self._extensions.clear()
         if stop - position < 2 * BLOCK:
-            self._ended = True  # the missing marker is told here
             detail = "a lone zero block where the end marker has two: cut, or written so"
-            return [*pieces, Damage(position, stop, "no_end_marker", detail)]
-        return [*pieces, self._end_or_gap(position, stop)]
+            return [*pieces, *self._told(position, stop, "no_end_marker", detail)]
+        return [*pieces, *self._end_or_gap(position, stop)]
 
-    def _end_or_gap(self, position: int, stop: int) -> Piece:
+    def _end_or_gap(self, position: int, stop: int) -> list[Piece]:
         """Judge two zero blocks and more by what is behind them, and by how many they are."""
-        following = next_header(self._window, stop)
+        following = self._search.after(stop, position)
         if following < self._num_bytes:
             detail = "zero bytes, then more members: archives joined together, or a stretch that was wiped"
-            return Damage(position, following, "zeros_in_archive", detail)
-        self._ended = True
+            return self._told(position, following, "zeros_in_archive", detail)
         if stop < self._num_bytes:
             detail = "zero bytes as at the end, then bytes that hold no header"
-            return Damage(position, self._num_bytes, "trailing_garbage", detail)
-        if tar_headers.is_padding(stop - position, self._num_bytes):
-            return Filler(position, stop)
-        detail = f"{stop - position:,} zero bytes at the end: a file made in full length, then not filled"
-        return Damage(position, stop, "zero_tail", detail)
+            return self._told(position, self._num_bytes, "trailing_garbage", detail)
+        if not tar_headers.is_padding(stop - position, self._num_bytes):
+            detail = f"{stop - position:,} zero bytes at the end: a file made in full length, then not filled"
+            return self._told(position, stop, "zero_tail", detail)
+        if (stop - position) % BLOCK:
+            detail = f"an end of {stop - position:,} zero bytes, which is no whole number of blocks of 512"
+            return self._told(position, stop, "uneven_end", detail)
+        self._ended = True
+        return [*self._release(), Filler(position, stop)]
 
     def _damaged(
         self, position: int, kind: str = "garbled_header", detail: str = "no header where one belongs"
     ) -> list[Piece]:
-        start = position if self._pending is None else self._pending
-        self._forget()
-        end = next_header(self._window, position + BLOCK)
+        """Find where the archive goes on; everything up to there is one piece of damage."""
+        early = self._search.inside(self._data_from, position)
+        end = self._search.after(position + 1, position) if early is None else early
         if self._headers_seen == 0 and end == self._num_bytes:
             kind, detail = "not_a_tar", tar_headers.what_else(self._window.at(0, BLOCK))
-            self._ended = True  # no use in missing an end marker, too
-        return [Damage(start, end, kind, detail)]
+        elif early is not None or ((end - position) % BLOCK and end < self._num_bytes):
+            kind, detail = "shifted_bytes", f"the next header is at byte {end:,}, {_off_by(end - position)}"
+        start = self._start(position)
+        self._extensions.clear()
+        return self._told(start, end, kind, detail)
+
+    def _told(self, start: int, end: int, kind: str, detail: str) -> list[Piece]:
+        """Give a piece of damage, behind the member before it or, if that is not whole, together with it."""
+        self._resume(end)
+        held, self._held = self._held, None
+        if held is None:
+            return [Damage(start, end, kind, detail)]
+        if not self._search.is_whole(held.offset, held.size, end):
+            return [self._torn(held, end)]
+        held = held._replace(end=min(held.end, end))
+        return [held, Damage(held.end, end, kind, detail)]
+
+    def _torn(self, member: Member, end: int) -> Damage:
+        due = f"a member of {member.size:,} bytes should end at byte {member.end:,}"
+        detail = (
+            f"{due}, but the next header is {_off_by(end - member.end)}: bytes were lost or added before it"
+        )
+        if end == self._num_bytes:
+            detail = f"{due}, but its data do not end there, and no header follows"
+        return Damage(member.start, end, "shifted_bytes", detail, member.name, member.offset, member.size)
+
+    def _resume(self, end: int) -> None:
+        """Go on at a header that was found by searching, or know that nothing follows."""
+        self._resumed_at = end
+        self._ended = end == self._num_bytes
 
     def _tail(self, position: int) -> Iterator[Piece]:
         """Account for what is left: less than a block, a missing end marker, or nothing."""
+        start = self._start(position)
         if self._num_bytes == 0:
             yield Damage(0, 0, "empty_file", "the file has no bytes")
-            return
-        start = position if self._pending is None else self._pending
-        if start < self._num_bytes:
-            rest = self._window.at(position, BLOCK)
-            if self._ended and not rest.strip(b"\x00"):
-                yield Filler(start, self._num_bytes)
-                return
+        elif start < self._num_bytes:
+            detail = f"the file ends inside a header, {self._num_bytes - position:,} bytes into its 512"
             kind = "cut_in_header" if self._headers_seen else "not_a_tar"
-            yield Damage(start, self._num_bytes, kind, "the file ends inside a header")
-        elif not self._ended:
-            detail = "cut at a member boundary, or written without the two zero blocks"
-            yield Damage(self._num_bytes, self._num_bytes, "no_end_marker", detail)
+            if start == position and not self._window.at(position, BLOCK).strip(b"\x00"):
+                kind, detail = "no_end_marker", "the file ends inside the two zero blocks of its end marker"
+            yield from self._told(start, self._num_bytes, kind, detail)
+        else:
+            yield from self._release()
+            if not self._ended:
+                detail = "cut at a member boundary, or written without the two zero blocks"
+                yield Damage(self._num_bytes, self._num_bytes, "no_end_marker", detail)
+
+
+def _off_by(distance: int) -> str:
+    return f"{abs(distance):,} bytes {'behind' if distance > 0 else 'before'} its place"
