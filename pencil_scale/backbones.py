@@ -9,11 +9,11 @@ Weights are a plain state dict and are loaded as weights only: nothing in the fi
 import importlib
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import fsspec
 import torch
 from torch import Tensor, nn
-from torchvision import models
 
 from pencil_scale.schema import PencilError
 
@@ -28,7 +28,7 @@ def build_backbone(name: str, num_classes: int, weights: str | None = None) -> n
         model = _from_factory(name, num_classes)
     elif name in OURS:
         model = OURS[name](num_classes)
-    elif name in models.list_models(module=models):
+    elif name in _torchvision().list_models(module=_torchvision()):
         model = _from_torchvision(name, num_classes)
     else:
         raise BackboneError(
@@ -82,7 +82,7 @@ def preact_resnet32(num_classes: int) -> nn.Module:
 
 def cifar_resnet34(num_classes: int) -> nn.Module:
     """ResNet-34 for 32x32 images: a 3x3 stem, and no pooling before the first group."""
-    model: nn.Module = models.resnet34(num_classes=num_classes)
+    model: nn.Module = _torchvision().resnet34(num_classes=num_classes)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -91,8 +91,9 @@ def cifar_resnet34(num_classes: int) -> nn.Module:
 def small_convnet(num_classes: int) -> nn.Module:
     """Three 3x3 convolutions (32, 64, 64) with norms: enough for 8x8 digits, in seconds on a CPU."""
     layers: list[nn.Module] = []
-    for width_in, width in ((3, 32), (32, 64), (64, 64)):
-        layers += [nn.Conv2d(width_in, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    for width_in, width, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1)):
+        convolution = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
 
 
@@ -106,10 +107,17 @@ OURS: dict[str, Callable[[int], nn.Module]] = {
 # --- everybody else's --------------------------------------------------------------------------------
 
 
+def _torchvision() -> Any:
+    """Loaded when asked for: it costs seconds, and many a process only hears of a network."""
+    from torchvision import models
+
+    return models
+
+
 def _from_torchvision(name: str, num_classes: int) -> nn.Module:
     # These two would return a tuple in training, their side heads' outputs in it.
     aside = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
-    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **aside)
+    model: nn.Module = _torchvision().get_model(name, weights=None, num_classes=num_classes, **aside)
     return model
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from pencil_scale.reading.decoding import UndecodableError, check_size, decode
 from pencil_scale.reading.image_headers import format_of, read_header
@@ -79,6 +78,8 @@ def _on_gpu(images: list[bytes], device: torch.device) -> list[Tensor | None]:
     """Decode with nvJPEG. It refuses a whole list for one bad file, so then they are tried one by one."""
     if not images:
         return []
+    from torchvision.io import ImageReadMode, decode_jpeg  # seconds to load, and only a GPU has use for it
+
     encoded = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in images]
     try:
         return list(decode_jpeg(encoded, mode=ImageReadMode.RGB, device=device))

@@ -20,6 +20,9 @@ def ensure_ray() -> None:
     # The controller asks its workers for news this often; at its default of 2 s a checkpoint takes as long.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    # Actors count as processes, so a small machine has always "too many": Ray would end idle readers after a
+    # second, and every epoch would start new ones.
+    os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "60000")
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
