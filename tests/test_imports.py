@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "words": """schema curves shapes settings config config_help versions command""",
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
-        gpu_decoding augment backbones noise figures""",
+        gpu_decoding augment backbones noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_search tar_walk shard_urls shards
        range_reader         part_files part_store working_copy row_checks manifest snapshot growth remap label_table
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
@@ -21,9 +21,10 @@ LAYERS = {
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
         tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker
-        narrator""",
+        narrator label_traces judged_file page_copy""",
     "stations": """window_reader batches ray_blocks stream courier exchange peers owners step evaluation
-        prediction export export_rows""",
+        prediction export export_rows
+        review_scan thumbnails page_data review_page headline""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker
         driver summary training train""",
@@ -101,6 +102,7 @@ ENTRY_POINTS = {
     "pipelines.balance_subset",
     "pipelines.export_labels",
     "pipelines.pin_labels",
+    "pipelines.review_report",
     "pencil_scale.running.training",
 }
 

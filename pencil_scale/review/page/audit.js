@@ -1,0 +1,97 @@
+// The audit: what random samples, judged with the same keys, say of all labels. The intervals are exact for
+// draws without replacement; pencil_scale/review/audit.py computes the same.
+
+const strata = new Map(DATA.audit.order.map((place, turn) => [place, DATA.audit.stratum[turn]]));
+const inAudit = (place) => decided.has(place) && decided.get(place).audit !== null;
+
+function logGamma(x) {
+  // Lanczos, g = 7: right to about 15 digits for x above 0.5, and here x is 1 or more.
+  const parts = [676.5203681218851, -1259.1392167224028, 771.3234287776531, -176.6150291621406,
+    12.507343278686905, -0.13857109526572012, 9.984369578019572e-6, 1.5056327351493116e-7];
+  const shifted = x - 1;
+  const sum = parts.reduce((total, part, place) => total + part / (shifted + place + 1), 0.9999999999998099);
+  const base = shifted + 7.5;
+  return 0.5 * Math.log(2 * Math.PI) + (shifted + 0.5) * Math.log(base) - base + Math.log(sum);
+}
+
+const logChoose = (n, k) => logGamma(n + 1) - logGamma(k + 1) - logGamma(n - k + 1);
+
+function chanceOfAtLeast(num, judged, having, of) {
+  let chance = 0;
+  for (let k = Math.max(num, judged - (of - having)); k <= Math.min(judged, having); k += 1) {
+    chance += Math.exp(logChoose(having, k) + logChoose(of - having, judged - k) - logChoose(of, judged));
+  }
+  return chance;
+}
+
+function fewest(num, judged, of, tail) {
+  let [low, high] = [num, of - (judged - num)];
+  while (low < high) {
+    const middle = Math.floor((low + high) / 2);
+    if (chanceOfAtLeast(num, judged, middle, of) > tail) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+function interval(num, judged, of, confidence = 0.95) {
+  if (!of || !judged) return [0, 1];
+  const tail = (1 - confidence) / 2;
+  return [fewest(num, judged, of, tail) / of, (of - fewest(judged - num, judged, of, tail)) / of];
+}
+
+function judgedSoFar() {
+  const found = { changed: { right: 0, judged: 0, all: DATA.audit.changed }, unchanged: { right: 0, judged: 0, all: DATA.audit.unchanged } };
+  for (const place of DATA.audit.order) {
+    if (!inAudit(place)) continue;
+    const stratum = found[strata.get(place)];
+    stratum.judged += 1;
+    if (decided.get(place).label === S.predicted_label[place]) stratum.right += 1;
+  }
+  return found;
+}
+
+function estimates() {
+  const { changed, unchanged } = judgedSoFar();
+  const wrong = unchanged.judged - unchanged.right;
+  const parts = [[changed.judged - changed.right, changed], [wrong, unchanged]].filter(([, one]) => one.all);
+  const total = parts.reduce((sum, [, one]) => sum + one.all, 0) || 1;
+  const mean = (side) => parts.reduce((sum, [num, one]) => sum + one.all * interval(num, one.judged, one.all, 0.975)[side], 0) / total;
+  const share = parts.reduce((sum, [num, one]) => sum + (one.all * num) / one.judged, 0) / total;
+  return {
+    precision: { share: changed.right / changed.judged, range: interval(changed.right, changed.judged, changed.all), ...changed },
+    missed: { share: wrong / unchanged.judged, range: interval(wrong, unchanged.judged, unchanged.all), ...unchanged },
+    left: { share, range: [mean(0), mean(1)] },
+  };
+}
+
+function gauge(parent, name, what, one, detail) {
+  const block = add(parent, 'div', { class: 'gauge' });
+  add(block, 'p', { class: 'gauge-name', text: name });
+  add(block, 'p', { class: 'gauge-value', text: Number.isFinite(one.share) ? percent(one.share) : '–' });
+  const svg = draw(block, 'svg', { class: 'range', viewBox: '0 0 200 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': '95 % interval' });
+  draw(svg, 'rect', { class: 'whole', width: 200, height: 10 });
+  draw(svg, 'rect', { class: 'likely', x: 200 * one.range[0], width: Math.max(1, 200 * (one.range[1] - one.range[0])), height: 10 });
+  if (Number.isFinite(one.share)) draw(svg, 'rect', { class: 'middle', x: 200 * one.share - 0.75, width: 1.5, height: 10 });
+  add(block, 'p', { class: 'gauge-range', text: `95 % interval ${percent(one.range[0])} to ${percent(one.range[1])}` });
+  add(block, 'p', { class: 'hint', text: `${what} ${detail}` });
+}
+
+function showAudit() {
+  const panel = byId('audit-panel');
+  panel.hidden = STATE.mode !== 'audit';
+  byId('filters').hidden = STATE.mode === 'audit';
+  if (panel.hidden) return;
+  panel.replaceChildren();
+  const { precision, missed, left } = estimates();
+  const judged = (one) => `${whole(one.judged)} judged for ${whole(one.all)}.`;
+  gauge(panel, 'Repairs that are right', 'Of the labels that were changed.', precision, judged(precision));
+  gauge(panel, 'Noise that was missed', 'Of the labels that were left alone, those that are wrong.', missed, judged(missed));
+  gauge(panel, 'Noise that is left', 'Of all studied labels, after the repair.', left, '');
+  const turns = DATA.audit.order.map(inAudit);
+  const skipped = turns.slice(0, turns.lastIndexOf(true) + 1).filter((done) => !done).length;
+  const advice = skipped
+    ? `${whole(skipped)} were passed over. The intervals hold if that had nothing to do with how hard they were.`
+    : 'Judge them in this order, without passing any over, for as long as you like: the intervals narrow as you go.';
+  add(panel, 'p', { class: 'lead', text: `Is the class after the arrow right? ${advice}` });
+}

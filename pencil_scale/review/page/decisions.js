@@ -1,0 +1,113 @@
+// What a person decided: kept in this browser as it is made, saved as a file that pin_labels takes.
+
+const VERDICTS = { accept: 'accepted', reject: 'rejected', relabel: 'relabelled', none: 'none of the classes' };
+const MARKS = { accept: '✓', reject: '✕', relabel: '✎', none: '∅' };
+const decided = new Map(); // place -> { verdict, label, audit, at, by }
+const STORE = `pencil_scale review ${DATA.run} ${DATA.created}`;
+const placeOf = new Map(S.id.map((id, place) => [id, place]));
+const listeners = [];
+
+function labelOf(place, verdict, chosen) {
+  if (verdict === 'accept') return S.predicted_label[place];
+  if (verdict === 'reject') return S.changed(place) ? S.given_label[place] : null;
+  return verdict === 'relabel' ? chosen : null;
+}
+
+function decide(place, verdict, chosen = null, audit = null) {
+  const label = labelOf(place, verdict, chosen);
+  const former = decided.get(place);
+  const by = byId('by').value.trim();
+  decided.set(place, { verdict, label, audit: audit || (former && former.audit) || null, at: new Date().toISOString(), by });
+  told();
+}
+
+function undo(place) {
+  if (decided.delete(place)) told();
+}
+
+function told() {
+  for (const listener of listeners) listener();
+  clearTimeout(told.timer);
+  told.timer = setTimeout(keep, 150);
+}
+
+function entries() {
+  return [...decided].sort((a, b) => a[0] - b[0]).map(([place, made]) => ({
+    sample_id: S.id[place],
+    class: made.label,
+    class_name: made.label === null ? null : className(made.label),
+    verdict: made.verdict,
+    given: S.given_label[place],
+    suggested: S.predicted_label[place],
+    by: made.by || null,
+    at: made.at,
+    note: VERDICTS[made.verdict] + (made.audit ? ', in an audit' : ''),
+    ...(made.audit ? { audit: made.audit } : {}),
+  }));
+}
+
+function asFile() {
+  const drawn = (stratum) => DATA.audit.stratum.filter((one) => one === stratum).length;
+  const audit = Object.fromEntries(['changed', 'unchanged'].map(
+    (stratum) => [stratum, { all: DATA.audit[stratum], drawn: drawn(stratum) }]));
+  return { kind: 'pencil_scale decisions', version: 1, run: DATA.run, page: DATA.created, audit, decisions: entries() };
+}
+
+function take(file) {
+  let missing = 0;
+  for (const entry of file.decisions || []) {
+    const place = placeOf.get(entry.sample_id);
+    if (place === undefined || !(entry.verdict in VERDICTS)) missing += 1;
+    else decided.set(place, { verdict: entry.verdict, label: entry.class, audit: entry.audit || null, at: entry.at, by: entry.by || '' });
+  }
+  return missing;
+}
+
+function keep() {
+  // A browser may forbid storage to pages from disk: then the file alone keeps what was decided.
+  try {
+    localStorage.setItem(STORE, JSON.stringify({ decisions: entries() }));
+    localStorage.setItem('pencil_scale reviewer', byId('by').value);
+  } catch (error) {
+    byId('tally').title = `not kept in this browser: ${error.message}`;
+  }
+}
+
+function recall() {
+  try {
+    byId('by').value = localStorage.getItem('pencil_scale reviewer') || '';
+    const kept = localStorage.getItem(STORE);
+    if (kept) take(JSON.parse(kept));
+  } catch (error) {
+    byId('tally').title = `nothing recalled from this browser: ${error.message}`;
+  }
+}
+
+function save() {
+  const text = JSON.stringify(asFile(), null, 1);
+  const link = add(null, 'a', { href: URL.createObjectURL(new Blob([text], { type: 'application/json' })) });
+  link.download = `decisions-${DATA.run}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+async function load(input) {
+  const [file] = input.files;
+  if (!file) return;
+  try {
+    const missing = take(JSON.parse(await file.text()));
+    told();
+    byId('shown').textContent = missing ? `${whole(missing)} decisions are on samples this page does not list` : '';
+  } catch (error) {
+    byId('shown').textContent = `${file.name}: no file of decisions (${error.message})`;
+  }
+  input.value = '';
+}
+
+function showTally() {
+  const counts = {};
+  for (const { verdict } of decided.values()) counts[verdict] = (counts[verdict] || 0) + 1;
+  const parts = Object.keys(VERDICTS).filter((verdict) => counts[verdict]).map((verdict) => `${whole(counts[verdict])} ${VERDICTS[verdict]}`);
+  byId('tally').textContent = decided.size ? `${whole(decided.size)} judged: ${parts.join(', ')}` : 'Nothing judged yet';
+  byId('save').disabled = decided.size === 0;
+}

@@ -1,0 +1,239 @@
+// The samples: filtered and sorted as numbers, and only those in sight are elements of the page.
+
+const CARD = { width: 148, height: 214 };
+const STATE = { mode: 'review', view: [], cursor: 0, columns: 1 };
+const cards = new Map(); // position in the view -> element
+const list = byId('list');
+
+function filtered() {
+  const value = (id) => byId(`f-${id}`).value;
+  const [kind, state, text] = [value('kind'), value('state'), value('text').trim().toLowerCase()];
+  const given = value('given') === '' ? null : Number(value('given'));
+  const suggested = value('suggested') === '' ? null : Number(value('suggested'));
+  const [low, high] = [Number(value('low')), value('high') === '' ? 1 : Number(value('high'))];
+  const found = [];
+  for (let place = 0; place < DATA.num_listed; place += 1) {
+    if (given !== null && S.given_label[place] !== given) continue;
+    if (suggested !== null && S.predicted_label[place] !== suggested) continue;
+    if (S.label_score[place] < low - 1e-6 || S.label_score[place] > high + 1e-6) continue;
+    if (kind === 'changed' && !S.changed(place)) continue;
+    if (kind === 'kept' && S.changed(place)) continue;
+    if (kind === 'moved' && (S.before[place] < 0 || S.before[place] === S.predicted_label[place])) continue;
+    if (state !== 'all' && decided.has(place) !== (state === 'done')) continue;
+    if (text && !S.id[place].toLowerCase().includes(text)) continue;
+    found.push(place);
+  }
+  return sorted(found, value('order'));
+}
+
+function sorted(places, order) {
+  if (order === 'mixed') return places;
+  const by = {
+    doubt: (place) => S.margin[place],
+    sure: (place) => (S.changed(place) ? 0 : 2) - S.confidence[place],
+    restless: (place) => -TRACES.numMoves(place),
+    late: (place) => -S.last_change_epoch[place],
+  }[order];
+  const keys = new Map(places.map((place) => [place, by(place)]));
+  return places.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
+}
+
+function renew() {
+  STATE.view = STATE.mode === 'audit' ? DATA.audit.order : filtered();
+  STATE.cursor = STATE.mode === 'audit' ? Math.max(0, STATE.view.findIndex((place) => !inAudit(place))) : 0;
+  for (const node of cards.values()) node.remove();
+  cards.clear();
+  const total = STATE.mode === 'audit' ? `${whole(STATE.view.length)} drawn at random` : `${whole(STATE.view.length)} of ${whole(DATA.num_listed)} listed`;
+  byId('shown').textContent = total;
+  list.scrollTop = 0;
+  arrange();
+  point(STATE.cursor);
+}
+
+function arrange() {
+  STATE.columns = Math.max(1, Math.floor(list.clientWidth / CARD.width));
+  byId('spacer').style.height = `${Math.ceil(STATE.view.length / STATE.columns) * CARD.height}px`;
+  for (const node of cards.values()) node.remove();
+  cards.clear();
+  fill();
+}
+
+function fill() {
+  const first = Math.max(0, Math.floor(list.scrollTop / CARD.height) - 1) * STATE.columns;
+  const last = Math.min(STATE.view.length, Math.ceil((list.scrollTop + list.clientHeight) / CARD.height + 1) * STATE.columns);
+  for (const [position, node] of cards) {
+    if (position >= first && position < last) continue;
+    node.remove();
+    cards.delete(position);
+  }
+  for (let position = first; position < last; position += 1) {
+    if (!cards.has(position)) cards.set(position, placed(position));
+  }
+  const none = list.querySelector('.empty');
+  if (none) none.remove();
+  if (!STATE.view.length) empty(list, nothingText());
+}
+
+function nothingText() {
+  if (STATE.mode === 'audit') return 'No label was drawn for an audit: report.audit is 0, or no label has been studied.';
+  return DATA.num_listed ? 'No listed sample is like this. Clear a filter to see more.'
+    : 'Nothing to look at: no label changed, and none is in doubt.';
+}
+
+function placed(position) {
+  const place = STATE.view[position];
+  const width = list.clientWidth / STATE.columns;
+  const node = add(list, 'article', { class: 'card', role: 'option', onclick: () => point(position) });
+  node.style.left = `${(position % STATE.columns) * width}px`;
+  node.style.top = `${Math.floor(position / STATE.columns) * CARD.height}px`;
+  node.style.width = `${width}px`;
+  node.style.height = `${CARD.height}px`;
+  const inner = add(node, 'div', { class: 'inner' });
+  picture(inner, place);
+  pairLine(inner, place);
+  const foot = add(inner, 'div', { class: 'foot' });
+  add(foot, 'span', { class: 'sure', text: percent(S.confidence[place], 0), title: 'share of the label on the suggested class' });
+  sparkline(foot, place);
+  dress(node, place, position);
+  return node;
+}
+
+function dress(node, place, position) {
+  const made = decided.get(place);
+  node.classList.toggle('current', position === STATE.cursor);
+  node.setAttribute('aria-selected', String(position === STATE.cursor));
+  for (const verdict of Object.keys(VERDICTS)) node.classList.toggle(verdict, Boolean(made) && made.verdict === verdict);
+  const old = node.querySelector('.badge');
+  if (old) old.remove();
+  if (!made) return;
+  const text = made.verdict === 'relabel' ? `${MARKS.relabel} ${shorter(className(made.label), 14)}` : MARKS[made.verdict];
+  add(node, 'span', { class: 'badge', text, title: VERDICTS[made.verdict] });
+}
+
+function redress() {
+  for (const [position, node] of cards) dress(node, STATE.view[position], position);
+}
+
+function picture(parent, place, large = false) {
+  const url = DATA.thumbnails[place];
+  if (!url) return add(parent, 'div', { class: 'picture none', text: 'no picture' });
+  const image = add(parent, 'img', { class: 'picture', src: url, alt: '', decoding: 'async' });
+  // A picture of few pixels is shown as such; blurred, nobody could judge it.
+  image.addEventListener('load', () => image.classList.toggle('tiny', image.naturalWidth <= (large ? 96 : 48)));
+  return image;
+}
+
+function pairLine(parent, place) {
+  const line = add(parent, 'p', { class: 'pair' });
+  if (!S.changed(place)) {
+    add(line, 'span', { class: 'is kept', text: className(S.given_label[place]) });
+    add(line, 'span', { class: 'soft', text: ' kept' });
+    return;
+  }
+  add(line, 'span', { class: 'was', text: className(S.given_label[place]) });
+  add(line, 'span', { class: 'arrow', text: '→' });
+  add(line, 'span', { class: 'is', text: className(S.predicted_label[place]) });
+}
+
+function role(place, label) {
+  if (label === S.given_label[place]) return 'given';
+  return label === S.predicted_label[place] ? 'suggested' : 'other';
+}
+
+function traceLines(svg, place, x, y) {
+  const trace = TRACES.of(place);
+  trace.forEach((now, step) => {
+    const before = trace[Math.max(0, step - 1)];
+    draw(svg, 'line', { class: `trace ${role(place, now.label)}`, x1: x(Math.max(0, step - 1)), y1: y(before.share), x2: x(step), y2: y(now.share) });
+  });
+  return trace;
+}
+
+function sparkline(parent, place) {
+  if (!TRACES.epochs.length) return;
+  const svg = draw(parent, 'svg', { class: 'spark', viewBox: '0 0 64 20', role: 'img', 'aria-label': 'how the label moved' });
+  const width = Math.max(1, TRACES.epochs.length - 1);
+  traceLines(svg, place, (step) => 1 + (62 * step) / width, (share) => 18.5 - 17 * share);
+}
+
+function point(position) {
+  STATE.cursor = Math.max(0, Math.min(STATE.view.length - 1, position));
+  if (STATE.view.length) {
+    const top = Math.floor(STATE.cursor / STATE.columns) * CARD.height;
+    if (top < list.scrollTop) list.scrollTop = top;
+    if (top + CARD.height > list.scrollTop + list.clientHeight) list.scrollTop = top + CARD.height - list.clientHeight;
+    fill();
+  }
+  redress();
+  inspect();
+}
+
+function inspect() {
+  const pane = byId('inspector');
+  pane.replaceChildren();
+  if (!STATE.view.length) return empty(pane, 'Nothing chosen.');
+  const place = STATE.view[STATE.cursor];
+  picture(pane, place, true);
+  pairLine(pane, place);
+  const buttons = add(pane, 'div', { class: 'verdicts' });
+  for (const [verdict, key, text] of [['accept', 'A', 'Accept'], ['reject', 'R', 'Reject'], ['relabel', 'L', 'Relabel'], ['undo', 'U', 'Undo']]) {
+    const made = decided.get(place);
+    const chosen = made && (made.verdict === verdict || (verdict === 'relabel' && made.verdict === 'none'));
+    const button = add(buttons, 'button', { type: 'button', class: `verdict ${verdict}`, 'aria-pressed': String(Boolean(chosen)), onclick: () => judge(verdict) });
+    add(button, 'kbd', { text: key });
+    button.append(` ${text}`);
+  }
+  distribution(pane, place);
+  history(pane, place);
+  facts(pane, place);
+  return null;
+}
+
+function distribution(pane, place) {
+  const block = add(pane, 'div', { class: 'shares' });
+  for (let rank = 0; rank < S.topK; rank += 1) {
+    const [label, share] = [S.top_labels[place * S.topK + rank], S.top_shares[place * S.topK + rank]];
+    if (share < 0.0005) continue;
+    add(block, 'span', { class: `name ${role(place, label)}`, text: className(label) });
+    const meter = draw(block, 'svg', { class: `meter ${role(place, label)}`, viewBox: '0 0 100 4', preserveAspectRatio: 'none' });
+    draw(meter, 'rect', { width: 100 * share, height: 4 });
+    add(block, 'span', { class: 'n', text: percent(share) });
+  }
+}
+
+function history(pane, place) {
+  if (!TRACES.epochs.length) return empty(pane, 'This run kept no history of its labels.');
+  const svg = draw(pane, 'svg', { class: 'history', viewBox: '0 0 280 110', role: 'img', 'aria-label': 'how the label moved over the epochs' });
+  const width = Math.max(1, TRACES.epochs.length - 1);
+  const [x, y] = [(step) => 4 + (272 * step) / width, (share) => 84 - 74 * share];
+  for (const share of [0, 0.5, 1]) draw(svg, 'line', { class: 'grid', x1: 4, x2: 276, y1: y(share), y2: y(share) });
+  const trace = traceLines(svg, place, x, y);
+  let before = S.given_label[place];
+  let freeFrom = -100;
+  trace.forEach(({ label, share }, step) => {
+    if (label !== before) {
+      draw(svg, 'circle', { class: `dot ${role(place, label)}`, cx: x(step), cy: y(share), r: 3.5 });
+      if (x(step) > freeFrom && x(step) < 250) {
+        draw(svg, 'text', { class: 'tick', x: x(step) + 5, y: y(share) < 24 ? y(share) + 14 : y(share) - 5 }, shorter(className(label), 14));
+        freeFrom = x(step) + 12 + 6 * Math.min(14, className(label).length);
+      }
+    }
+    before = label;
+  });
+  draw(svg, 'text', { class: 'tick', x: 4, y: 103 }, `epoch ${TRACES.epochs[0]}`);
+  draw(svg, 'text', { class: 'tick', x: 276, y: 103, 'text-anchor': 'end' }, String(TRACES.epochs[TRACES.epochs.length - 1]));
+  return null;
+}
+
+function facts(pane, place) {
+  const table = add(pane, 'dl', { class: 'facts' });
+  const told = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]], ['row', whole(S.row[place])],
+    ['score', S.label_score[place].toFixed(3)], ['margin', S.margin[place].toFixed(3)],
+    ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place]}`],
+    [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
+  for (const [name, text] of told) {
+    if (text === null || text === '') continue;
+    add(table, 'dt', { text: name });
+    add(table, 'dd', { text });
+  }
+}

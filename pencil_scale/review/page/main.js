@@ -1,0 +1,160 @@
+// How it all hangs together: keys, clicks, and what has to be drawn again after each.
+
+function current() {
+  return STATE.view.length ? STATE.view[STATE.cursor] : null;
+}
+
+function judge(verdict) {
+  const place = current();
+  if (place === null) return;
+  if (verdict === 'undo') undo(place);
+  else if (verdict === 'relabel') pickClass(place);
+  else conclude(place, verdict);
+}
+
+function conclude(place, verdict, chosen = null) {
+  decide(place, verdict, chosen, STATE.mode === 'audit' ? strata.get(place) : null);
+  if (STATE.cursor < STATE.view.length - 1) point(STATE.cursor + 1);
+}
+
+// --- choosing a class --------------------------------------------------------------------------------
+
+const picker = byId('picker');
+const MOST_OFFERED = 60;
+
+function offered(place, text) {
+  const likely = Array.from(S.top_labels.subarray(place * S.topK, (place + 1) * S.topK));
+  const rest = DATA.classes.map((_, number) => number).filter((number) => !likely.includes(number));
+  const wanted = text.trim().toLowerCase();
+  const found = [...likely, ...rest].filter((number) => className(number).toLowerCase().includes(wanted));
+  if (wanted) found.sort((a, b) => rankOf(a, wanted) - rankOf(b, wanted));
+  return [...found.slice(0, MOST_OFFERED), null];
+}
+
+function rankOf(number, wanted) {
+  const name = className(number).toLowerCase();
+  return name === wanted ? 0 : name.startsWith(wanted) ? 1 : 2;
+}
+
+function pickClass(place) {
+  const state = { place, options: [], chosen: 0 };
+  const choose = (label) => {
+    picker.close();
+    if (label === null) conclude(place, 'none');
+    else if (label === S.predicted_label[place]) conclude(place, 'accept');
+    else if (label === S.given_label[place]) conclude(place, 'reject');
+    else conclude(place, 'relabel', label);
+  };
+  const show = () => {
+    state.options = offered(place, byId('picker-text').value);
+    state.chosen = Math.min(state.chosen, state.options.length - 1);
+    byId('picker-list').replaceChildren(...state.options.map((label, turn) => {
+      const chosen = turn === state.chosen;
+      const line = add(null, 'li', { role: 'option', class: label === null ? 'soft' : '', 'aria-selected': String(chosen), onclick: () => choose(label) });
+      line.textContent = label === null ? 'none of these classes' : className(label);
+      return line;
+    }));
+    byId('picker-list').children[state.chosen].scrollIntoView({ block: 'nearest' });
+  };
+  byId('picker-text').value = '';
+  byId('picker-text').oninput = () => { state.chosen = 0; show(); };
+  picker.onkeydown = (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (step) { state.chosen = (state.chosen + step + state.options.length) % state.options.length; show(); event.preventDefault(); }
+    if (event.key === 'Enter') { choose(state.options[state.chosen]); event.preventDefault(); }
+  };
+  picker.showModal();
+  show();
+}
+
+// --- keys and clicks ---------------------------------------------------------------------------------
+
+const KEYS = {
+  a: () => judge('accept'), r: () => judge('reject'), l: () => judge('relabel'), u: () => judge('undo'),
+  j: () => point(STATE.cursor + 1), ArrowRight: () => point(STATE.cursor + 1),
+  k: () => point(STATE.cursor - 1), ArrowLeft: () => point(STATE.cursor - 1),
+  ArrowDown: () => point(STATE.cursor + STATE.columns), ArrowUp: () => point(STATE.cursor - STATE.columns),
+  s: () => { if (decided.size) save(); }, '?': () => byId('help').showModal(),
+};
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector('dialog[open]')) return;
+  if (event.target.matches('input, select, textarea')) return;
+  const name = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+  const inBench = byId('bench').getBoundingClientRect().top < window.innerHeight / 2;
+  if (!(name in KEYS) || (name.startsWith('Arrow') && !inBench)) return;
+  event.preventDefault();
+  if (!inBench && name !== '?') byId('bench').scrollIntoView();
+  KEYS[name]();
+}
+
+function choose(given, suggested) {
+  setMode('review');
+  clearFilters();
+  byId('f-given').value = given === null ? '' : String(given);
+  byId('f-suggested').value = suggested === null ? '' : String(suggested);
+  renew();
+  byId('bench').scrollIntoView({ behavior: 'smooth' });
+}
+
+function clearFilters() {
+  byId('filters').reset();
+}
+
+function setMode(mode) {
+  STATE.mode = mode;
+  for (const name of ['review', 'audit']) byId(`tab-${name}`).setAttribute('aria-selected', String(name === mode));
+  showAudit();
+  renew();
+}
+
+function sinceSection(totals) {
+  if (!byId('since')) return;
+  const { moved = 0, labels = 0, flagged = 0, cleared = 0 } = DATA.counts;
+  const fresh = DATA.counts.new || 0;
+  const parts = [`${whole(moved)} of ${whole(labels - fresh)} known labels have another class now`,
+    `${whole(flagged)} were changed for the first time`, `${whole(cleared)} came back to the class they were given`,
+    `${whole(fresh)} are new`];
+  byId('since-text').textContent = `${parts.join('; ')}.`;
+  const table = cells(DATA.moves);
+  const moves = Array.from(table.num, (num, place) => ({ first: table.first[place], second: table.second[place], num }));
+  const show = (_, second) => { choose(null, second); byId('f-kind').value = 'moved'; renew(); };
+  flowList(byId('since-moves'), moves.slice(0, 6), () => 0, show, 'No label moved since.');
+}
+
+function fillSelects() {
+  for (const id of ['f-given', 'f-suggested']) {
+    for (const [number, name] of DATA.classes.entries()) add(byId(id), 'option', { value: number, text: name });
+  }
+}
+
+function start() {
+  const totals = transitionTotals();
+  matrix(totals, choose);
+  flowList(byId('flows'), totals.flows.slice(0, 12), (first) => totals.given[first], choose, 'No label has changed.');
+  classTable(byId('by-class'), totals, choose);
+  curves(byId('curves'));
+  sinceSection(totals);
+  fillSelects();
+  recall();
+  listeners.push(showTally, redress, inspect, showAudit);
+  showTally();
+  renew();
+  list.addEventListener('scroll', () => requestAnimationFrame(fill), { passive: true });
+  new ResizeObserver(() => arrange()).observe(list);
+  byId('filters').addEventListener('input', renew);
+  byId('filters').addEventListener('submit', (event) => event.preventDefault());
+  byId('f-clear').addEventListener('click', () => { clearFilters(); renew(); });
+  byId('tab-review').addEventListener('click', () => setMode('review'));
+  byId('tab-audit').addEventListener('click', () => setMode('audit'));
+  byId('save').addEventListener('click', save);
+  byId('load').addEventListener('click', () => byId('load-file').click());
+  byId('load-file').addEventListener('change', (event) => load(event.target));
+  byId('by').addEventListener('change', keep);
+  byId('open-help').addEventListener('click', () => byId('help').showModal());
+  window.addEventListener('pagehide', keep);
+  document.addEventListener('keydown', pressed);
+  document.documentElement.dataset.ready = 'yes';
+}
+
+start();

@@ -1,0 +1,216 @@
+"""Show what became of the labels on one page that opens from disk, to look at and to overrule.
+
+    python -m pipelines.review_report configs/demo.yaml
+    python -m pipelines.review_report CONFIG report.labels=night-12 report.since=night-11
+    python -m pipelines.review_report CONFIG report.judged=decisions.json        # what an audit came to
+
+The page needs no server and no network. Decisions made there are saved as a file for pipelines.pin_labels.
+Its audit asks for a judgement on labels drawn at random, and tells how many repairs are right and how much
+noise was missed, with 95 % intervals; report.judged tells the same from a saved file.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from pencil_scale.command import run_job
+from pencil_scale.export_rows import Source, find_source, stretches
+from pencil_scale.labels.label_traces import Traces, read_traces
+from pencil_scale.labels.part_files import TableDamagedError
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import Published, find_published
+from pencil_scale.review.audit import Findings, study
+from pencil_scale.review.headline import headline, notes
+from pencil_scale.review.judged_file import read_judged
+from pencil_scale.review.page_data import page_data, samples_of
+from pencil_scale.review.review_page import Heading, review_page
+from pencil_scale.review.review_scan import Rules, Tally, merged, scan
+from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
+from pencil_scale.running.run_record import read_record, run_folder
+from pencil_scale.settings import Config
+from pencil_scale.telling.page_copy import copy_page
+from pipelines.progress import Progress
+from pipelines.ray_tasks import each, is_in_memory
+
+TOP_K = 5
+MOST_EPOCHS = 40  # of a trace: more than a line of a few pixels can show
+THUMBNAILS_A_TASK = 2500  # fewer than these are not worth starting a cluster for
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The page that was written, or what an audit came to."""
+
+    page: str | None
+    counts: dict[str, int]
+    num_listed: int = 0
+    num_drawn: int = 0
+    copied: str = "not asked for"  # into MLflow
+    findings: Findings | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names."""
+    return run_job(run, argv, module="pipelines.review_report", what=(__doc__ or "").splitlines()[0])
+
+
+def run(config: Config) -> Summary:
+    """Scan all labels once, gather what is shown of the samples chosen, and write the page."""
+    if config.report.judged is not None:
+        return _tell_audit(config.report.judged)
+    storage = PartStore(config.run.storage).url  # tasks stand in other folders
+    named = config.report.labels or config.run.name
+    source = find_source(storage, named, config.data.exclude, TOP_K, model=None)
+    rules, warnings = _rules(config, source, storage)
+    here = is_in_memory(storage)
+    tally = _scan(source, rules, here)
+    html = _page(config, storage, source, tally, warnings, rules.since, here)
+    url = config.report.page or f"{storage}/reports/{source.published.name}.html"
+    folder, name = url[: -len(PurePosixPath(url).name)] or ".", PurePosixPath(url).name
+    store = PartStore(folder)
+    store.put(name, html.encode())
+    copied = _copy(config, storage, source.published.name, html)
+    summary = Summary(store.path(name), dict(tally.counts), len(tally.listed), len(tally.drawn), copied)
+    print_summary(summary)
+    return summary
+
+
+def _rules(config: Config, source: Source, storage: str) -> tuple[Rules, list[str]]:
+    """What to keep of the scan. Each night draws an audit of its own."""
+    seed = config.run.seed ^ crc32(source.published.name.encode())
+    rules = Rules(config.report.listed, config.report.audit, seed)
+    if config.report.since is None:
+        return rules, []
+    since = find_published(storage, config.report.since)
+    before, now = (one.manifest.layout.num_classes for one in (since, source.published))
+    if before != now:
+        return rules, [f"{since.name} had {before:,} classes, now there are {now:,}: nothing to compare."]
+    return rules._replace(since=since), []
+
+
+def _scan(source: Source, rules: Rules, here: bool) -> Tally:
+    tallies: dict[int, Tally] = {}
+    pieces = [(rows,) for rows in stretches(source)]
+    with Progress("looking at labels", len(pieces)) as progress:
+        for number, tally in each(_scan_stretch, pieces, (source, rules), here=here):
+            tallies[number] = tally
+            progress.advance()
+    return merged([tallies[number] for number in sorted(tallies)], rules)
+
+
+def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
+    return scan(*shared, rows)
+
+
+def _page(
+    config: Config,
+    storage: str,
+    source: Source,
+    tally: Tally,
+    warnings: list[str],
+    since: Published | None,
+    here: bool,
+) -> str:
+    figures = _figures(storage, source.published.name)
+    thumbnails = _thumbnails(config, source, tally, here)
+    data = page_data(source.words, tally, _traces(source, tally), thumbnails, figures)
+    heading = Heading(
+        run=source.published.name,
+        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        catalogue_version=source.catalogue.version,
+        facts=headline(source.words, tally, figures),
+        since=since.name if since else None,
+        notes=(*warnings, *notes(tally, thumbnails)),
+    )
+    return review_page(data, heading)
+
+
+def _figures(storage: str, name: str) -> list[dict[str, Any]]:
+    """What the run noted after each epoch; labels that no run of ours made have none."""
+    try:
+        found: list[dict[str, Any]] = json.loads(PartStore(run_folder(storage, name)).get("epochs.json"))
+    except TableDamagedError:
+        return []
+    return found
+
+
+def _traces(source: Source, tally: Tally) -> Traces:
+    rows = samples_of(tally)["row"].to_numpy()
+    order = np.argsort(rows, kind="stable")
+    back = np.argsort(order, kind="stable")
+    traces = read_traces(source.published, rows[order], MOST_EPOCHS)
+    return Traces(traces.epochs, traces.classes[back], traces.confidence[back])
+
+
+def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:
+    """Pictures of the first so many listed, and of all that are drawn for the audit."""
+    if config.report.thumbnails == 0:
+        return Thumbnails()
+    listed = tally.listed["row"].to_numpy()[: config.report.thumbnails]
+    rows = np.unique(np.concatenate([listed, tally.drawn["row"].to_numpy()]))
+    pieces = [(rows[first : first + THUMBNAILS_A_TASK],) for first in range(0, len(rows), THUMBNAILS_A_TASK)]
+    found = Thumbnails()
+    with Progress("making thumbnails", len(pieces)) as progress:
+        for _, some in each(
+            _some_thumbnails, pieces, (source.catalogue, config.report.thumbnail_px), here=here
+        ):
+            found.pictures |= some.pictures
+            found.problems |= some.problems
+            progress.advance()
+    return found
+
+
+def _some_thumbnails(shared: tuple[Any, int], rows: Any) -> Thumbnails:
+    return make_thumbnails(shared[0], rows, shared[1])
+
+
+def _copy(config: Config, storage: str, name: str, html: str) -> str:
+    if not config.report.mlflow:
+        return "not asked for"
+    record = read_record(storage, name)
+    reason = copy_page(config, record.tracking if record else {}, "report.html", html)
+    return "report.html, with its run" if reason is None else f"none: {reason}"
+
+
+def _tell_audit(url: str) -> Summary:
+    changed, unchanged = read_judged(url)
+    findings = study(changed, unchanged)
+    table = Table(title=f"audit {url}", show_header=False)
+    table.add_row("repairs that are right", str(findings.precision))
+    table.add_row(
+        "", f"{changed.num_right:,} of {changed.num_judged:,} judged, of {changed.num_all:,} changed"
+    )
+    wrong = unchanged.num_judged - unchanged.num_right
+    table.add_row("noise that was missed", str(findings.missed))
+    table.add_row("", f"{wrong:,} of {unchanged.num_judged:,} judged, of {unchanged.num_all:,} unchanged")
+    table.add_row("noise that is left", str(findings.left))
+    Console(markup=False, highlight=False).print(table)
+    return Summary(None, {}, findings=findings)
+
+
+def print_summary(summary: Summary) -> None:
+    """Print the end table."""
+    counts = summary.counts
+    table = Table(title="review", show_header=False)
+    table.add_row("labels studied", f"{counts.get('labels', 0):,}")
+    table.add_row("changed", f"{counts.get('changed', 0):,}")
+    if counts.get("moved") or counts.get("new"):
+        table.add_row("moved since", f"{counts.get('moved', 0):,}, and {counts.get('new', 0):,} new")
+    table.add_row("listed to look at", f"{summary.num_listed:,}")
+    table.add_row("drawn for an audit", f"{summary.num_drawn:,}")
+    table.add_row("copy in MLflow", summary.copied)
+    table.add_row("page", str(summary.page))
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
