@@ -106,6 +106,11 @@ class LabelTable:
             table = cls(folder, ())
             _require_classes(str(folder), table.layout, num_classes)
             wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
+            if isinstance(writable_parts, str) and writable_parts != "all":
+                raise LabelTableError(
+                    f"{folder}: writable_parts is '{writable_parts}'; give a list of part numbers, 'all', or "
+                    "None to read"
+                )
             for part in set(wanted) - set(table.parts):
                 raise LabelTableError(f"{folder}: part {part} is not in this working copy; restore it first")
             return cls(folder, wanted) if wanted else table
@@ -164,7 +169,8 @@ class LabelTable:
         All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
         """
         rows, parts = self._checks.to_write(rows)
-        logits = np.asarray(logits, np.float32)
+        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
+            logits = np.asarray(logits, np.float32)
         self._require_finite(rows, logits)
         with self._lock:
             marks = self._unvisited(rows, parts, epoch)
@@ -250,7 +256,7 @@ class LabelTable:
         seen = last_epoch >= self.first_epoch + epoch
         if np.count_nonzero(seen):
             last = int(last_epoch[seen][0]) - self.first_epoch
-            self._checks.refuse(
+            self._checks.refuse_write(
                 rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}"
             )
         return marks
@@ -261,7 +267,9 @@ class LabelTable:
             raise RowsRefusedError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
         finite = np.isfinite(logits)
         if np.count_nonzero(finite) < logits.size:
-            self._checks.refuse(rows[~finite.all(axis=1)], "given logits that are not finite")
+            self._checks.refuse_write(
+                rows[~finite.all(axis=1)], "given logits that are not finite numbers of 32 bits"
+            )
 
 
 def _require_classes(name: str, layout: Layout, num_classes: int | None) -> None:

@@ -262,3 +262,32 @@ def test_a_refused_pin_names_its_row_and_a_wild_epoch_is_refused(tmp_path: Path)
     for epoch in (-1, 2**40):
         with pytest.raises(RowsRefusedError, match=rf"epoch {epoch}; a run counts its epochs from 0"):
             table.write([7], logits, epoch)
+
+
+def test_refusals_speak_of_what_was_given_and_of_writing_only_where_something_was_to_be_written(
+    tmp_path: Path,
+) -> None:
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), NUM_CLASSES)
+    huge = np.array([3, 2**64 - 1], np.uint64)
+    with pytest.raises(RowsRefusedError, match=r"row 18446744073709551615: outside the table's 10 rows$"):
+        table.read(huge)
+    with pytest.raises(RowsRefusedError, match=r"row 18446744073709551615: .* rows; nothing was written$"):
+        table.mark(huge, epoch=0)
+    with pytest.raises(LabelTableError, match="writable_parts is 'some'; give a list of part numbers, 'all'"):
+        LabelTable.open(tmp_path / "table", "some")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_logit_too_large_for_the_table_is_refused_without_a_warning(tmp_path: Path) -> None:
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), NUM_CLASSES)
+    with pytest.raises(RowsRefusedError, match="row 4: given logits that are not finite numbers of 32 bits"):
+        table.write([4], np.full((1, NUM_CLASSES), 1e300), epoch=0)
+
+
+@pytest.mark.parametrize("wrong", [{"noisy_class": [7]}, {"sample_keys": [b"short"]}])
+def test_a_refused_table_leaves_no_folder_behind(tmp_path: Path, wrong: dict) -> None:
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "not/there"):
+        with pytest.raises(RowsRefusedError):
+            LabelTable.create(tmp_path / folder, **{"noisy_class": [0], "num_classes": NUM_CLASSES, **wrong})
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]

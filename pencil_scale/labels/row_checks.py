@@ -6,7 +6,7 @@ several times faster than `any`, `all` and `max`.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,37 +23,41 @@ class RowChecks:
         self.held[list(held)] = True
         self.writable[list(writable)] = True
 
-    def known(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+    def known(self, rows: npt.ArrayLike, writing: bool = False) -> tuple[Int64s, Int64s]:
         """These rows as an array, and the part of each; the part may be held elsewhere."""
         found = np.asarray(rows)
         if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
             raise RowsRefusedError(
                 f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers"
             )
-        found = found.astype(np.int64, copy=False)
+        given, found = found, found.astype(np.int64, copy=False)
         unsigned = found.view(np.uint64)  # a negative row is a huge one
         if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
-            outside = found[(found < 0) | (found >= self._num_rows)]
-            self.refuse(outside, f"outside the table's {self._num_rows:,} rows")
+            refuse = self.refuse_write if writing else self.refuse
+            refuse(given[unsigned >= self._num_rows], f"outside the table's {self._num_rows:,} rows")
         return found, found >> self._shift
 
     def to_write(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """The same, for distinct rows whose parts are open for writing."""
-        found, parts = self.known(rows)
+        found, parts = self.known(rows, writing=True)
         writable = self.writable[parts]
         if np.count_nonzero(writable) < len(found):
-            self.refuse(found[~writable], "in a part that was not opened for writing")
+            self.refuse_write(found[~writable], "in a part that was not opened for writing")
         ordered = np.sort(found)
         repeated = ordered[1:] == ordered[:-1]
         if np.count_nonzero(repeated):
-            self.refuse(ordered[1:][repeated], "given twice in one write")
+            self.refuse_write(ordered[1:][repeated], "given twice in one write")
         return found, parts
 
     def refuse_absent(self, rows: Int64s, parts: Int64s) -> NoReturn:
         """Name the rows whose parts are not here."""
         self.refuse(rows[~self.held[parts]], "in a part that is not in this working copy")
 
-    def refuse(self, rows: Int64s, why: str) -> NoReturn:
-        """Name the first of these rows, and why it cannot be."""
+    def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """Name the first of these rows, as it was given, and why it cannot be."""
         others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-        raise RowsRefusedError(f"{self._folder}: row {rows[0]}{others}: {why}; nothing was written")
+        raise RowsRefusedError(f"{self._folder}: row {rows[0]}{others}: {why}")
+
+    def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """The same, where somebody may wonder whether the other rows were written."""
+        self.refuse(rows, f"{why}; nothing was written")

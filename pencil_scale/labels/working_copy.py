@@ -7,6 +7,7 @@ chunks; chunks are spooled to disk, because the size of a part follows from the 
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,9 +41,28 @@ def write_working_copy(
     """Write both files, the labels last; a table already there goes before its ledger is replaced."""
     (folder / LABELS_FILE).unlink(missing_ok=True)
     schema = labels_schema(header.layout.num_classes)
-    for name, columns, batches in ((LEDGER_FILE, LEDGER_SCHEMA, ledger), (LABELS_FILE, schema, labels)):
-        with written_beside(folder / name, durable=False) as beside, beside.open("wb") as sink:
-            write_part_file(sink, columns, header, batches)
+    try:
+        for name, columns, batches in ((LEDGER_FILE, LEDGER_SCHEMA, ledger), (LABELS_FILE, schema, labels)):
+            with written_beside(folder / name, durable=False) as beside, beside.open("wb") as sink:
+                write_part_file(sink, columns, header, batches)
+    except BaseException:
+        with suppress(OSError):  # where it cannot be written, it cannot be removed either
+            (folder / LEDGER_FILE).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder to work in; if the work fails, a folder that was not there before goes again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # somebody else put something there
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def create_working_copy(
@@ -54,8 +74,7 @@ def create_working_copy(
     with named_storage_errors(folder):
         if (folder / LABELS_FILE).exists():
             raise LabelTableError(f"{folder}: holds a label table already; open it, or empty the folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="spool-", dir=folder) as spool:
+        with made_folder(folder), tempfile.TemporaryDirectory(prefix="spool-", dir=folder) as spool:
             classes = class_column(noisy_class, num_classes, Path(spool))
             keys = key_column(sample_keys, len(classes), Path(spool))
             layout = choose_layout(len(classes), num_classes)
