@@ -42,7 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = _validated(values, variables)
     except ValidationError as error:
-        problems = [_problem(details, tree, places) for details in error.errors(include_url=False)]
+        problems = [_problem(details, tree, places) for details in _worth_saying(error)]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     _remember_as_written(config, tree, variables)
     return config
@@ -247,6 +247,14 @@ def _remember_as_written(section: Settings, tree: Any, variables: list[KeyPath])
 
 
 # --- what was wrong ----------------------------------------------------------------------------------
+
+
+def _worth_saying(error: ValidationError) -> list[Any]:
+    """All findings, less the keys that are missing only because they are misspelt: those are named already."""
+    findings = error.errors(include_url=False)
+    unknown = [_dotted(found["loc"]) for found in findings if found["type"] == "extra_forbidden"]
+    meant = {key for name in unknown for key in difflib.get_close_matches(name, [_nearest(name)], cutoff=0.8)}
+    return [found for found in findings if found["type"] != "missing" or _dotted(found["loc"]) not in meant]
 
 
 def _problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:

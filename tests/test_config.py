@@ -180,7 +180,15 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("epochs: 2", "epochs: two").replace("backbone: resnet18", "bakbone: resnet18")
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text))
-    assert len(str(caught.value).splitlines()) == 3  # the word, the unknown key, the key it should have been
+    assert (
+        len(str(caught.value).splitlines()) == 2
+    )  # the word, and the misspelt key, which is not also missing
+
+
+def test_a_key_that_is_missing_is_not_hidden_by_one_that_is_far_from_it(tmp_path: Path) -> None:
+    text = GOOD.replace("backbone: resnet18", "zzzz: resnet18")
+    with pytest.raises(ConfigError, match="'model.backbone' is missing"):
+        load_config(written(tmp_path, text))
 
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
