@@ -7,23 +7,29 @@ Numbers are YAML 1.2's (`1e-3` is one, `010` and `1:30` are not), `yes` and `off
 twice is an error. Every value may hold `${VARIABLE}`; the key's own type decides how the result is read.
 """
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
+from pencil_scale.config_problems import (
+    KeyPath,
+    brief,
+    broken_yaml,
+    place_of,
+    problem,
+    spelt,
+    worth_saying,
+)
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config, Settings
 from pencil_scale.shapes import without_passwords
 
-KeyPath = tuple[str | int, ...]
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 DEEPEST = 20
 MOST_VALUES = 10_000
@@ -42,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = _validated(values, variables)
     except ValidationError as error:
-        problems = [_problem(details, tree, places) for details in _worth_saying(error)]
+        problems = [problem(details, tree, places) for details in worth_saying(error)]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     _remember_as_written(config, tree, variables)
     return config
@@ -72,15 +78,6 @@ def masked(text: str, config: Settings) -> str:
             for secret in secrets:
                 text = text.replace(secret, written if len(found) == 1 else "${...}")
     return text
-
-
-def known_keys(section: type[Settings] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """List every key below a section, dotted, with what is known of it."""
-    for name, field in section.model_fields.items():
-        dotted = f"{prefix}{field.alias or name}"
-        yield dotted, field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield from known_keys(field.annotation, f"{dotted}.")
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -113,12 +110,12 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; save the config as UTF-8") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(_broken_yaml(path, error)) from None
+        raise ConfigError(broken_yaml(path, error)) from None
     places: dict[KeyPath, str] = {}
     tree = _plain(loader, root, (), str(path), places) if root is not None else {}
     places[()] = str(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {_shown(tree)}; sections such as 'run:' and 'data:' were expected")
+        raise ConfigError(f"{path}: holds {brief(tree)}; sections such as 'run:' and 'data:' were expected")
     return tree, places
 
 
@@ -137,14 +134,14 @@ def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dic
         except ValueError:
             return node.value  # a number longer than any key wants: for the key to refuse
         except yaml.YAMLError as error:
-            raise ConfigError(_broken_yaml(file, error)) from None
+            raise ConfigError(broken_yaml(file, error)) from None
     section: dict[str, Any] = {}
     for name, value in node.value:
         place = f"{file}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
             raise ConfigError(f"{place}: a key that is itself a list or section; a plain word was expected")
         if name.value in section:
-            raise ConfigError(f"{place}: the key '{_dotted((*at, name.value))}' stands here a second time")
+            raise ConfigError(f"{place}: the key '{spelt((*at, name.value))}' stands here a second time")
         section[name.value] = _plain(loader, value, (*at, name.value), file, places)
         places[*at, name.value] = place
     return section
@@ -175,12 +172,12 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
             places[tuple(parents[:depth])] = place
         section = section[name]
         if not isinstance(section, dict):
-            taken = _dotted(tuple(parents[:depth]))
+            taken = spelt(tuple(parents[:depth]))
             raise ConfigError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
     try:
         value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(_broken_yaml(place, error)) from None
+        raise ConfigError(broken_yaml(place, error)) from None
     path = (*parents, last)
     places[path] = place
     section[last] = _scalar(text) if value is None else _plain(_Loader(""), value, path, place, {})
@@ -201,15 +198,13 @@ def _fill_in(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]
         if not isinstance(value, str) or "${" not in value:
             return value
         if "${" in VARIABLE.sub("", value):
-            where = _place(at, places)
-            raise ConfigError(
-                f"{where}: {_dotted(at)}: found {_shown(value)}; a variable is written ${{NAME}}"
-            )
+            where = place_of(at, places)
+            raise ConfigError(f"{where}: {spelt(at)}: found {brief(value)}; a variable is written ${{NAME}}")
         found.append(at)
         for name in VARIABLE.findall(value):
             if name not in os.environ:
-                where = _place(at, places)
-                raise ConfigError(f"{where}: {_dotted(at)}: the environment has no variable {name}; set it")
+                where = place_of(at, places)
+                raise ConfigError(f"{where}: {spelt(at)}: the environment has no variable {name}; set it")
         return VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
     return filled(tree, ()), found
@@ -244,66 +239,3 @@ def _remember_as_written(section: Settings, tree: Any, variables: list[KeyPath])
             _remember_as_written(value, tree[spoken], within)
         elif within:
             section._written[name] = str(without_passwords(tree[spoken]))
-
-
-# --- what was wrong ----------------------------------------------------------------------------------
-
-
-def _worth_saying(error: ValidationError) -> list[Any]:
-    """All findings, less the keys that are missing only because they are misspelt: those are named already."""
-    findings = error.errors(include_url=False)
-    unknown = [_dotted(found["loc"]) for found in findings if found["type"] == "extra_forbidden"]
-    meant = {key for name in unknown for key in difflib.get_close_matches(name, [_nearest(name)], cutoff=0.8)}
-    return [found for found in findings if found["type"] != "missing" or _dotted(found["loc"]) not in meant]
-
-
-def _problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
-    """Say one of pydantic's findings in our words: where, what was found, what was expected."""
-    at: KeyPath = tuple(part for part in details["loc"] if not str(part).startswith("function-"))
-    where, dotted = _place(at, places), _dotted(at)
-    if details["type"] == "missing" and dotted in dict(known_keys()):
-        return f"{where}: '{dotted}' is missing: {dict(known_keys())[dotted].description}"
-    if details["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
-    if details["type"] == "missing":  # the third of three numbers, say: the list is what is wrong
-        at, dotted = at[:-1], _dotted(at[:-1])
-    found: Any = tree
-    for name in at:
-        found = found[name]
-    if details["type"] == "model_type":
-        return f"{where}: {dotted}: found {_shown(found)}; a section with keys of its own was expected"
-    expected = re.sub(r"^Value error, ", "", details["msg"])
-    expected = re.sub(r"^Field required$", "more values were expected", expected)
-    expected = re.sub(r"^Input should be (.*)$", r"\1 was expected", expected)
-    expected = re.sub(r"^Input should (.*)$", r"it should \1", expected)
-    return f"{where}: {dotted}: found {_shown(found)}; {expected}" if dotted else f"{where}: {expected}"
-
-
-def _nearest(dotted: str) -> str:
-    """Prefer a like-named key of the same section, then the same name elsewhere, then the most alike."""
-    keys = [name for name, _ in known_keys()]
-    parent, _, last = dotted.rpartition(".")
-    siblings = [name for name in keys if name.rpartition(".")[0] == parent]
-    elsewhere = [name for name in keys if name.rpartition(".")[2] == last]
-    alike = difflib.get_close_matches(dotted, siblings, 1) or elsewhere
-    return (alike or difflib.get_close_matches(dotted, keys, 1, cutoff=0))[0]
-
-
-def _place(at: KeyPath, places: dict[KeyPath, str]) -> str:
-    return next(places[at[:depth]] for depth in range(len(at), -1, -1) if at[:depth] in places)
-
-
-def _dotted(at: KeyPath) -> str:
-    return ".".join(map(str, at))
-
-
-def _shown(value: Any) -> str:
-    text = repr(without_passwords(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _broken_yaml(where: str | Path, error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    line = f":{mark.line + 1}" if mark is not None and not str(where).startswith("override") else ""
-    reason = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}{line}: broken YAML: {reason}"

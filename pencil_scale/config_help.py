@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from pencil_scale.config import known_keys
+from pencil_scale.config_problems import known_keys
 from pencil_scale.settings import Settings
 from pencil_scale.shapes import Shape
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pencil_scale.config import ConfigError, describe, known_keys, load_config, masked
+from pencil_scale.config import ConfigError, describe, load_config, masked
 from pencil_scale.config_help import help_page
+from pencil_scale.config_problems import known_keys
 from pencil_scale.curves import Line, Steps
 from pencil_scale.settings import Config
 
@@ -187,7 +188,7 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 
 def test_a_key_that_is_missing_is_not_hidden_by_one_that_is_far_from_it(tmp_path: Path) -> None:
     text = GOOD.replace("backbone: resnet18", "zzzz: resnet18")
-    with pytest.raises(ConfigError, match="'model.backbone' is missing"):
+    with pytest.raises(ConfigError, match=r"'model\.backbone' is missing"):
         load_config(written(tmp_path, text))
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up. Rooms may span layers: what counts is what a module needs.
 LAYERS = {
-    "words": """schema curves shapes settings config config_help versions command""",
+    "words": """schema curves shapes settings config config_problems config_help versions command""",
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
         gpu_decoding augment backbones noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_search tar_walk shard_urls shards
@@ -21,20 +21,22 @@ LAYERS = {
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
         tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker
-        narrator label_traces judged_file page_copy""",
+        narrator label_traces judged_file page_copy
+        regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
+        examining""",
     "stations": """window_reader batches ray_blocks stream courier exchange peers owners step evaluation
         prediction export export_rows
         review_scan thumbnails page_data review_page headline""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker
-        driver summary training train""",
+        driver summary training train night_lock night_tracking""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}
 
 # Who may import what is heavy, or changes often, of other people's. Jobs in pipelines/ may import Ray.
 ALONE = {
-    "ray": {"stream", "ray_blocks", "local_ray", "control", "estimate", "worker", "driver"},
+    "ray": {"stream", "ray_blocks", "local_ray", "control", "estimate", "worker", "driver", "night_lock"},
     "mlflow": {"tracking"},
     "yaml": {"config"},
 }
@@ -102,6 +104,8 @@ ENTRY_POINTS = {
     "pipelines.balance_subset",
     "pipelines.export_labels",
     "pipelines.pin_labels",
+    "pipelines.promote",
+    "pipelines.reclean_nightly",
     "pipelines.review_report",
     "pencil_scale.running.training",
 }
