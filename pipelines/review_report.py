@@ -208,8 +208,8 @@ def print_summary(summary: Summary) -> None:
     table.add_row("listed to look at", f"{summary.num_listed:,}")
     table.add_row("drawn for an audit", f"{summary.num_drawn:,}")
     table.add_row("copy in MLflow", summary.copied)
-    table.add_row("page", str(summary.page))
-    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+    Console(markup=False, highlight=False).print(table)
+    print(f"page: {summary.page}")  # a path is never cut to the width of a table
 
 
 if __name__ == "__main__":

@@ -5,30 +5,49 @@ moves.last_change(part=3, given=noisy_class)        # int32, -1 where the class 
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.reading.byte_source import filesystem_of
 
 NEVER = -1
 _EPOCH = re.compile(r"epoch-(\d+)\.arrow$")
 
 
+def history_files(folder: str) -> list[tuple[int, str]]:
+    """The epochs of which a run kept its labels, rising, and the file of each; none if it kept no history."""
+    filesystem, path = filesystem_of(folder)
+    filesystem.invalidate_cache()
+    try:
+        names = filesystem.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted((int(match[1]), name) for name in names if (match := _EPOCH.search(name)))
+
+
+@contextmanager
+def open_history(filesystem: Any, name: str) -> Iterator[Any]:
+    """Open the history of one epoch, one record batch a part of the label table."""
+    try:
+        with filesystem.open(name, "rb") as file:
+            yield pa.ipc.open_file(file)
+    except pa.ArrowInvalid as error:
+        reason = " ".join(str(error).split())
+        raise TableDamagedError(f"{name}: no whole history file ({reason}); remove it") from error
+
+
 class LabelMoves:
     """The history of one run; a history of another layout, or none, tells nothing."""
 
     def __init__(self, folder: str, num_parts: int) -> None:
-        self._filesystem, path = filesystem_of(folder)
-        self._filesystem.invalidate_cache()
-        try:
-            names = self._filesystem.ls(path, detail=False)
-        except FileNotFoundError:
-            names = []
-        found = {int(match[1]): name for name in names if (match := _EPOCH.search(name))}
-        self._files = sorted(found.items())
+        self._filesystem, _ = filesystem_of(folder)
+        self._files = history_files(folder)
         self._num_parts = num_parts
 
     @property
@@ -49,8 +68,7 @@ class LabelMoves:
         return last
 
     def _classes(self, name: str, part: int) -> npt.NDArray[np.int64] | None:
-        with self._filesystem.open(name, "rb") as file:
-            reader: Any = pa.ipc.open_file(file)
+        with open_history(self._filesystem, name) as reader:
             if reader.num_record_batches != self._num_parts:
                 return None
             classes: npt.NDArray[np.int64] = (

@@ -4,19 +4,16 @@ traces = read_traces(published, rows)            # rows rising; of a long run at
 traces.epochs, traces.classes, traces.confidence             # [E], [B, E], [B, E]
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from pencil_scale.labels.part_files import Layout, TableDamagedError
+from pencil_scale.labels.label_moves import history_files, open_history
+from pencil_scale.labels.part_files import Layout
 from pencil_scale.labels.published import Published
 from pencil_scale.reading.byte_source import filesystem_of
-
-_EPOCH = re.compile(r"epoch-(\d+)\.arrow$")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Traces:
 def read_traces(published: Published, rows: npt.NDArray[np.int64], most: int | None = None) -> Traces:
     """Read the history of a run for rows, rising, that its label table has."""
     filesystem, _ = filesystem_of(published.history)
-    files = _files(published.history)
+    files = history_files(published.history)
     kept = files if most is None else _spread(files, most)
     found = [_of_file(filesystem, name, published.manifest.layout, rows) for _, name in kept]
     told = [(epoch, one) for (epoch, _), one in zip(kept, found, strict=True) if one is not None]
@@ -40,16 +37,6 @@ def read_traces(published: Published, rows: npt.NDArray[np.int64], most: int | N
     for place, (_, (some_classes, some_confidence)) in enumerate(told):
         classes[place], confidence[place] = some_classes, some_confidence
     return Traces(tuple(epoch for epoch, _ in told), classes.T, confidence.T)
-
-
-def _files(folder: str) -> list[tuple[int, str]]:
-    filesystem, path = filesystem_of(folder)
-    filesystem.invalidate_cache()
-    try:
-        names = filesystem.ls(path, detail=False)
-    except FileNotFoundError:
-        return []
-    return sorted((int(match[1]), name) for name in names if (match := _EPOCH.search(name)))
 
 
 def _spread(files: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
@@ -62,19 +49,14 @@ def _of_file(filesystem: Any, name: str, layout: Layout, rows: npt.NDArray[np.in
     """Classes and confidences of the rows after one epoch; None of a table of another shape."""
     classes, confidence = np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.float16)
     parts = rows >> layout.shift
-    try:
-        with filesystem.open(name, "rb") as file:
-            reader = pa.ipc.open_file(file)
-            if reader.num_record_batches != layout.num_parts:
+    with open_history(filesystem, name) as reader:
+        if reader.num_record_batches != layout.num_parts:
+            return None
+        for part in np.unique(parts).tolist():
+            here = slice(*np.searchsorted(parts, [part, part + 1]))
+            batch, slots = reader.get_batch(part), rows[here] - layout.rows_of(part).start
+            if batch.num_rows != len(layout.rows_of(part)):
                 return None
-            for part in np.unique(parts).tolist():
-                here = slice(*np.searchsorted(parts, [part, part + 1]))
-                batch, slots = reader.get_batch(part), rows[here] - layout.rows_of(part).start
-                if batch.num_rows != len(layout.rows_of(part)):
-                    return None
-                classes[here] = batch.column("class").to_numpy()[slots]
-                confidence[here] = batch.column("confidence").to_numpy()[slots]
-    except pa.ArrowInvalid as error:
-        reason = " ".join(str(error).split())
-        raise TableDamagedError(f"{name}: no whole history file ({reason}); remove it") from error
+            classes[here] = batch.column("class").to_numpy()[slots]
+            confidence[here] = batch.column("confidence").to_numpy()[slots]
     return classes, confidence
