@@ -37,23 +37,19 @@ class CatalogueError(PencilError):
 
 @dataclass(frozen=True)
 class OkRows:
-    """What reading and training need of some ok rows, as arrays in row order.
+    """What reading and training need of some ok rows, as arrays in row order: 22 bytes a row.
 
-    Tar data begins at whole blocks of 512 bytes, so offsets fit 32 bits up to shards of 2 TB.
+    Offsets are any bytes: in a shard that lost some, members no longer begin at whole blocks of 512.
     """
 
     row: np.ndarray[Any, np.dtype[np.uint32]]
     shard: np.ndarray[Any, np.dtype[np.int32]]
-    offset_blocks: np.ndarray[Any, np.dtype[np.uint32]]
+    image_offset: np.ndarray[Any, np.dtype[np.int64]]
     image_bytes: np.ndarray[Any, np.dtype[np.uint32]]
     noisy_class: np.ndarray[Any, np.dtype[np.uint16]]  # wider where there are more than 65,536 classes
 
     def __len__(self) -> int:
         return len(self.row)
-
-    @property
-    def image_offset(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.offset_blocks.astype(np.int64) * 512
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,13 @@ class Catalogue:
             yield self.read(first, min(first + num_rows, self.num_rows), columns)
 
     def ok_rows(self, chunks: Sequence[int] | None = None) -> OkRows:
-        """Read what an epoch needs of the ok rows, of some chunks or all: arrays of 18 bytes a row."""
+        """Read what an epoch needs of the ok rows, of some chunks or all."""
         spans = self._spans(chunks)
         total = self.num_ok if chunks is None else int(self.chunks().num_ok[list(chunks)].sum())
         arrays = OkRows(
             np.empty(total, np.uint32),
             np.empty(total, np.int32),
-            np.empty(total, np.uint32),
+            np.empty(total, np.int64),
             np.empty(total, np.uint32),
             np.empty(total, np.min_scalar_type(max(self.num_classes, 256))),
         )
@@ -128,7 +124,7 @@ class Catalogue:
             here = slice(done, done + len(table))
             arrays.row[here] = _fitting(table["row"].to_numpy())
             arrays.shard[here] = table["shard"].to_numpy()
-            arrays.offset_blocks[here] = _fitting(table["image_offset"].to_numpy() // 512)
+            arrays.image_offset[here] = table["image_offset"].to_numpy()
             arrays.image_bytes[here] = _fitting(table["image_bytes"].to_numpy())
             arrays.noisy_class[here] = table["noisy_class"].to_numpy()
             done += len(table)
@@ -137,6 +133,14 @@ class Catalogue:
                 f"{self.folder}: {done:,} ok rows, but the manifest counts {total:,}; index again"
             )
         return arrays
+
+    def changed_rows(self, since: "Catalogue") -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Say which rows of an older version have newer words in this one, rising."""
+        known = {segment.file for segment in since._changes}
+        newer = [segment.file for segment in self._changes if segment.file not in known]
+        found = [self._groups(name, list(range(self._file(name).num_row_groups)), ["row"]) for name in newer]
+        rows = np.unique(pa.concat_tables([_empty(["row"]), *found])["row"].to_numpy())
+        return rows[rows < since.num_rows]
 
     def _spans(self, chunks: Sequence[int] | None) -> list[tuple[int, int]]:
         """Join neighbouring chunks to spans that are read at once."""
@@ -255,7 +259,7 @@ def _fitting(numbers: Any) -> Any:
     """Refuse what 32 bits cannot hold, instead of letting it wrap around to another sample's bytes."""
     if len(numbers) and numbers.max() >= 1 << 32:
         raise CatalogueError(
-            f"{numbers.max():,}: shards over 2 TB, or over 4 billion rows, are not supported"
+            f"{numbers.max():,}: images over 4 GB, or over 4 billion rows, are not supported"
         )
     return numbers
 

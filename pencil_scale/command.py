@@ -20,11 +20,13 @@ def run_job(
     *,
     module: str,
     what: str,
+    words: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None,
 ) -> int:
     """Read the config the command line names, run the job on it, and give the exit code.
 
-    `flags` are switches of the job's own, with their help: "dry_run" is --dry-run, and arrives as a keyword.
+    `words` are arguments of the job's own that follow the config, and `flags` its switches, each with its
+    help: "dry_run" is --dry-run. Both arrive as keywords.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -33,6 +35,8 @@ def run_job(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, such as configs/demo.yaml")
+    for name, meaning in (words or {}).items():
+        parser.add_argument(name, metavar=name.upper(), help=meaning)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set over the file's")
     for name, meaning in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)

@@ -245,6 +245,47 @@ class ReportJob(Settings):
     mlflow: bool = key("keep a copy of the page with the run in MLflow", True)
 
 
+StageEpochs = Annotated[
+    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
+    Shape("[backbone, pencil, finetune]"),
+]
+ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null, ...}")]
+
+
+class NightlyJob(Settings):
+    old_per_new: float = key("old samples trained on for each new one, others every night", 1.0, ge=0)
+    start_from: RunName | None = key(
+        "finished run that the first night goes on from; null: the one there is", None
+    )
+    first_epochs: StageEpochs | None = key(
+        "epochs of a first night that has no run to go on from, over all samples; null: refuse it",
+        None,
+        unit="epochs",
+    )
+    remap: ClassMoves = key("what became of classes that left data.classes", {})
+    max_accuracy_fall: float = key(
+        "a night is held when accuracy on the clean set falls by more than this", 0.02, ge=0, le=1
+    )
+    max_changed_share: float = key(
+        "... when more than this share of the old labels trained on changed since the night before",
+        0.1,
+        ge=0,
+        le=1,
+    )
+    max_repair_jump: float = key(
+        "... when the share of repaired labels is higher among new samples than among old ones by more",
+        0.15,
+        ge=0,
+        le=1,
+    )
+    max_class_ratio: float = key(
+        "... when a class is more than so many times commoner, or rarer, among new samples than before",
+        4.0,
+        gt=1,
+    )
+    keep_nights: int = key("nights that are kept, besides CURRENT and its parent", 14, ge=1, unit="nights")
+
+
 class Config(Settings):
     """A whole run."""
 
@@ -262,3 +303,4 @@ class Config(Settings):
     export: ExportJob = key("what pipelines.export_labels writes", ExportJob())
     pin: PinJob = key("what pipelines.pin_labels takes", PinJob())
     report: ReportJob = key("what pipelines.review_report shows", ReportJob())
+    nightly: NightlyJob = key("what pipelines.reclean_nightly does, and when it holds a night", NightlyJob())

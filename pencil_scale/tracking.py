@@ -95,6 +95,8 @@ class Receiver:
             self._server().log_stream(self._run_id(body), io.BytesIO(record.blob), body["path"])
         elif record.kind == "model":
             self._log_model(self._run_id(body), body)
+        elif record.kind == "alias":
+            self._move_alias(self._run_id(body), body)
         elif record.kind == "end":
             self._server().set_terminated(self._run_id(body), body["status"], body["time"])
         else:
@@ -267,8 +269,19 @@ class Receiver:
         if not same:
             same = [client.create_model_version(name, source, run_id, tags, model_id=model.model_id)]
         version = same[0].version
+        if body["alias"] is not None:
+            client.set_registered_model_alias(name, body["alias"], str(version))
+        log.info("MLflow model %s version %s is '%s'", name, version, body["alias"] or "without an alias")
+
+    def _move_alias(self, run_id: str, body: dict[str, Any]) -> None:
+        """Point an alias at the newest version that a run made of a registered model."""
+        name, client = body["register_as"], self._server()
+        made = [one for one in client.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
+        if not made:
+            raise RefusedError(f"run {run_id} made no version of model {name}")
+        version = max(int(one.version) for one in made)
         client.set_registered_model_alias(name, body["alias"], str(version))
-        log.info("MLflow model %s version %s is '%s'", name, version, body["alias"])
+        log.info("MLflow model %s version %d is '%s'", name, version, body["alias"])
 
 
 def _signature(image_size: int, num_classes: int) -> ModelSignature:

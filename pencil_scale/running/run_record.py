@@ -23,6 +23,7 @@ FREE = (
     "subset.",
     "export.",
     "pin.",
+    "nightly.",
     "report.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",

@@ -51,6 +51,7 @@ def publish(
     outcome: Outcome,
     warnings: dict[str, str],
     tracker: Tracker,
+    alias: str | None = "current",
 ) -> Summary:
     """Put the weights and the labels' manifest under their final names, then the summary."""
     with outcome.checkpoint.as_directory() as folder:
@@ -70,7 +71,7 @@ def publish(
     PartStore(run_folder(storage, name)).put("summary.json", text)
     PartStore(storage).put("summary.json", text)
     tracker.log_json("summary", facts)
-    tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop)
+    tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
     return Summary(facts)
 
 

@@ -33,19 +33,20 @@ from pencil_scale.telling.tracker import Tracker
 STOPPED = 143  # what a shell reports of a command that SIGTERM ended
 
 
-def train(config: Config, labels: Manifest | None = None) -> Summary:
+def train(config: Config, labels: Manifest | None = None, alias: str | None = "current") -> Summary:
     """Train to the end, publish the model and the labels, and say what came of it.
 
     `labels` are those a run begins with that goes on from another; without, every row begins as given.
+    `alias` is what a registered model is called from then on; without, somebody decides later.
     """
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
     with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, checked, labels)
+        return _train_locked(config, checked, labels, alias)
 
 
-def _train_locked(config: Config, checked: Checked, labels: Manifest | None) -> Summary:
+def _train_locked(config: Config, checked: Checked, labels: Manifest | None, alias: str | None) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     control = start_control(config.run.storage, config.run.name)
@@ -55,7 +56,7 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None) -> 
         print(f"run {record.name} goes on where it stopped, on catalogue version {record.catalogue_version}")
     tracker = Tracker(
         plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking),
-        _outbox(config),
+        outbox_folder(config),
     )
     record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
@@ -65,7 +66,7 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None) -> 
         tracker.finish("KILLED")
         _say(f"stopped and saved; to go on: {_this_command()}")
         raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
     tracker.finish()
     write_record(config.run.storage, record, status="finished", tracking=tracker.state())
     print(summary.table())
@@ -144,7 +145,7 @@ def _clean_specs(config: Config) -> dict[str, StreamSpec]:
     return {part: StreamSpec.from_config(config, catalogues[part].version, part) for part in parts}
 
 
-def _outbox(config: Config) -> str:
+def outbox_folder(config: Config) -> str:
     """Where word for MLflow waits until it is delivered: beside the run, or on this machine."""
     folder = run_folder(config.run.storage, config.run.name)
     if is_local(filesystem_of(folder)[0]):

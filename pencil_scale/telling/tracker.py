@@ -85,6 +85,10 @@ class Tracker:
         log.warning("%s: %s", name, text)
         self._say("tag", PARENT, name=_allowed(f"warning.{name}"), value=text)
 
+    def set_tag(self, name: str, text: str) -> None:
+        """Put a tag on the run."""
+        self._say("tag", PARENT, name=_allowed(name), value=text)
+
     def log_picture(self, name: str, png: bytes) -> None:
         """Keep a picture with the run, as `pictures/NAME.png`."""
         self._outbox.add("file", {"owner": self._owner(PARENT), "path": f"pictures/{name}.png"}, png)
@@ -102,15 +106,16 @@ class Tracker:
         weights: Mapping[str, Tensor],
         class_names: Sequence[str],
         image_size: int,
-        alias: str = "current",
+        alias: str | None = "current",
         **facts: Any,
     ) -> None:
         """Log the trained network, with its signature; register it if the config names it, under an alias.
 
         The network is exported as a graph, nothing in it is pickled. `facts` (the mean that was subtracted,
-        say) go into its metadata, beside the class names. MLflow keeps the alias "latest" for itself.
+        say) go into its metadata, beside the class names. MLflow keeps the alias "latest" for itself. Without
+        an alias, `move_alias` gives one later.
         """
-        if not re.fullmatch(r"[\w-]+", alias) or re.fullmatch(r"latest|v\d+", alias.lower()):
+        if alias is not None and not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]+", alias):
             raise TrackingError(
                 f"alias '{alias}': letters, digits, '_' and '-' were expected, but not 'latest' or 'v1', "
                 "which MLflow keeps for itself; take 'current'"
@@ -131,6 +136,11 @@ class Tracker:
             alias=alias,
             metadata={"class_names": list(class_names), "backbone": backbone, **facts},
         )
+
+    def move_alias(self, alias: str = "current") -> None:
+        """Move an alias of the registered model to the version that this run made."""
+        if self._plan.register_as is not None:
+            self._say("alias", PARENT, register_as=self._plan.register_as, alias=alias)
 
     def finish(self, status: Status = "FINISHED", wait_s: float = 60.0) -> int:
         """End the runs, wait so long at most for the server, and give how many records remain on disk."""
