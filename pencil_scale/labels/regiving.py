@@ -1,0 +1,63 @@
+"""Regiving: some rows of published labels get another class, and no other row is touched.
+
+A shard that was written again may give a sample another label than before. What was learned of the old one
+says nothing of the new, so the row begins as every row does: scale * one-hot. A pinned row stays as it is,
+until people pin it to another class. Only the parts that hold such rows are read, and written anew.
+
+    manifest = regive(manifest, rows, classes)
+    manifest = regive(manifest, *rows_and_classes(read_pins(storage)), pin=True)
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pencil_scale.labels.manifest import Manifest, PartEntry
+from pencil_scale.labels.part_files import fixed_width, labels_schema
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part, put_piece
+from pencil_scale.labels.working_copy import checked_classes, scaled_one_hot
+
+Int64s = npt.NDArray[np.int64]
+Classes = npt.NDArray[np.int32]
+
+
+def regive(manifest: Manifest, rows: Int64s, classes: Classes, pin: bool = False) -> Manifest:
+    """Put the parts of these rows into the store anew; `rows` rise, a class of -1 is no usable label."""
+    within = rows < manifest.layout.num_rows
+    rows, classes = rows[within], classes[within]
+    checked_classes(classes, manifest.layout.num_classes, lowest=0 if pin else -1, rows=rows)
+    parts = dict(manifest.parts)
+    store = PartStore(manifest.store)
+    for part in np.unique(rows >> manifest.layout.shift).tolist():
+        here = manifest.layout.rows_of(part)
+        some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
+        batch = get_part(manifest, store, part, LABELS_FOLDER)
+        fresh = _regiven(batch, rows[some] - here.start, classes[some], manifest.scale, pin)
+        if fresh is not None:
+            parts[part] = PartEntry((put_piece(store, LABELS_FOLDER, fresh),), parts[part].ledger)
+    return replace(manifest, parts=parts)
+
+
+def _regiven(
+    batch: pa.RecordBatch, places: Int64s, classes: Classes, scale: float, pin: bool
+) -> pa.RecordBatch | None:
+    """The part with its rows changed; None where every one is as it should be."""
+    noisy_class, pinned = (batch.column(name).to_numpy().copy() for name in ("noisy_class", "pinned"))
+    logits = batch.column("label_logits").flatten().to_numpy().reshape(len(batch), -1).copy()
+    stays = (pinned[places] != 0) & ((noisy_class[places] == classes) if pin else True)
+    if stays.all():
+        return None
+    places, classes = places[~stays], classes[~stays]
+    noisy_class[places] = classes
+    logits[places] = scaled_one_hot(classes, logits.shape[1], scale)
+    pinned[places] = int(pin)
+    changed = {"noisy_class": noisy_class, "pinned": pinned, "label_logits": logits}
+    schema = labels_schema(logits.shape[1])
+    columns = [
+        fixed_width(changed[field.name], field.type) if field.name in changed else batch.column(field.name)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

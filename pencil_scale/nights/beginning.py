@@ -1,0 +1,136 @@
+"""How a night begins: from the night in use, from a finished training run, or where a killed job left it.
+
+parent = nights.current() or adopt(nights, named=None)       # None: nothing was ever trained here
+plan = resumable(nights, settings) or nights.begin(...)
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.config import describe
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import published_url
+from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, now
+from pencil_scale.nights.retention import NIGHTS, remove_made
+from pencil_scale.reading.byte_source import versions_of
+from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder
+from pencil_scale.settings import Config
+
+Say = Callable[[str], None]
+
+
+def decisive_settings(config: Config) -> dict[str, str]:
+    """The settings that decide what a night computes: with others it is another night."""
+    return {name: text for name, text in describe(config).items() if not name.startswith(FREE)}
+
+
+def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
+    """Take a finished training run for the night before the first; None where nothing was trained."""
+    storage = nights.storage
+    records = {record.name: record for record in _finished_runs(storage) if nights.plan(record.name) is None}
+    if named is not None and named not in records:
+        raise NightError(f"nightly.start_from: {named} is no finished run of {storage}; {_listed(records)}")
+    if named is None and len(records) > 1:
+        raise NightError(f"nightly.start_from: which run? {_listed(records)}")
+    if not records:
+        return None
+    record = records[named or next(iter(records))]
+    night = nights.save(_as_night(storage, record, clean))
+    nights.move_current(night, expected=None)
+    return night
+
+
+def _as_night(storage: str, record: RunRecord, clean: str) -> Night:
+    catalogue = Catalogue.open(storage, record.catalogue_version)
+    return Night(
+        name=record.name,
+        number=0,
+        parent=None,
+        catalogue_version=record.catalogue_version,
+        class_names=tuple(catalogue.manifest["classes"]),
+        labels=published_url(storage, record.name),
+        model=f"{storage}/models/{record.name}.pt",
+        trained_by=record.name,
+        figures=clean_accuracy(run_facts(storage, record.name)),
+        clean=clean,
+        overlay=catalogue.manifest["overlay"],
+        finished=now(),
+    )
+
+
+def _finished_runs(storage: str) -> list[RunRecord]:
+    names = [PurePosixPath(name).name for name in PartStore(storage).names("runs")]
+    found = [read_record(storage, name) for name in names]
+    return [record for record in found if record is not None and record.status == "finished"]
+
+
+def _listed(records: Mapping[str, RunRecord]) -> str:
+    return f"finished are {', '.join(sorted(records))}" if records else "none is finished"
+
+
+# --- after a kill ------------------------------------------------------------------------------------
+
+
+def resumable(nights: NightFiles, settings: Mapping[str, str], say: Say) -> Plan | None:
+    """Find the night that was begun and not finished; one that can no longer be finished is abandoned."""
+    plan = nights.unclosed()
+    if plan is None:
+        return None
+    reason = _outdated(nights, plan, settings)
+    if not reason:
+        say(f"{plan.name} goes on where it stopped")
+        return plan
+    say(f"{plan.name} was not finished, and is abandoned: {reason}")
+    remove_made(nights.storage, plan.name, kept=(NIGHTS,))
+    nights.close(plan.name, "abandoned")
+    return None
+
+
+def _outdated(nights: NightFiles, plan: Plan, settings: Mapping[str, str]) -> str:
+    current = nights.current()
+    name = None if current is None else current.name
+    if nights.find(plan.name) is not None:  # all but the last step is done
+        return ""
+    if name != plan.parent:
+        return f"it began from {plan.parent}, and CURRENT is {name} now"
+    changed = [key for key in {**plan.settings, **settings} if plan.settings.get(key) != settings.get(key)]
+    if changed:
+        return f"{sorted(changed)[0]} is another now"
+    record = read_record(nights.storage, plan.name)
+    if record is None or record.status != "finished":
+        return _changed_shard(Catalogue.open(nights.storage, plan.catalogue_version))
+    return ""
+
+
+def _changed_shard(catalogue: Catalogue) -> str:
+    """Bytes that were written anew cannot be read by offsets of the version before."""
+    entries = [entry for entry in catalogue.shards if entry.state == "indexed"]
+    versions = versions_of([entry.url for entry in entries])
+    for entry, version in zip(entries, versions, strict=True):
+        if version != entry.version:
+            return f"{entry.url} changed since it was indexed"
+    return ""
+
+
+# --- figures of a training run -----------------------------------------------------------------------
+
+
+def run_facts(storage: str, name: str) -> dict[str, Any]:
+    """What a finished run says of itself."""
+    facts: dict[str, Any] = json.loads(PartStore(run_folder(storage, name)).get("summary.json"))
+    return facts
+
+
+def clean_accuracy(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Accuracy on the clean set: validation's, else test's; empty where there is none."""
+    known = [facts[name] for name in ("validation_accuracy", "test_accuracy") if name in facts]
+    return {"clean_accuracy": float(known[0])} if known else {}
+
+
+def clean_set(config: Config) -> str:
+    """Name the clean set as it is now, so that nights are compared on the same one."""
+    part = "validation" if config.data.validation else "test" if config.data.test else ""
+    return f"{part} {Catalogue.open(config.run.storage, part=part).version}" if part else ""

@@ -1,0 +1,69 @@
+"""Carrying over: the labels of one night as those the next one begins with.
+
+Every known row keeps its logits bit for bit, whatever shard it lies in now. New rows follow, as given; rows
+that were given another class begin anew; what people pinned since is laid over all.
+
+    labels = carry_over(parent_manifest, crawl, catalogue, mapping, read_pins(storage), scratch=None)
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.growth import grow
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import rows_and_classes
+from pencil_scale.labels.regiving import regive
+from pencil_scale.labels.remap import remap
+from pencil_scale.nights.class_changes import Classes, is_same
+from pencil_scale.nights.crawl import Crawl
+from pencil_scale.nights.night_files import NightError
+
+STRETCH = 1 << 18
+
+
+def carry_over(
+    parent: Manifest, crawl: Crawl, after: Catalogue, mapping: Classes, pins: pa.Table, scratch: str | None
+) -> Manifest:
+    """Make the labels that a night begins with, in the parent's store."""
+    if parent.layout.num_rows != crawl.first_row:
+        raise NightError(
+            f"labels over {parent.layout.num_rows:,} rows, the catalogue of their night has "
+            f"{crawl.first_row:,}; promote another night"
+        )
+    labels = parent
+    if not is_same(mapping, parent.layout.num_classes):
+        labels = _remapped(labels, mapping, scratch)
+    if after.num_rows > crawl.first_row:
+        labels = grow(labels, _classes(after, crawl.first_row), _keys(after, crawl.first_row))
+    labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
+    labels = regive(labels, *rows_and_classes(pins), pin=True)
+    return labels.for_new_run()
+
+
+def _remapped(labels: Manifest, mapping: Classes, scratch: str | None) -> Manifest:
+    """The one step that reads every label: another class list changes the width of all of them."""
+    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
+        table = LabelTable.restore(labels, Path(folder) / "old")
+        return remap(table, mapping, Path(folder) / "new").snapshot(labels.store)
+
+
+def _classes(catalogue: Catalogue, first_row: int) -> Iterator[npt.NDArray[np.int32]]:
+    for table in _new_rows(catalogue, first_row, "noisy_class"):
+        yield table["noisy_class"].fill_null(-1).to_numpy()
+
+
+def _keys(catalogue: Catalogue, first_row: int) -> Iterator[pa.Array]:
+    for table in _new_rows(catalogue, first_row, "sample_key"):
+        yield table["sample_key"].combine_chunks()
+
+
+def _new_rows(catalogue: Catalogue, first_row: int, column: str) -> Iterator[pa.Table]:
+    for first in range(first_row, catalogue.num_rows, STRETCH):
+        yield catalogue.read(first, min(first + STRETCH, catalogue.num_rows), [column])

@@ -1,0 +1,152 @@
+"""Crawl: what the shards brought since the night before, and which rows a night trains on.
+
+Rows that the catalogue gained are new; so is a known row whose class as given is another now, or usable for
+the first time. Everything else keeps the label it has. Beside the new rows a night trains on some old ones, a
+number that follows from that of the new, so that its cost grows with the crawl and not with the archive.
+
+    crawl = find_crawl(before, after, mapping)            # two versions of the catalogue
+    rows = crawl.fresh["row"], old_rows(after, crawl, num=5000, key=mixed_key(seed, night))
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS
+from pencil_scale.nights.class_changes import Classes, new_numbers
+from pencil_scale.plan import hashes, shuffled
+from pencil_scale.subset_files import MEMBERS
+
+Int64s = npt.NDArray[np.int64]
+COLUMNS = ["row", "sample_key", "noisy_class", "status"]
+SPREAD = 4  # old rows come from chunks that hold so many times more: fewer would be neighbours, all alike
+
+# A sample that is there, whose label cannot be used: what a crawler leaves that renames a class.
+WITHOUT_LABEL = (
+    "unlabelled",
+    "several_labels",
+    "unknown_class",
+    "label_not_a_number",
+    "label_out_of_range",
+    "label_unreadable",
+)
+
+
+@dataclass(frozen=True)
+class Crawl:
+    """What is new since a version of the catalogue."""
+
+    first_row: int  # rows from here on are new
+    fresh: pa.Table  # row, sample_key, class of every ok row to learn anew, rising
+    regiven: pa.Table  # row, class of known rows that begin anew; -1: no usable label any more
+    given_counts: Int64s  # [C + 1]: new and regiven samples of each class as given; last: without a label
+    num_new: int
+    num_vanished: int
+    num_returned: int
+
+    @property
+    def num_regiven(self) -> int:
+        return len(self.regiven)
+
+    def is_fresh(self, rows: Int64s) -> npt.NDArray[np.bool_]:
+        """Which of these rows begin anew tonight."""
+        return np.isin(rows, self.fresh["row"].to_numpy())
+
+
+def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
+    """Compare two versions; `mapping` says what each class of the newer list is made of."""
+    renamed = np.array(new_numbers(mapping, before.num_classes))
+    fresh, regiven, returned, vanished = [], [MEMBERS.empty_table().select(["row", "class"])], 0, 0
+    counts = np.zeros(after.num_classes + 1, np.int64)
+    for was, now in _changed(before, after):
+        gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
+        vanished, returned = (
+            vanished + int((gone & ~was_gone).sum()),
+            returned + int((was_gone & ~gone).sum()),
+        )
+        differs = (_classes(now) != renamed[_classes(was)]) & ~gone
+        some = now.filter(pa.array(differs))
+        regiven.append(pa.table({"row": some["row"], "class": pa.array(_classes(some), pa.int32())}))
+        some = now.filter(pa.array(differs | ~(_has(was, "ok") | was_gone)))
+        fresh.append(_members(some))
+        counts += _counted(some, after.num_classes)
+    for table in _stretches(after, before.num_rows):
+        fresh.append(_members(table))
+        counts += _counted(table, after.num_classes)
+    whole = pa.concat_tables([MEMBERS.empty_table(), *fresh]).combine_chunks()
+    return Crawl(
+        before.num_rows,
+        whole,
+        pa.concat_tables(regiven).combine_chunks(),
+        counts,
+        after.num_rows - before.num_rows,
+        vanished,
+        returned,
+    )
+
+
+def archive_counts(before: Catalogue, mapping: Classes) -> Int64s:
+    """Samples of each class as given before, in the newer classes; last: without a usable label."""
+    old = np.array(before.manifest["class_counts"], np.int64)
+    statuses = before.manifest["status"]
+    without = sum(statuses.get(status, 0) for status in WITHOUT_LABEL)
+    return np.array([*(int(old[list(olds)].sum()) for olds in mapping), without], np.int64)
+
+
+def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
+    """Draw ok rows that were known before, other ones for every key, reading only as much as is needed."""
+    chunks = np.arange(-(-crawl.first_row // CHUNK_ROWS))
+    num_ok = after.chunks().num_ok[: len(chunks)]
+    order = chunks[np.argsort(hashes(chunks, ~key), kind="stable")]
+    enough = int(np.searchsorted(np.cumsum(num_ok[order]), SPREAD * num)) + 1
+    found = [MEMBERS.empty_table()]
+    for chunk in sorted(order[:enough].tolist() if num else []):
+        stop = min((chunk + 1) * CHUNK_ROWS, crawl.first_row)
+        found.append(_members(after.read(chunk * CHUNK_ROWS, stop, COLUMNS)))
+    table = pa.concat_tables(found).combine_chunks()
+    table = table.filter(pa.array(~crawl.is_fresh(table["row"].to_numpy())))
+    drawn = np.sort(shuffled(table["row"].to_numpy(), key)[:num])
+    return table.filter(pc.is_in(table["row"], pa.array(drawn)))
+
+
+def _changed(before: Catalogue, after: Catalogue) -> Iterator[tuple[pa.Table, pa.Table]]:
+    """The rows with newer words, as they were and as they are, a chunk at a time."""
+    rows = after.changed_rows(before)
+    for chunk in np.unique(rows // CHUNK_ROWS).tolist():
+        first, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, before.num_rows)
+        here = pa.array(rows[(rows >= first) & (rows < stop)] - first)
+        yield before.read(first, stop, COLUMNS).take(here), after.read(first, stop, COLUMNS).take(here)
+
+
+def _stretches(after: Catalogue, first_row: int) -> Iterator[pa.Table]:
+    step = 64 * CHUNK_ROWS
+    for first in range(first_row, after.num_rows, step):
+        yield after.read(first, min(first + step, after.num_rows), COLUMNS)
+
+
+def _members(table: pa.Table) -> pa.Table:
+    """The rows to train on, in the columns of a subset."""
+    ok = table.filter(pc.equal(table["status"], "ok"))
+    return ok.select(["row", "sample_key", "noisy_class"]).rename_columns(MEMBERS.names).cast(MEMBERS)
+
+
+def _classes(table: pa.Table) -> npt.NDArray[np.int32]:
+    found: npt.NDArray[np.int32] = table["noisy_class"].fill_null(-1).to_numpy()
+    return found
+
+
+def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
+    found = pc.is_in(table["status"], pa.array(statuses))
+    return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+
+
+def _counted(table: pa.Table, num_classes: int) -> Int64s:
+    ok = _classes(table)[_has(table, "ok")]
+    counts = np.bincount(ok, minlength=num_classes + 1).astype(np.int64)
+    counts[-1] = _has(table, *WITHOUT_LABEL).sum()
+    return counts

@@ -1,0 +1,166 @@
+"""Guard rails: what a night did to the labels, and whether it may be used before a person has looked.
+
+What moved is counted in the parts of the label table that the night wrote, and nowhere else. Old rows that
+were trained on again are a fair sample of the archive, so new samples are compared with them.
+
+    moves = count_moves(carried, labels, rows, is_new)
+    reasons = judge(limits, moves, balance, accuracy)            # none: CURRENT may move
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pencil_scale.decisions import decide
+from pencil_scale.labels.label_report import Share
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.settings import NightlyJob
+
+SURELY = 3.0  # standard deviations by which chance is left out of account
+SHOWN = 3
+NONE = Share(0, 0)
+Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What became of the rows that a night trained on; pinned ones are left out."""
+
+    old_changed: Share = NONE  # old rows whose label is another than the night before
+    old_repaired: Share = NONE  # old rows whose label was another than given, the night before
+    new_repaired: Share = NONE  # new rows whose label is another than given
+    between: Mapping[tuple[int, int], int] = field(default_factory=dict)  # old rows, from class to class
+
+    def figures(self) -> dict[str, float]:
+        """The counts, as a night's manifest keeps them."""
+        return {
+            "old_trained": self.old_changed.of,
+            "old_changed": self.old_changed.num,
+            "new_trained": self.new_repaired.of,
+            "new_repaired": self.new_repaired.num,
+        }
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How many samples of each class were given, before and tonight; behind the last: without a label."""
+
+    class_names: Sequence[str]
+    before: Int64s  # [C + 1]
+    tonight: Int64s  # [C + 1]
+    added: frozenset[int] = frozenset()  # classes that are new in the list: nothing to compare with
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy on the clean set, where both nights have it and it was the same set."""
+
+    before: float | None
+    tonight: float | None
+
+
+def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
+    """Compare the labels a night began with and those it ended with, over the rows it trained on."""
+    before, after = PartStore(carried.store), PartStore(labels.store)
+    counts: Counter[str] = Counter()
+    between: Counter[tuple[int, int]] = Counter()
+    for part in np.unique(rows >> labels.layout.shift).tolist():
+        here = labels.layout.rows_of(part)
+        some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
+        places, new = rows[some] - here.start, is_new[some]
+        given, was, free = _decided(get_part(carried, before, part, LABELS_FOLDER), places)
+        _, now, _ = _decided(get_part(labels, after, part, LABELS_FOLDER), places)
+        moved = free & ~new & (was != now)
+        counts["old"] += int((free & ~new).sum())
+        counts["old changed"] += int(moved.sum())
+        counts["old repaired"] += int((free & ~new & (was != given)).sum())
+        counts["new"] += int((free & new).sum())
+        counts["new repaired"] += int((free & new & (now != given)).sum())
+        between.update(zip(was[moved].tolist(), now[moved].tolist(), strict=True))
+    return Moves(
+        Share(counts["old changed"], counts["old"]),
+        Share(counts["old repaired"], counts["old"]),
+        Share(counts["new repaired"], counts["new"]),
+        dict(between.most_common()),
+    )
+
+
+def _decided(batch: pa.RecordBatch, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
+    """Of some rows of a part: the class as given, the class as it stands, and which are not pinned."""
+    given = batch.column("noisy_class").to_numpy()[places]
+    logits = batch.column("label_logits").flatten().to_numpy().reshape(len(batch), -1)[places]
+    return given, decide(logits, given).corrected_class, batch.column("pinned").to_numpy()[places] == 0
+
+
+def judge(limits: NightlyJob, moves: Moves, balance: Balance, accuracy: Accuracy) -> tuple[str, ...]:
+    """Say why a night must wait for a person; nothing where it need not."""
+    found = [
+        _fallen(limits.max_accuracy_fall, accuracy),
+        _restless(limits.max_changed_share, moves),
+        _repaired(limits.max_repair_jump, moves),
+        _unbalanced(limits.max_class_ratio, balance),
+    ]
+    return tuple(reason for reason in found if reason)
+
+
+def _fallen(limit: float, accuracy: Accuracy) -> str:
+    if accuracy.before is None or accuracy.tonight is None:
+        return ""
+    fall = accuracy.before - accuracy.tonight
+    if fall <= limit:
+        return ""
+    return (
+        f"accuracy on the clean set fell from {accuracy.before:.4f} to {accuracy.tonight:.4f} "
+        f"(nightly.max_accuracy_fall {limit:g})"
+    )
+
+
+def _restless(limit: float, moves: Moves) -> str:
+    changed = moves.old_changed
+    if changed.num <= limit * changed.of + SURELY * math.sqrt(limit * changed.of):
+        return ""
+    return (
+        f"{changed.num:,} of {changed.of:,} old labels changed since the night before, {changed.share:.1%} "
+        f"(nightly.max_changed_share {limit:g})"
+    )
+
+
+def _repaired(limit: float, moves: Moves) -> str:
+    new, old = moves.new_repaired, moves.old_repaired
+    if not new.of or not old.of:
+        return ""
+    allowed = min(old.share + limit, 1.0)
+    if new.num <= allowed * new.of + SURELY * math.sqrt(allowed * (1 - allowed) * new.of):
+        return ""
+    return (
+        f"{new.share:.1%} of {new.of:,} new labels were repaired, of old ones {old.share:.1%} "
+        f"(nightly.max_repair_jump {limit:g})"
+    )
+
+
+def _unbalanced(limit: float, balance: Balance) -> str:
+    """A class is judged by what chance allows around its share before, stretched by the limit both ways."""
+    num_before, num = int(balance.before.sum()), int(balance.tonight.sum())
+    if not num_before or not num:
+        return ""
+    names = [*balance.class_names, "no usable label"]
+    # One more than was seen: a class of which there was none may come by one or two.
+    expected = (balance.before + 1) / (num_before + len(names)) * num
+    odd: list[str] = []
+    for number, (mean, found) in enumerate(zip(expected.tolist(), balance.tonight.tolist(), strict=True)):
+        most = limit * mean + SURELY * math.sqrt(limit * mean) + 1
+        fewest = mean / limit - SURELY * math.sqrt(mean / limit)
+        if number not in balance.added and not fewest <= found <= most:
+            odd.append(f"{names[number]} {found:,} where about {mean:,.0f} were expected")
+    if not odd:
+        return ""
+    more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+    return f"the class balance jumped: {', '.join(odd[:SHOWN])}{more} (nightly.max_class_ratio {limit:g})"

@@ -1,0 +1,202 @@
+"""Night files: what each night made, and which one is in use.
+
+    <storage>/nights/night-0012/plan.json     what a night was begun with; how it is found again after a kill
+    <storage>/nights/night-0012/night.json    its manifest: labels, model, export, figures, verdict; for good
+    <storage>/nights/night-0012/closed        that it came to its end: CURRENT moved, or stayed on purpose
+    <storage>/nights/CURRENT                  the night in use; the only file that changes, and the last one
+
+A night names its parent, and CURRENT moves to it only from there.
+
+    nights = NightFiles("s3://lake/clothing1m")
+    night = nights.current()                    # None before the first
+    nights.move_current(night, expected=night.parent)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pencil_scale.labels.part_files import TableDamagedError
+from pencil_scale.labels.part_store import BESIDE, PartStore
+from pencil_scale.schema import PencilError
+
+CURRENT, PLAN, NIGHT, CLOSED = "CURRENT", "plan.json", "night.json", "closed"
+CARRIED = "carried.json"  # the labels a night begins with
+FORMAT = 1
+
+
+class NightError(PencilError):
+    """A night that cannot be begun, finished or promoted."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a night was begun with."""
+
+    name: str
+    number: int
+    parent: str | None
+    catalogue_version: int
+    settings: Mapping[str, str]  # those that decide what it computes
+
+
+@dataclass(frozen=True)
+class Night:
+    """What a night made: everything that CURRENT stands for."""
+
+    name: str
+    number: int  # 0: a training run that the first night went on from
+    parent: str | None
+    catalogue_version: int
+    class_names: tuple[str, ...]
+    labels: str
+    model: str
+    trained_by: str  # the run whose model it is: its own, or an older night's where nothing was to train
+    export: str | None = None
+    report: str | None = None
+    verdict: Literal["passed", "held"] = "passed"
+    reasons: tuple[str, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    clean: str = ""  # which clean set its accuracy was measured on
+    overlay: str = ""  # which ids were left out of its export
+    finished: str = ""
+    format: int = FORMAT
+
+    @property
+    def held(self) -> bool:
+        return self.verdict == "held"
+
+
+class NightFiles:
+    """The nights of one storage."""
+
+    def __init__(self, storage: str) -> None:
+        self.storage = PartStore(storage).url
+        self._store = PartStore(f"{self.storage}/nights")
+
+    def folder(self, name: str) -> str:
+        """Where a night keeps what is its own."""
+        return self._store.path(name)
+
+    # -- nights -------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Every night that was begun, or taken over."""
+        found = [PurePosixPath(name).name for name in PartStore(self.storage).names("nights")]
+        return [name for name in found if name != CURRENT and not name.endswith(BESIDE)]
+
+    def nights(self) -> list[Night]:
+        """The finished nights that are kept, in their order."""
+        found = [self.find(name) for name in self.names()]
+        return sorted((night for night in found if night is not None), key=lambda night: night.number)
+
+    def find(self, name: str) -> Night | None:
+        """Read the manifest of a night; None while it is unfinished, or where there is none."""
+        found = self._read(f"{name}/{NIGHT}")
+        if found is None:
+            return None
+        if found.get("format") != FORMAT:
+            raise NightError(
+                f"{self._store.path(name)}: a night of format {found.get('format')!r}; this program reads "
+                f"format {FORMAT}: use the program that wrote it"
+            )
+        lists = {name: tuple(found[name]) for name in ("class_names", "reasons")}
+        return Night(**{**found, **lists})
+
+    def save(self, night: Night) -> Night:
+        """Write a night's manifest; what it names must be there."""
+        self._write(f"{night.name}/{NIGHT}", asdict(night))
+        return night
+
+    # -- nights under way ---------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """The number of the night to come; no number is given twice."""
+        numbers = [plan.number for name in self.names() if (plan := self.plan(name))]
+        return max(numbers, default=0) + 1
+
+    def plan(self, name: str) -> Plan | None:
+        """Read what a night was begun with."""
+        found = self._read(f"{name}/{PLAN}")
+        return None if found is None else Plan(**found)
+
+    def begin(self, plan: Plan) -> Plan:
+        """Write down a night that begins."""
+        self._write(f"{plan.name}/{PLAN}", asdict(plan))
+        return plan
+
+    def unclosed(self) -> Plan | None:
+        """The newest night that was begun, if it has not come to its end."""
+        plans = [plan for name in self.names() if (plan := self.plan(name))]
+        newest = max(plans, key=lambda plan: plan.number, default=None)
+        return None if newest is None or self._read(f"{newest.name}/{CLOSED}") is not None else newest
+
+    def close(self, name: str, verdict: str) -> None:
+        """Write down that a night came to its end: passed, held or abandoned."""
+        self._write(f"{name}/{CLOSED}", {"verdict": verdict, "at": now()})
+
+    # -- CURRENT ------------------------------------------------------------------------------------
+
+    def current(self) -> Night | None:
+        """The night in use; None before the first."""
+        found = self._read(CURRENT)
+        if found is None:
+            return None
+        night = self.find(found["night"])
+        if night is None:
+            raise NightError(
+                f"{self._store.path(CURRENT)} names {found['night']}, which is not there; {self._known()}"
+            )
+        return night
+
+    def move_current(self, night: Night, expected: str | None) -> None:
+        """Move CURRENT to a night, if it still points where it is expected to."""
+        before = self._read(CURRENT)
+        found = None if before is None else before["night"]
+        if found not in (expected, night.name):
+            raise NightError(
+                f"{self._store.path(CURRENT)} was moved to {found} while {night.name} was made from "
+                f"{expected}; it stays there. Run reclean_nightly again, or promote {night.name}"
+            )
+        named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
+        self._write(CURRENT, {"night": night.name, **named, "moved": now()})
+
+    def must_find(self, name: str) -> Night:
+        """Read the manifest of a night that a person named."""
+        night = self.find(name)
+        if night is None:
+            raise NightError(f"{self._store.path(name)}: no finished night of this name; {self._known()}")
+        return night
+
+    def _known(self) -> str:
+        names = [night.name for night in self.nights()]
+        return f"kept are {', '.join(names)}" if names else "run reclean_nightly first"
+
+    # -- JSON ---------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._store.get(name))
+        except TableDamagedError:
+            return None
+        except ValueError as error:
+            raise NightError(f"{self._store.path(name)}: damaged ({error}); restore it") from error
+        if not isinstance(found, dict):
+            raise NightError(f"{self._store.path(name)}: damaged (no JSON object); restore it")
+        return found
+
+    def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        self._store.put(name, json.dumps(value, indent=1).encode())
+
+
+def night_name(number: int) -> str:
+    """What a night is called."""
+    return f"night-{number:04d}"
+
+
+def now() -> str:
+    """The time, as files tell it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

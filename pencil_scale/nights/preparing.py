@@ -1,0 +1,142 @@
+"""Preparing: all that a night's training begins with, made once and found again after a kill.
+
+prepared = prepare(config, nights, plan)            # what is new, labels carried over, rows, weights
+train(night_config(config, plan, prepared), labels=prepared.labels)
+"""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.nights.carrying import carry_over
+from pencil_scale.nights.class_changes import Classes, class_mapping, is_same
+from pencil_scale.nights.crawl import Crawl, find_crawl, old_rows
+from pencil_scale.nights.night_files import CARRIED, Night, NightFiles, Plan
+from pencil_scale.plan import mixed_key
+from pencil_scale.reading.byte_source import filesystem_of
+from pencil_scale.settings import Config, Stages
+from pencil_scale.subset_files import SubsetWords, read_table, read_words, write_subset
+
+ROWS, WEIGHTS = "rows", "start.pt"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a night begins with that has a night before it."""
+
+    parent: Night
+    before: Catalogue  # the parent's
+    catalogue: Catalogue
+    mapping: Classes  # what each class is made of, in the parent's classes
+    crawl: Crawl
+    labels: Manifest
+    rows: npt.NDArray[np.int64]  # to train on, rising
+    subset: str  # the same rows, as the trainer takes them
+    weights: str
+
+    @property
+    def num_fresh(self) -> int:
+        return len(self.crawl.fresh)
+
+    @property
+    def same_classes(self) -> bool:
+        return is_same(self.mapping, len(self.parent.class_names))
+
+
+def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
+    """Make what a night begins with; None for a first night, which begins from nothing."""
+    if plan.parent is None:
+        return None
+    parent, storage = nights.must_find(plan.parent), nights.storage
+    after = Catalogue.open(storage, plan.catalogue_version)
+    before = Catalogue.open(storage, parent.catalogue_version)
+    mapping = class_mapping(parent.class_names, after.manifest["classes"], config.nightly.remap)
+    crawl = find_crawl(before, after, mapping)
+    folder = nights.folder(plan.name)
+    if not _is_there(folder, CARRIED):
+        pins, scratch = read_pins(storage), config.workers.scratch
+        carry_over(Manifest.load(parent.labels), crawl, after, mapping, pins, scratch).save(
+            f"{folder}/{CARRIED}"
+        )
+    rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
+    weights = _weights(parent, mapping, folder)
+    labels = Manifest.load(f"{folder}/{CARRIED}")
+    return Prepared(parent, before, after, mapping, crawl, labels, rows, f"{folder}/{ROWS}", weights)
+
+
+def night_config(config: Config, plan: Plan, prepared: Prepared | None) -> Config:
+    """The config that a night trains with: its own name, rows and weights."""
+    run = config.run.model_copy(update={"name": plan.name})
+    experiment = config.tracking.experiment or config.run.name
+    tracking = config.tracking.model_copy(update={"experiment": experiment})
+    night = config.model_copy(update={"run": run, "tracking": tracking})
+    if prepared is None:
+        return night.model_copy(update={"stages": _first_stages(config)})
+    data = config.data.model_copy(update={"subset": prepared.subset})
+    model = config.model.model_copy(update={"weights": prepared.weights})
+    return night.model_copy(update={"data": data, "model": model})
+
+
+def _first_stages(config: Config) -> Stages:
+    epochs = dict(zip(("backbone", "pencil", "finetune"), config.nightly.first_epochs or (), strict=True))
+    stages = {
+        name: getattr(config.stages, name).model_copy(update={"epochs": num}) for name, num in epochs.items()
+    }
+    return config.stages.model_copy(update=stages)
+
+
+def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: str) -> npt.NDArray[np.int64]:
+    """Draw the rows to train on, and keep them as a subset; no row where nothing is new."""
+    words = read_words(folder)
+    if words is not None:
+        return np.sort(read_table(folder, words)["row"].to_numpy())
+    num_old = round(config.nightly.old_per_new * len(crawl.fresh))
+    drawn = old_rows(after, crawl, num_old, mixed_key(config.run.seed, plan.number))
+    members = pa.concat_tables([crawl.fresh, drawn]).sort_by("row")
+    counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
+    how = {"seed": config.run.seed, "night": plan.number, "new": len(crawl.fresh), "old": len(drawn)}
+    words = SubsetWords(config.run.storage, after.version, len(members), tuple(counts), how)
+    write_subset(folder, words, members)
+    rows: npt.NDArray[np.int64] = members["row"].to_numpy()
+    return rows
+
+
+def _weights(parent: Night, mapping: Classes, folder: str) -> str:
+    """The parent's network; under another class list with a last layer to match."""
+    num_old = len(parent.class_names)
+    if is_same(mapping, num_old):
+        return parent.model
+    if not _is_there(folder, WEIGHTS):
+        home, _, name = parent.model.rpartition("/")
+        found = torch.load(io.BytesIO(PartStore(home).get(name)), map_location="cpu", weights_only=True)
+        sink = io.BytesIO()
+        torch.save(remapped_head(found, mapping, num_old), sink)
+        PartStore(folder).put(WEIGHTS, sink.getvalue())
+    return f"{folder}/{WEIGHTS}"
+
+
+def _is_there(folder: str, name: str) -> bool:
+    filesystem, path = filesystem_of(f"{folder}/{name}")
+    return bool(filesystem.exists(path))
+
+
+def remapped_head(weights: Mapping[str, Tensor], mapping: Classes, num_old: int) -> dict[str, Tensor]:
+    """Give a network's last layer the new classes: a merged one is the mean of its parts, a new one zeros."""
+    head = list(weights)[-1].rpartition(".")[0] + "."
+    moved = dict(weights)
+    for name, tensor in weights.items():
+        if name.startswith(head) and tensor.ndim and len(tensor) == num_old:
+            blank = torch.zeros_like(tensor[0])
+            rows = [tensor[list(olds)].mean(0) if olds else blank for olds in mapping]
+            moved[name] = torch.stack(rows)
+    return moved

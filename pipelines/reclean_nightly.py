@@ -1,0 +1,273 @@
+"""Re-clean a growing crawl: index what is new, carry every known label over, train a little, publish.
+
+    python -m pipelines.reclean_nightly configs/nightly.yaml
+    ray job submit --working-dir . -- python -m pipelines.reclean_nightly configs/nightly.yaml
+
+One command for cron. It begins from the night that <storage>/nights/CURRENT names, and moves CURRENT last. A
+night that looks wrong is kept but held: CURRENT stays, the exit code is 3, and `python -m pipelines.promote`
+releases it, or goes back to an older one. Killed at any step, the same command goes on from there.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import read_class_names
+from pencil_scale.command import run_job
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import published_url
+from pencil_scale.nights.beginning import (
+    adopt,
+    clean_accuracy,
+    clean_set,
+    decisive_settings,
+    resumable,
+    run_facts,
+)
+from pencil_scale.nights.class_changes import class_mapping
+from pencil_scale.nights.night_files import CARRIED, Night, NightError, NightFiles, Plan, night_name, now
+from pencil_scale.nights.retention import CHECKPOINTS, remove, remove_old, remove_taken_down, sweep_labels
+from pencil_scale.running.run_record import read_record
+from pencil_scale.settings import Config
+from pipelines import index_shards
+
+if TYPE_CHECKING:
+    from pencil_scale.nights.examining import Findings
+    from pencil_scale.nights.preparing import Prepared
+
+HELD = 3
+Status = Literal["current", "held", "kept", "nothing new"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How the night ended."""
+
+    status: Status
+    night: Night | None  # the one made; where nothing is new, the newest
+    current: str | None
+    facts: Mapping[str, str] = field(default_factory=dict)  # what changed since the night before
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job on the config that the command line names; 3 says that a night waits for a person."""
+    ended: list[Summary] = []
+    code = run_job(
+        lambda config: ended.append(run(config)),
+        argv,
+        module="pipelines.reclean_nightly",
+        what=(__doc__ or "").splitlines()[0],
+    )
+    return HELD if code == 0 and ended[-1].status == "held" else code
+
+
+def run(config: Config) -> Summary:
+    """Make one night of whatever is new, and say what came of it."""
+    # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
+    from pencil_scale.nights.night_lock import night_lock
+
+    if config.data.subset is not None:
+        raise NightError("data.subset: a night chooses its rows itself; leave it out")
+    nights = NightFiles(config.run.storage)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
+    with night_lock(nights.storage):
+        summary = _night(config, nights)
+    print_summary(summary, nights)
+    return summary
+
+
+def _night(config: Config, nights: NightFiles) -> Summary:
+    current = nights.current()
+    if current is not None:  # before indexing by a class list that nobody can follow
+        class_mapping(current.class_names, read_class_names(config.data.classes), config.nightly.remap)
+    plan = resumable(nights, decisive_settings(config), _say)
+    if plan is None:
+        catalogue = index_shards.run(config).catalogue
+        current = current or adopt(nights, config.nightly.start_from, clean_set(config))
+        known = [night for night in nights.nights() if night.catalogue_version == catalogue.version]
+        if known:
+            return _nothing_new(known[-1], current)
+        plan = nights.begin(_plan(config, nights, catalogue, current))
+    night = nights.find(plan.name)
+    facts: Mapping[str, str] = {}
+    if night is None:
+        night, facts = _make(config, nights, plan)
+    return _close(config, nights, night, facts)
+
+
+def _nothing_new(newest: Night, current: Night | None) -> Summary:
+    name = None if current is None else current.name
+    waits = newest.held and newest.name != name
+    return Summary("held" if waits else "nothing new", newest, name)
+
+
+def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Night | None) -> Plan:
+    if parent is None and config.nightly.first_epochs is None:
+        raise NightError(
+            f"{nights.storage}: no night to begin from, and no finished run; train one with "
+            "pencil_scale.train, or set nightly.first_epochs, as in nightly.first_epochs=[5,10,10]"
+        )
+    number = nights.next_number()
+    name = None if parent is None else parent.name
+    return Plan(night_name(number), number, name, catalogue.version, decisive_settings(config))
+
+
+# --- one night ---------------------------------------------------------------------------------------
+
+
+def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mapping[str, str]]:
+    """Train, examine, export and show one night; its manifest is written last."""
+    from pencil_scale.nights.preparing import prepare
+
+    prepared = prepare(config, nights, plan)
+    _learn(config, nights, plan, prepared)
+    findings = _examine(config, nights, plan, prepared)
+    storage, name = nights.storage, plan.name
+    catalogue = Catalogue.open(storage, plan.catalogue_version)
+    trained = prepared is None or read_record(storage, name) is not None
+    since = None if prepared is None else _since(nights, plan, prepared)
+    night = Night(
+        name=name,
+        number=plan.number,
+        parent=plan.parent,
+        catalogue_version=plan.catalogue_version,
+        class_names=tuple(catalogue.manifest["classes"]),
+        labels=published_url(storage, name),
+        model=f"{storage}/models/{name}.pt",
+        trained_by=name if trained or prepared is None else prepared.parent.trained_by,
+        export=_export(config, name),
+        report=_report(config, name, since),
+        verdict="held" if findings.reasons else "passed",
+        reasons=findings.reasons,
+        figures=findings.figures,
+        clean=clean_set(config),
+        overlay=catalogue.manifest["overlay"],
+        finished=now(),
+    )
+    return nights.save(night), findings.facts
+
+
+def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> None:
+    """Train on what is new; where nothing is, the night has its parent's model and labels."""
+    from pencil_scale.nights.preparing import night_config
+    from pencil_scale.running.training import train
+
+    storage = nights.storage
+    record = read_record(storage, plan.name)
+    if record is not None and record.status == "finished":
+        return
+    if prepared is None or len(prepared.rows):
+        what = (
+            "all samples" if prepared is None else f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new"
+        )
+        _say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
+        labels = None if prepared is None else prepared.labels
+        train(night_config(config, plan, prepared), labels, alias=None)
+        return
+    _say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
+    home, _, name = prepared.parent.model.rpartition("/")
+    PartStore(f"{storage}/models").put(f"{plan.name}.pt", PartStore(home).get(name))
+    prepared.labels.save(published_url(storage, plan.name))
+
+
+def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> "Findings":
+    from pencil_scale.nights.examining import Findings, examine
+
+    figures: Mapping[str, float] = prepared.parent.figures if prepared else {}
+    if read_record(nights.storage, plan.name) is not None:
+        figures = clean_accuracy(run_facts(nights.storage, plan.name))
+    if prepared is None:
+        return Findings(figures)
+    labels = Manifest.load(published_url(nights.storage, plan.name))
+    return examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
+
+
+def _export(config: Config, name: str) -> str:
+    from pipelines import export_labels
+
+    job = config.export.model_copy(update={"labels": name, "folder": None})
+    return export_labels.run(config.model_copy(update={"export": job})).folder
+
+
+def _report(config: Config, name: str, since: str | None) -> str | None:
+    """Render the page of a night, with what changed since the one before."""
+    from pipelines import review_report
+
+    job = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
+    return review_report.run(config.model_copy(update={"report": job})).page
+
+
+def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:
+    """The labels to compare with: the parent's, or what they are under another class list."""
+    return prepared.parent.labels if prepared.same_classes else f"{nights.folder(plan.name)}/{CARRIED}"
+
+
+# --- its end -----------------------------------------------------------------------------------------
+
+
+def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str, str]) -> Summary:
+    """Hold the night, or move CURRENT to it; then remove what nobody needs any more."""
+    from pencil_scale.nights.night_tracking import tell, tell_current
+
+    remove(nights.storage, CHECKPOINTS, night.name)  # its training is over, and published
+    current = nights.current()
+    status: Status = "held" if night.held else "current"
+    if current is not None and current.name not in (night.parent, night.name):
+        _say(f"CURRENT is {current.name} and stays: {night.name} began from {night.parent}")
+        status = "kept"
+    if status == "current":
+        tell_current(config, night, current)
+        nights.move_current(night, expected=night.parent)
+    elif status == "held":
+        tell(config, night, "held")
+    nights.close(night.name, night.verdict)
+    if status == "current":
+        _tidy(config, nights, night)
+    current = nights.current()
+    return Summary(status, night, None if current is None else current.name, facts)
+
+
+def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
+    for name in remove_old(nights, config.nightly.keep_nights):
+        _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
+    for name in remove_taken_down(nights, night.overlay):
+        _say(f"{name} keeps no export: ids were taken down, or put back, since")
+    swept = sweep_labels(nights.storage)
+    if swept is None:
+        _say("labels that nothing names are left: a training run of this storage is unfinished")
+    elif swept:
+        _say(f"{len(swept):,} files of labels removed that nothing names any more")
+
+
+def print_summary(summary: Summary, nights: NightFiles) -> None:
+    """Print the end table."""
+    night = summary.night
+    if summary.status == "nothing new" and night is not None:
+        print(f"nothing new since {night.name}; CURRENT is {summary.current}")
+        return
+    table = Table(title=f"{night.name if night else 'night'}: {summary.status}", show_header=False)
+    for what, told in summary.facts.items():
+        table.add_row(what, told)
+    if night is not None:
+        for what in ("labels", "model", "export", "report"):
+            table.add_row(what, str(getattr(night, what) or "-"))
+    table.add_row("CURRENT", str(summary.current or "-"))
+    Console(markup=False, highlight=False).print(table)
+    if summary.status == "held" and night is not None:
+        for reason in night.reasons:
+            print(f"HELD: {reason}")
+        print(f"look at it; to use it all the same: python -m pipelines.promote CONFIG {night.name}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
