@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from catalogue_making import Bench, samples
 
+from pencil_scale.checkpoint import Progress, Saved
 from pencil_scale.config import load_config
+from pencil_scale.label_table import LabelTable
 from pencil_scale.running import estimate as estimating
 from pencil_scale.running.checks import check_run
-from pencil_scale.running.estimate import Trial, estimate, joined_rate
+from pencil_scale.running.estimate import Trial, count, estimate, estimate_beside_outcome, joined_rate
 from pencil_scale.stream import StreamSpec
 
 
@@ -33,9 +36,31 @@ def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path, monkeypatch
     assert found.hours == pytest.approx(40 * 3 / 100 / 3600)
     assert found.cost == pytest.approx(2 * found.hours * 3)
     assert "set cost" not in found.table()
+    assert count(config, checked, weight_bytes=1000).facts().items() <= found.facts().items()
     monkeypatch.setattr(estimating, "READING_S", 0.1)
     monkeypatch.setattr(estimating, "COMPUTING_S", 0.1)
     trial = estimating._try(config, StreamSpec.from_config(config, catalogue.version), 3, checked.schedule)
     assert trial.read_per_s > 0
     assert trial.computed_per_s > 0
     assert trial.weight_bytes > 57_000 * 4
+
+
+def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_epoch_foretold(
+    tmp_path: Path,
+) -> None:
+    config = load_config(Path("configs/demo.yaml"), ["workers.count=2", "cost.gpu_hour=3"])
+    weights = {"weight": torch.zeros(10, 3)}
+    optimizer = {"state": {0: {"momentum_buffer": torch.zeros(10, 3)}}, "param_groups": []}
+    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], 3).snapshot(tmp_path / "store")
+    saved = Saved(weights, optimizer, Progress(epoch=2, step=0, all_steps=9), labels)
+    figures = [{"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 18)]
+    told = estimate_beside_outcome(config, {"samples": 3, "epochs": 2}, figures, saved)
+    assert told["estimate"]["samples"] == told["came_to"]["samples"] == 3
+    assert told["estimate"]["hours"] == pytest.approx(2 * 36 / 3600)
+    assert told["estimate"]["cost"] == pytest.approx(2 * 3 * 2 * 36 / 3600)
+    assert "first epoch" in told["estimate"]["hours_from"]
+    assert told["came_to"]["hours"] == pytest.approx(54 / 3600)
+    assert told["came_to"]["steps_an_epoch"] == 4.5
+    assert told["came_to"]["checkpoint_bytes"] == 2 * 10 * 3 * 4
+    stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.arrow"))
+    assert told["came_to"]["table_bytes"] == stored

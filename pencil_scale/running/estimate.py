@@ -1,12 +1,15 @@
 """What a run will take, before it is booked: counted from the catalogue, and timed on a trial.
 
-The trial runs as one worker would, with its CPUs and GPU: some seconds of reading alone, some of computing
-alone. Reading and computing share a CPU's time but overlap beside a GPU, so their rates are joined so.
-Nothing is written anywhere.
+What can be counted is counted for every run, and kept with it. Hours are timed for `--dry-run` on a trial,
+which writes nothing, and for a run that goes ahead on its first epoch. The trial runs as one worker would,
+with its CPUs and GPU: some seconds of reading alone, some of computing alone. Reading and computing share a
+CPU's time but overlap beside a GPU, so their rates are joined so.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import ray
@@ -15,6 +18,7 @@ from torch import nn
 
 from pencil_scale.augment import Recipe, augment
 from pencil_scale.backbones import build_backbone
+from pencil_scale.checkpoint import Saved
 from pencil_scale.labels.part_files import NARROW_BYTES
 from pencil_scale.owners import Batch
 from pencil_scale.running.checks import Checked
@@ -36,8 +40,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a run will take."""
+class Counted:
+    """What a run will take of everything but time."""
 
     samples: int
     epochs: int
@@ -46,6 +50,15 @@ class Estimate:
     checkpoint_bytes: int
     read_gb: float
     requests: int
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Estimate(Counted):
+    """What a run will take."""
+
     images_per_s: float
     hours: float
     cost: float | None
@@ -64,34 +77,66 @@ class Estimate:
         ]
         return "\n".join(f"{name:<24} {value}" for name, value in rows)
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
+
+def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
+    """Count what the catalogue and the network tell."""
+    samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
+    epochs, chunks = checked.schedule.epochs, checked.catalogue.chunks()
+    share = samples / max(checked.catalogue.num_ok, 1)
+    return Counted(
+        samples=samples,
+        epochs=epochs,
+        steps_an_epoch=-(-samples // (config.optimizer.batch_per_worker * config.workers.count[1])),
+        table_bytes=checked.catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(checked.class_names)),
+        checkpoint_bytes=2 * weight_bytes,  # the weights, and their momentum
+        read_gb=float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
+        requests=int((chunks.num_ok > 0).sum()) * epochs,
+    )
 
 
 def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
     """Put together what is counted and what was timed."""
-    workers = config.workers.count[1]
-    samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
-    schedule = checked.schedule
-    chunks = checked.catalogue.chunks()
-    share = samples / max(checked.catalogue.num_ok, 1)
-    read_bytes = float(chunks.ok_bytes.sum()) * share * schedule.epochs
-    num_requests = int((chunks.num_ok > 0).sum()) * schedule.epochs
-    rate = workers * joined_rate(trial, config.workers.gpu)
-    hours = samples * schedule.epochs / rate / 3600
+    counted = count(config, checked, trial.weight_bytes)
+    rate = config.workers.count[1] * joined_rate(trial, config.workers.gpu)
+    hours = counted.samples * counted.epochs / rate / 3600
+    return Estimate(**counted.facts(), images_per_s=rate, hours=hours, cost=price_of(config, hours))
+
+
+def price_of(config: Config, hours: float) -> float | None:
+    """What so many hours of all workers cost, if the config knows."""
     price = config.cost.gpu_hour
-    return Estimate(
-        samples=samples,
-        epochs=schedule.epochs,
-        steps_an_epoch=-(-samples // (config.optimizer.batch_per_worker * workers)),
-        table_bytes=checked.catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(checked.class_names)),
-        checkpoint_bytes=2 * trial.weight_bytes,  # the weights, and their momentum
-        read_gb=read_bytes / 1e9,
-        requests=num_requests,
-        images_per_s=rate,
-        hours=hours,
-        cost=None if price is None else workers * hours * price,
-    )
+    return None if price is None else config.workers.count[1] * hours * price
+
+
+def weight_bytes_of(backbone: str, num_classes: int) -> int:
+    """How large a network's weights are."""
+    model = build_backbone(backbone, num_classes, None)
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def estimate_beside_outcome(
+    config: Config, counted: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], saved: Saved
+) -> dict[str, dict[str, Any]]:
+    """What a finished run was estimated to take, and what it came to: the same words for the same things."""
+    first = figures[0]
+    hours = first["epoch_s"] * len(figures) / 3600
+    spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
+    expected = {"images_per_s": first["images_per_s"], "hours": hours, "cost": price_of(config, hours)}
+    expected["hours_from"] = "the first epoch times their number; evaluation and the closing are not in it"
+    state = saved.optimizer.get("state", {}).values()
+    momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
+    pieces = [piece for part in saved.labels.parts.values() for piece in (*part.labels, *part.ledger)]
+    came_to = {
+        "samples": round(median(epoch["rows_visited"] for epoch in figures)),
+        "epochs": len(figures),
+        "steps_an_epoch": saved.progress.all_steps / len(figures),
+        "table_bytes": sum(piece.num_bytes for piece in pieces),
+        "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
+        "images_per_s": median(epoch["images_per_s"] for epoch in figures),
+        "hours": spent,
+        "cost": price_of(config, spent),
+    }
+    return {"estimate": {**counted, **expected}, "came_to": came_to}
 
 
 def joined_rate(trial: Trial, gpu: bool) -> float:

@@ -15,6 +15,7 @@ from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
+from pencil_scale.running.estimate import estimate_beside_outcome
 from pencil_scale.running.run_record import RunRecord, run_folder
 from pencil_scale.settings import Config
 from pencil_scale.telling.tracker import Tracker
@@ -65,7 +66,8 @@ def publish(
     catalogue = Catalogue.open(storage, record.catalogue_version)
     facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
     facts |= {"run": name, "model": model, "labels": labels, "warnings": warnings}
-    facts |= {"catalogue_version": record.catalogue_version, "estimate": dict(record.estimate)}
+    facts["catalogue_version"] = record.catalogue_version
+    facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
     text = json.dumps(facts, indent=2).encode()
     PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
     PartStore(run_folder(storage, name)).put("summary.json", text)

@@ -17,7 +17,7 @@ from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.running.checks import Checked, check_run
 from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
-from pencil_scale.running.estimate import Estimate, estimate, run_trial
+from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
 from pencil_scale.running.local_ray import ensure_ray
 from pencil_scale.running.run_lock import run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
@@ -100,8 +100,9 @@ def _begin(config: Config, checked: Checked, labels: Manifest | None) -> RunReco
         labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
     labels.save(url)
+    counted = count(config, checked, weight_bytes_of(config.model.backbone, len(checked.class_names)))
     record = RunRecord(config.run.name, _settings(config), checked.catalogue.version, url)
-    return write_record(config.run.storage, record)
+    return write_record(config.run.storage, record, estimate=counted.facts())
 
 
 def _settings(config: Config) -> dict[str, str]:
