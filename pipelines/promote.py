@@ -73,9 +73,9 @@ def print_summary(summary: Summary) -> None:
     table.add_row("verdict of that night", night.verdict)
     for reason in night.reasons:
         table.add_row("  held because", reason)
-    for what in ("labels", "model", "export", "report"):
-        table.add_row(what, str(getattr(night, what) or "-"))
     Console(markup=False, highlight=False).print(table)
+    for what in ("labels", "model", "export", "report"):
+        print(f"{what:<8} {getattr(night, what) or '-'}")
     if not summary.has_export:
         print(
             f"{night.name} has no export; make one: pipelines.export_labels CONFIG export.labels={night.name}"

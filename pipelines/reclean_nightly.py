@@ -50,7 +50,7 @@ class Summary:
     """How the night ended."""
 
     status: Status
-    night: Night | None  # the one made; where nothing is new, the newest
+    night: Night  # the one made; where nothing is new, the newest
     current: str | None
     facts: Mapping[str, str] = field(default_factory=dict)  # what changed since the night before
 
@@ -78,7 +78,7 @@ def run(config: Config) -> Summary:
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
     with night_lock(nights.storage):
         summary = _night(config, nights)
-    print_summary(summary, nights)
+    print_summary(summary)
     return summary
 
 
@@ -245,23 +245,22 @@ def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
         _say(f"{len(swept):,} files of labels removed that nothing names any more")
 
 
-def print_summary(summary: Summary, nights: NightFiles) -> None:
+def print_summary(summary: Summary) -> None:
     """Print the end table."""
     night = summary.night
-    if summary.status == "nothing new" and night is not None:
+    if summary.status == "nothing new":
         print(f"nothing new since {night.name}; CURRENT is {summary.current}")
         return
-    table = Table(title=f"{night.name if night else 'night'}: {summary.status}", show_header=False)
+    table = Table(title=f"{night.name}: {summary.status}", show_header=False)
     for what, told in summary.facts.items():
         table.add_row(what, told)
-    if night is not None:
-        for what in ("labels", "model", "export", "report"):
-            table.add_row(what, str(getattr(night, what) or "-"))
     table.add_row("CURRENT", str(summary.current or "-"))
     Console(markup=False, highlight=False).print(table)
-    if summary.status == "held" and night is not None:
-        for reason in night.reasons:
-            print(f"HELD: {reason}")
+    for what in ("labels", "model", "export", "report"):
+        print(f"{what:<8} {getattr(night, what) or '-'}")
+    for reason in night.reasons if summary.status == "held" else ():
+        print(f"HELD: {reason}")
+    if summary.status == "held":
         print(f"look at it; to use it all the same: python -m pipelines.promote CONFIG {night.name}")
 
 

@@ -6,6 +6,7 @@ Read from a snapshot, part by part, so it needs one part of memory and disturbs 
     report.figures()["corrected_share"], report.transitions          # [C, C], given -> corrected
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,10 @@ def study_labels(
     num_classes = manifest.layout.num_classes
     transitions = np.zeros((num_classes, num_classes), np.int64)
     entropy_sum, known, given_right, corrected_right = 0.0, 0, 0, 0
-    parts = range(manifest.layout.num_parts)
+    parts: Sequence[int] = range(manifest.layout.num_parts)
+    if members is not None and history is None:  # no other part has anything to count
+        known = members[members < manifest.layout.num_rows]
+        parts = np.unique(known >> manifest.layout.shift).tolist()
     for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
         rows = manifest.layout.rows_of(part)
         logits = _logits(batch)

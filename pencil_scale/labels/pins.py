@@ -47,18 +47,26 @@ def pins_folder(storage: str) -> str:
 def read_pins(storage: str) -> pa.Table:
     """Read the newest list, sorted by row; empty where nobody has decided anything."""
     store = PartStore(pins_folder(storage))
-    try:
-        name = json.loads(store.get(MANIFEST))["pins"]
-    except TableDamagedError:
+    name = newest_pins(storage)
+    if name is None:
         return PINS.empty_table()
-    except (ValueError, KeyError, TypeError) as error:
-        raise PinsError(
-            f"{store.path(MANIFEST)}: damaged ({error}); name the newest file there again"
-        ) from error
     data = store.get(name)
     if name != _name(data):
         raise PinsError(f"{store.path(name)}: damaged; restore it, or name an older file in {MANIFEST}")
     return pq.read_table(pa.BufferReader(data), schema=PINS)
+
+
+def newest_pins(storage: str) -> str | None:
+    """The file that holds the newest list; None where there is none."""
+    store = PartStore(pins_folder(storage))
+    try:
+        return str(json.loads(store.get(MANIFEST))["pins"])
+    except TableDamagedError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PinsError(
+            f"{store.path(MANIFEST)}: damaged ({error}); name the newest file there again"
+        ) from error
 
 
 def add_pins(storage: str, pins: pa.Table) -> pa.Table:
@@ -66,7 +74,19 @@ def add_pins(storage: str, pins: pa.Table) -> pa.Table:
     whole = pa.concat_tables([read_pins(storage), pins.select(PINS.names).cast(PINS)]).combine_chunks()
     rows = whole["row"].to_numpy()
     newest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-    whole = whole.take(pa.array(newest)).sort_by("row")
+    return _publish(storage, whole.take(pa.array(newest)).sort_by("row"))
+
+
+def renumber_pins(storage: str, new_numbers: npt.NDArray[np.int32]) -> pa.Table:
+    """Spell the list in another class list; what was pinned to a class that is gone is pinned no more."""
+    pins = read_pins(storage)
+    classes = new_numbers[pins["class"].to_numpy()]
+    place = pins.schema.get_field_index("class")
+    spelled = pins.set_column(place, PINS.field("class"), pa.array(classes, pa.int32()))
+    return _publish(storage, spelled.filter(pa.array(classes >= 0)))
+
+
+def _publish(storage: str, whole: pa.Table) -> pa.Table:
     sink = io.BytesIO()
     pq.write_table(whole, sink, compression="zstd")
     store, data = PartStore(pins_folder(storage)), sink.getvalue()

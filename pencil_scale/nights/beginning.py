@@ -99,10 +99,7 @@ def _outdated(nights: NightFiles, plan: Plan, settings: Mapping[str, str]) -> st
     changed = [key for key in {**plan.settings, **settings} if plan.settings.get(key) != settings.get(key)]
     if changed:
         return f"{sorted(changed)[0]} is another now"
-    record = read_record(nights.storage, plan.name)
-    if record is None or record.status != "finished":
-        return _changed_shard(Catalogue.open(nights.storage, plan.catalogue_version))
-    return ""
+    return _changed_shard(Catalogue.open(nights.storage, plan.catalogue_version))
 
 
 def _changed_shard(catalogue: Catalogue) -> str:

@@ -24,6 +24,7 @@ from pencil_scale.subset_files import MEMBERS
 
 Int64s = npt.NDArray[np.int64]
 COLUMNS = ["row", "sample_key", "noisy_class", "status"]
+REGIVEN = pa.schema([("row", pa.int64()), ("class", pa.int32())])
 SPREAD = 4  # old rows come from chunks that hold so many times more: fewer would be neighbours, all alike
 
 # A sample that is there, whose label cannot be used: what a crawler leaves that renames a class.
@@ -61,32 +62,27 @@ class Crawl:
 def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
     """Compare two versions; `mapping` says what each class of the newer list is made of."""
     renamed = np.array(new_numbers(mapping, before.num_classes))
-    fresh, regiven, returned, vanished = [], [MEMBERS.empty_table().select(["row", "class"])], 0, 0
-    counts = np.zeros(after.num_classes + 1, np.int64)
+    begun: list[pa.Table] = []  # rows with newer words that begin anew, then all new ones
+    regiven = [REGIVEN.empty_table()]
+    num_vanished = num_returned = 0
     for was, now in _changed(before, after):
         gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
-        vanished, returned = (
-            vanished + int((gone & ~was_gone).sum()),
-            returned + int((was_gone & ~gone).sum()),
-        )
+        num_vanished += int((gone & ~was_gone).sum())
+        num_returned += int((was_gone & ~gone).sum())
         differs = (_classes(now) != renamed[_classes(was)]) & ~gone
+        usable_now = _has(now, "ok") & ~(_has(was, "ok") | was_gone)
+        begun.append(now.filter(pa.array(differs | usable_now)))
         some = now.filter(pa.array(differs))
-        regiven.append(pa.table({"row": some["row"], "class": pa.array(_classes(some), pa.int32())}))
-        some = now.filter(pa.array(differs | ~(_has(was, "ok") | was_gone)))
-        fresh.append(_members(some))
-        counts += _counted(some, after.num_classes)
-    for table in _stretches(after, before.num_rows):
-        fresh.append(_members(table))
-        counts += _counted(table, after.num_classes)
-    whole = pa.concat_tables([MEMBERS.empty_table(), *fresh]).combine_chunks()
+        regiven.append(pa.table([some["row"], pa.array(_classes(some), pa.int32())], schema=REGIVEN))
+    begun += _stretches(after, before.num_rows)
     return Crawl(
-        before.num_rows,
-        whole,
-        pa.concat_tables(regiven).combine_chunks(),
-        counts,
-        after.num_rows - before.num_rows,
-        vanished,
-        returned,
+        first_row=before.num_rows,
+        fresh=pa.concat_tables([MEMBERS.empty_table(), *map(_members, begun)]).combine_chunks(),
+        regiven=pa.concat_tables(regiven).combine_chunks(),
+        given_counts=_counted(begun, after.num_classes),
+        num_new=after.num_rows - before.num_rows,
+        num_vanished=num_vanished,
+        num_returned=num_returned,
     )
 
 
@@ -119,7 +115,7 @@ def _changed(before: Catalogue, after: Catalogue) -> Iterator[tuple[pa.Table, pa
     rows = after.changed_rows(before)
     for chunk in np.unique(rows // CHUNK_ROWS).tolist():
         first, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, before.num_rows)
-        here = pa.array(rows[(rows >= first) & (rows < stop)] - first)
+        here = pa.array(rows[slice(*np.searchsorted(rows, [first, stop]).tolist())] - first)
         yield before.read(first, stop, COLUMNS).take(here), after.read(first, stop, COLUMNS).take(here)
 
 
@@ -145,8 +141,9 @@ def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
 
-def _counted(table: pa.Table, num_classes: int) -> Int64s:
-    ok = _classes(table)[_has(table, "ok")]
-    counts = np.bincount(ok, minlength=num_classes + 1).astype(np.int64)
-    counts[-1] = _has(table, *WITHOUT_LABEL).sum()
+def _counted(tables: list[pa.Table], num_classes: int) -> Int64s:
+    counts = np.zeros(num_classes + 1, np.int64)
+    for table in tables:
+        counts += np.bincount(_classes(table)[_has(table, "ok")], minlength=num_classes + 1)
+        counts[-1] += _has(table, *WITHOUT_LABEL).sum()
     return counts

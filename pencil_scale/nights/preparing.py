@@ -17,9 +17,9 @@ from torch import Tensor
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.pins import newest_pins, read_pins, renumber_pins
 from pencil_scale.nights.carrying import carry_over
-from pencil_scale.nights.class_changes import Classes, class_mapping, is_same
+from pencil_scale.nights.class_changes import Classes, class_mapping, is_same, new_numbers
 from pencil_scale.nights.crawl import Crawl, find_crawl, old_rows
 from pencil_scale.nights.night_files import CARRIED, Night, NightFiles, Plan
 from pencil_scale.plan import mixed_key
@@ -27,7 +27,7 @@ from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.settings import Config, Stages
 from pencil_scale.subset_files import SubsetWords, read_table, read_words, write_subset
 
-ROWS, WEIGHTS = "rows", "start.pt"
+ROWS, WEIGHTS, OLD_PINS = "rows", "start.pt", "old_pins.txt"
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
     crawl = find_crawl(before, after, mapping)
     folder = nights.folder(plan.name)
     if not _is_there(folder, CARRIED):
-        pins, scratch = read_pins(storage), config.workers.scratch
-        carry_over(Manifest.load(parent.labels), crawl, after, mapping, pins, scratch).save(
-            f"{folder}/{CARRIED}"
-        )
+        _renumber_pins(storage, mapping, before.num_classes, folder)
+        old, scratch = Manifest.load(parent.labels), config.workers.scratch
+        carried = carry_over(old, crawl, after, mapping, read_pins(storage), scratch)
+        carried.save(f"{folder}/{CARRIED}")
     rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
     weights = _weights(parent, mapping, folder)
     labels = Manifest.load(f"{folder}/{CARRIED}")
@@ -109,6 +109,17 @@ def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: st
     write_subset(folder, words, members)
     rows: npt.NDArray[np.int64] = members["row"].to_numpy()
     return rows
+
+
+def _renumber_pins(storage: str, mapping: Classes, num_old: int, folder: str) -> None:
+    """Pins are numbers of classes, so they follow the class list: once, also if this is done again."""
+    newest = newest_pins(storage)
+    if newest is None or is_same(mapping, num_old):
+        return
+    if not _is_there(folder, OLD_PINS):
+        PartStore(folder).put(OLD_PINS, newest.encode())
+    if PartStore(folder).get(OLD_PINS).decode() == newest:
+        renumber_pins(storage, np.array(new_numbers(mapping, num_old), np.int32))
 
 
 def _weights(parent: Night, mapping: Classes, folder: str) -> str:

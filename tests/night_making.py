@@ -1,0 +1,80 @@
+"""A growing crawl for tests of the nights: coloured pictures, some under a wrong name, one shard a night."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tar_making import python_tar
+
+from pencil_scale.config import load_config
+from pencil_scale.nights.night_files import NightFiles
+from pencil_scale.settings import Config
+
+COLOURS = {"red": (200, 60, 60), "green": (60, 200, 60), "blue": (60, 60, 200), "yellow": (180, 180, 60)}
+NAMES = list(COLOURS)
+CONFIG = """
+run: {{name: nightly, storage: {folder}/lake, seed: 1}}
+data:
+  shards: "{folder}/crawl-*.tar"
+  test: "{folder}/clean.tar"
+  label: txt
+  classes: {folder}/classes.txt
+images: {{crop: 8, pad: 1}}
+model: {{backbone: small_convnet}}
+optimizer: {{tuned_batch: 16, batch_per_worker: 16}}
+stages:
+  backbone: {{epochs: 0, rate: 0.05}}
+  pencil: {{epochs: 1, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 600, tuned_classes: 4}}
+  finetune: {{epochs: 1, rate: 0.01}}
+workers: {{count: 1, in_process: true, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch}}
+checkpoint: {{every_steps: 2, keep: 2}}
+tracking: {{register_as: colours}}
+report: {{thumbnails: 4, audit: 4}}
+nightly: {{first_epochs: [3, 2, 1], max_accuracy_fall: 0.5, keep_nights: 3}}
+"""
+
+
+class Crawl:
+    """A folder that a crawler fills, and the config of its nights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "config.yaml"
+        (folder / "classes.txt").write_text("\n".join(NAMES) + "\n")
+        (folder / "scratch").mkdir()
+        self.config.write_text(CONFIG.format(folder=folder))
+        (folder / "clean.tar").write_bytes(shard(range(90_000, 90_040), noise=0.0))
+
+    @property
+    def nights(self) -> NightFiles:
+        return NightFiles(str(self.folder / "lake"))
+
+    @property
+    def current(self) -> str | None:
+        night = self.nights.current()
+        return None if night is None else night.name
+
+    def settings(self, *overrides: str) -> Config:
+        return load_config(self.config, overrides)
+
+    def add(self, number: int, data: bytes | None = None, **options: object) -> Path:
+        """One more shard of 80 samples."""
+        path = self.folder / f"crawl-{number:03d}.tar"
+        path.write_bytes(data or shard(range(80 * number, 80 * number + 80), **options))  # type: ignore[arg-type]
+        return path
+
+
+def shard(numbers: range, noise: float = 0.25, renamed: dict[str, str] | None = None) -> bytes:
+    """Samples of the four colours in turn; `renamed` is what a crawler calls some of them now."""
+    chance = np.random.default_rng(numbers.start)
+    members: list[tuple[str, bytes]] = []
+    for number in numbers:
+        true = NAMES[number % 4]
+        given = NAMES[chance.integers(4)] if chance.random() < noise else true
+        pixels = np.clip(np.array(COLOURS[true]) + chance.normal(0, 25, (8, 8, 3)), 0, 255).astype(np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        text = (renamed or {}).get(given, given)
+        members += [(f"{number:06d}.png", buffer.getvalue()), (f"{number:06d}.txt", text.encode())]
+    return python_tar(members)

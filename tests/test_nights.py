@@ -1,0 +1,427 @@
+"""Nights without their training: what is new, what is carried over, what is held, what is kept."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalogue_making import Bench, sample, samples
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.config import load_config
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.label_report import Share
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.pins import PINS, add_pins, read_pins
+from pencil_scale.labels.published import published_url
+from pencil_scale.labels.regiving import regive
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.nights.beginning import adopt, resumable
+from pencil_scale.nights.carrying import carry_over
+from pencil_scale.nights.class_changes import class_mapping
+from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
+from pencil_scale.nights.guard_rails import Accuracy, Balance, Moves, count_moves, judge
+from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name
+from pencil_scale.nights.preparing import prepare, remapped_head
+from pencil_scale.nights.retention import remove_old, sweep_labels
+from pencil_scale.running.run_record import RunRecord, write_record
+from pencil_scale.settings import NightlyJob
+
+SAME = [[0], [1], [2]]
+LIMITS = NightlyJob()
+
+
+class Nights(Bench):
+    """A catalogue in memory, versions of it, and labels over it."""
+
+    def version(self, **data: Any) -> Catalogue:
+        return self.index(**data).catalogue
+
+    def labels(self, catalogue: Catalogue) -> Manifest:
+        return start_labels(catalogue, self.storage, 10.0, str(self.folder))
+
+    def table(self, manifest: Manifest) -> LabelTable:
+        return LabelTable.restore(manifest, self.folder / f"table-{len(list(self.folder.iterdir()))}")
+
+    @property
+    def nights(self) -> NightFiles:
+        return NightFiles(self.storage)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Nights:
+    return Nights(tmp_path)
+
+
+def found(crawl: Crawl) -> tuple[list[int], list[int]]:
+    return crawl.fresh["row"].to_pylist(), crawl.regiven["row"].to_pylist()
+
+
+# --- what is new -------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_catalogue_gained_are_new_and_no_other(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    bench.shard("b.tar", samples(range(4, 9)))  # two of them are known
+    crawl = find_crawl(before, bench.version(), SAME)
+    assert found(crawl) == ([6, 7, 8], [])
+    assert crawl.given_counts.tolist() == [1, 1, 1, 0]
+
+
+def test_a_known_sample_begins_anew_if_it_was_given_another_class_or_a_first_one(bench: Nights) -> None:
+    unlabelled = [member for member in sample(2) if not member[0].endswith(".cls")]
+    bench.shard("a.tar", samples(range(2)) + unlabelled + samples(range(3, 6)))
+    before = bench.version()
+    bench.shard("a.tar", sample(0, label=2) + samples(range(1, 6)))
+    crawl = find_crawl(before, bench.version(), SAME)
+    assert found(crawl) == ([0, 2], [0, 2])
+    assert crawl.regiven["class"].to_pylist() == [2, 2]
+    assert crawl.given_counts.tolist() == [0, 0, 2, 0]
+
+
+def test_a_sample_that_vanished_is_counted_and_keeps_its_row_for_its_return(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    path = bench.shard("b.tar", samples(range(3, 6)))
+    before = bench.version()
+    kept = path.read_bytes()
+    path.unlink()
+    without = bench.version()
+    crawl = find_crawl(before, without, SAME)
+    assert (found(crawl), crawl.num_vanished, crawl.num_returned) == (([], []), 3, 0)
+    path.write_bytes(kept)
+    back = find_crawl(without, bench.version(), SAME)
+    assert (found(back), back.num_vanished, back.num_returned) == (([], []), 0, 3)
+
+
+def test_a_label_that_no_class_is_called_after_is_counted_apart(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6, 12))]
+    bench.shard("b.tar", renamed)
+    after = bench.version(label="json:name")
+    assert find_crawl(before, after, SAME).given_counts.tolist() == [2, 2, 0, 2]
+    assert archive_counts(before, SAME).tolist() == [2, 2, 2, 0]
+
+
+def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
+    renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6))]
+    bench.shard("a.tar", renamed)
+    before = bench.version(label="json:name")
+    after = bench.version(label="json:name", check_images="decode")
+    crawl = find_crawl(before, after, SAME)
+    assert len(after.changed_rows(before)) == 6
+    assert found(crawl) == ([], [])
+    assert crawl.given_counts.tolist() == [0, 0, 0, 0]
+
+
+def test_old_rows_are_others_every_night_and_the_same_if_a_night_begins_again(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(60)))
+    before = bench.version()
+    bench.shard("b.tar", samples(range(60, 70)))
+    after = bench.version()
+    crawl = find_crawl(before, after, SAME)
+    one, again, other = (old_rows(after, crawl, 20, key)["row"].to_pylist() for key in (1, 1, 2))
+    assert one == again
+    assert one != other
+    assert len(one) == len(set(one)) == 20
+    assert max(one + other) < 60
+    assert old_rows(after, crawl, 500, 1)["row"].to_pylist() == list(range(60))
+    assert len(old_rows(after, crawl, 0, 1)) == 0
+
+
+# --- labels carried over -----------------------------------------------------------------------------
+
+
+def test_every_known_label_comes_along_bit_for_bit_and_new_rows_begin_as_given(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    table = bench.table(bench.labels(before))
+    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), epoch=3)
+    parent = table.snapshot(f"{bench.storage}/labels")
+    bench.shard("b.tar", samples(range(6, 8)))
+    after = bench.version()
+    carried = carry_over(
+        parent, find_crawl(before, after, SAME), after, SAME, PINS.empty_table(), str(bench.folder)
+    )
+    labels = bench.table(carried)
+    assert labels.read(range(6)).tobytes() == table.read(range(6)).tobytes()
+    assert labels.read([6, 7]).tolist() == [[10, 0, 0], [0, 10, 0]]
+    assert carried.first_epoch == parent.newest_epoch + 1
+    assert not labels.visited(0).any()
+
+
+def test_a_row_given_another_class_begins_anew_unless_people_pinned_it(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    table = bench.table(bench.labels(bench.version()))
+    table.pin([1], [2])
+    manifest = table.snapshot(f"{bench.storage}/labels")
+    labels = bench.table(regive(manifest, np.array([0, 1]), np.array([1, -1], np.int32)))
+    assert labels.read_class([0, 1, 2]).tolist() == [1, 2, 2]
+    assert labels.read([0, 1]).tolist() == [[0, 10, 0], [0, 0, 10]]
+    again = regive(manifest, np.array([1]), np.array([0], np.int32), pin=True)
+    assert bench.table(again).read_class([1]).tolist() == [0]
+    assert bench.table(again).read_pinned(range(6)).tolist() == [False, True] + 4 * [False]
+
+
+def test_pins_of_the_day_are_laid_over_the_labels_that_are_carried(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    catalogue = bench.version()
+    parent = bench.labels(catalogue)
+    pins = {"row": [3], "sample_id": ["000003"], "class": [2], "by": ["ada"], "at": [""], "note": [None]}
+    add_pins(bench.storage, PINS.empty_table().from_pydict(pins, schema=PINS))
+    crawl = find_crawl(catalogue, catalogue, SAME)
+    carried = carry_over(parent, crawl, catalogue, SAME, read_pins(bench.storage), None)
+    assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
+    untouched = carry_over(carried, crawl, catalogue, SAME, read_pins(bench.storage), None)
+    assert untouched.parts == carried.parts
+
+
+# --- another class list ------------------------------------------------------------------------------
+
+
+def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> None:
+    assert class_mapping(["ant", "bee", "cat"], ["cat", "ant", "bee"], {}) == [[2], [0], [1]]
+    assert class_mapping(["ant", "bee"], ["ant", "bee", "new"], {}) == [[0], [1], []]
+    assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": "bee"}) == [[0], [1, 2]]
+    assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": None}) == [[0], [1]]
+    assert class_mapping(["ant", "bee"], ["ant", "bee"], {"bee": "ant"}) == [[0], [1]]  # still listed
+    with pytest.raises(NightError, match=r"'cat' left the class list .* nightly.remap=\{cat: ant\}"):
+        class_mapping(["ant", "cat"], ["ant", "kat"], {})
+    with pytest.raises(NightError, match=r"'cat' became 'kat', which data.classes does not name"):
+        class_mapping(["ant", "cat"], ["ant", "bee"], {"cat": "kat"})
+
+
+def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    pins = {"row": [0], "sample_id": ["000000"], "class": [2], "by": ["ada"], "at": [""], "note": [None]}
+    add_pins(bench.storage, PINS.empty_table().from_pydict(pins, schema=PINS))
+    labels = published_url(bench.storage, "first")
+    bench.labels(before).save(labels)
+    weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
+    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    names = ("ant", "bee", "cat")
+    model = f"{bench.storage}/models/first.pt"
+    bench.nights.save(Night("first", 0, None, before.version, names, labels, model, "first"))
+    (bench.folder / "classes.txt").write_text("cat\nant\ndog\n")  # bee became ant, dog is new
+    after = bench.version(label="json:name", aliases=_aliases(bench))
+    plan = Plan("night-0001", 1, "first", after.version, {})
+    config = load_config(bench.folder / "config.yaml", ["nightly.remap={bee: ant}"])
+    for _ in range(2):  # a second time after a kill
+        prepared = prepare(config, bench.nights, plan)
+        assert prepared is not None
+        assert prepared.mapping == [[2], [0, 1], []]
+        assert found(prepared.crawl) == ([], [])  # nobody's label is another but for its number
+        table = bench.table(prepared.labels)
+        assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
+        assert read_pins(bench.storage)["class"].to_pylist() == [0]
+        head = torch.load(_file(prepared.weights), weights_only=True)
+        assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
+        assert head["0.weight"].tolist() == weights["0.weight"].tolist()
+
+
+def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:
+    head = {"w": torch.ones(4), "fc.weight": torch.tensor([[1.0], [3.0]]), "fc.bias": torch.tensor([0.0, 2])}
+    moved = remapped_head(head, [[], [0, 1]], 2)
+    assert moved["fc.weight"].tolist() == [[0.0], [2.0]]
+    assert moved["fc.bias"].tolist() == [0.0, 1.0]
+    assert moved["w"].tolist() == [1.0] * 4
+
+
+# --- guard rails -------------------------------------------------------------------------------------
+
+
+def test_moves_are_counted_apart_for_old_and_new_rows_and_never_for_pinned_ones(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    table = bench.table(bench.labels(bench.version()))
+    table.pin([5], [0])
+    carried = table.snapshot(f"{bench.storage}/labels")
+    table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), epoch=0)
+    labels = table.snapshot(f"{bench.storage}/labels")
+    rows, is_new = np.array([0, 1, 4, 5]), np.array([False, False, True, False])
+    moves = count_moves(carried, labels, rows, is_new)
+    assert (moves.old_changed, moves.old_repaired) == (Share(1, 2), Share(0, 2))
+    assert moves.new_repaired == Share(1, 1)
+    assert moves.between == {(0, 1): 1}
+
+
+EVEN = Balance(("a", "b"), np.array([500, 500, 0]), np.array([50, 50, 0]))
+CALM = Moves(Share(1, 100), Share(20, 100), Share(25, 100))
+
+
+@pytest.mark.parametrize(
+    ("moves", "balance", "accuracy", "said"),
+    [
+        (CALM, EVEN, Accuracy(0.9, 0.89), None),
+        (CALM, EVEN, Accuracy(None, 0.1), None),
+        (CALM, EVEN, Accuracy(0.9, 0.8), "accuracy on the clean set fell from 0.9000 to 0.8000"),
+        (
+            replace(CALM, old_changed=Share(40, 100)),
+            EVEN,
+            Accuracy(None, None),
+            "40 of 100 old labels changed",
+        ),
+        (replace(CALM, new_repaired=Share(80, 100)), EVEN, Accuracy(None, None), "80.0% of 100 new labels"),
+        (
+            CALM,
+            replace(EVEN, tonight=np.array([500, 0, 0])),
+            Accuracy(None, None),
+            "b 0 where about 250 were",
+        ),
+        (
+            CALM,
+            replace(EVEN, tonight=np.array([50, 0, 50])),
+            Accuracy(None, None),
+            "no usable label 50 where",
+        ),
+        (CALM, replace(EVEN, tonight=np.array([2, 0, 0])), Accuracy(None, None), None),  # chance, of so few
+        (
+            CALM,
+            Balance(("a", "b"), np.array([900, 0, 0]), np.array([50, 50, 0]), frozenset({1})),
+            Accuracy(None, None),
+            None,  # a class that the list has only now
+        ),
+    ],
+)
+def test_a_night_is_held_for_what_is_beyond_the_limits_and_for_nothing_else(
+    moves: Moves, balance: Balance, accuracy: Accuracy, said: str | None
+) -> None:
+    reasons = judge(LIMITS, moves, balance, accuracy)
+    assert len(reasons) == (said is not None)
+    assert said is None or reasons[0].startswith(said) or said in reasons[0]
+
+
+# --- nights and CURRENT ------------------------------------------------------------------------------
+
+
+def night(number: int, parent: str | None, **more: Any) -> Night:
+    return Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run", **more)
+
+
+def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    assert nights.current() is None
+    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
+        nights.save(night(number, parent, reasons=("why",)))
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")  # again, after a kill
+    with pytest.raises(
+        NightError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
+    ):
+        nights.move_current(nights.must_find("night-0003"), expected="night-0001")
+    current = nights.current()
+    assert current is not None
+    assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
+    with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
+        nights.must_find("night-0007")
+
+
+def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    plan = nights.begin(Plan("night-0001", 1, None, 1, {"run.seed": "1"}))
+    assert resumable(nights, {"run.seed": "1"}, said.append) == plan
+    assert "goes on where it stopped" in said[-1]
+    nights.close(plan.name, "passed")
+    assert resumable(nights, {"run.seed": "1"}, said.append) is None
+    assert nights.next_number() == 2
+
+
+@pytest.mark.parametrize("why", ["settings", "parent", "shard"])
+def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    nights.save(night(1, None))
+    nights.begin(Plan("night-0001", 1, None, 1, {}))
+    nights.close("night-0001", "passed")
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.begin(Plan("night-0002", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"}))
+    if why == "shard":
+        bench.shard("a.tar", samples(range(4)))
+    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, said.append) is None
+    assert "abandoned" in said[-1]
+    assert nights.unclosed() is None
+    assert nights.next_number() == 3  # no name means two nights
+
+
+def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    for number in range(1, 8):
+        nights.begin(Plan(night_name(number), number, None, 1, {}))
+        nights.save(night(number, night_name(number - 1)))
+        PartStore(f"{bench.storage}/exports/{night_name(number)}").put("manifest.json", b"{}")
+        PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
+    nights.move_current(nights.must_find("night-0003"), expected=None)
+    assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
+    kept = ["night-0002", "night-0003", "night-0006", "night-0007"]
+    assert [one.name for one in nights.nights()] == kept
+    assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
+    assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
+    assert remove_old(nights, keep=2) == []
+
+
+def test_labels_are_swept_when_nothing_names_them_and_no_run_is_under_way(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    manifest = bench.labels(bench.version())
+    manifest.save(published_url(bench.storage, "night-0001"))
+    table = bench.table(manifest)
+    table.write([0], np.float32([[1, 2, 3]]), epoch=0)
+    table.snapshot(manifest.store)  # named by nobody
+    record = RunRecord("other", {}, 1, published_url(bench.storage, "night-0001"))
+    write_record(bench.storage, record)
+    assert sweep_labels(bench.storage) is None
+    write_record(bench.storage, record, status="finished")
+    swept = sweep_labels(bench.storage)
+    assert swept is not None
+    assert len(swept) == 2  # labels and ledger of the one part
+    assert bench.table(manifest).read([0]).tolist() == [[10, 0, 0]]
+
+
+def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    bench.version()
+    nights = bench.nights
+    assert adopt(nights, None, "") is None
+    for name, status in (("big", "finished"), ("half", "running")):
+        write_record(bench.storage, RunRecord(name, {}, 1, "labels", status=status))
+        facts = json.dumps({"test_accuracy": 0.75}).encode()
+        PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
+    with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
+        adopt(nights, "half", "")
+    taken = adopt(nights, None, "test 1")
+    assert taken is not None
+    assert (taken.name, taken.figures, taken.class_names) == (
+        "big",
+        {"clean_accuracy": 0.75},
+        ("ant", "bee", "cat"),
+    )
+    assert nights.current() == taken
+    write_record(bench.storage, RunRecord("small", {}, 1, "labels", status="finished"))
+    with pytest.raises(NightError, match=r"nightly.start_from: which run"):
+        adopt(nights, None, "")
+
+
+def _saved(weights: dict[str, torch.Tensor]) -> bytes:
+    sink = io.BytesIO()
+    torch.save(weights, sink)
+    return sink.getvalue()
+
+
+def _file(url: str) -> Any:
+    folder, _, name = url.rpartition("/")
+    return io.BytesIO(PartStore(folder).get(name))
+
+
+def _aliases(bench: Nights) -> str:
+    path = bench.folder / "aliases.txt"
+    path.write_text("bee\tant\n")
+    return str(path)
