@@ -98,8 +98,8 @@ def study_labels(
     entropy_sum, known, given_right, corrected_right = 0.0, 0, 0, 0
     parts: Sequence[int] = range(manifest.layout.num_parts)
     if members is not None and history is None:  # no other part has anything to count
-        known = members[members < manifest.layout.num_rows]
-        parts = np.unique(known >> manifest.layout.shift).tolist()
+        within = members[members < manifest.layout.num_rows]
+        parts = np.unique(within >> manifest.layout.shift).tolist()
     for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
         rows = manifest.layout.rows_of(part)
         logits = _logits(batch)
