@@ -5,7 +5,9 @@ const SVG = 'http://www.w3.org/2000/svg';
 const byId = (id) => document.getElementById(id);
 
 function unpack(column) {
-  const bytes = Uint8Array.from(atob(column.data), (letter) => letter.charCodeAt(0));
+  const text = atob(column.data);
+  const bytes = new Uint8Array(text.length);
+  for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
   const kinds = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array };
   return new kinds[column.kind](bytes.buffer);
 }
@@ -30,10 +32,18 @@ function draw(parent, name, attributes = {}, text = null) {
   return node;
 }
 
-const whole = (number) => number.toLocaleString('en-US');
+const spelled = new Intl.NumberFormat('en-US');
+const whole = (number) => spelled.format(number);
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 const className = (number) => DATA.classes[number];
-const shorter = (text, most) => (text.length <= most ? text : `${text.slice(0, most - 1)}…`);
+
+// Names often begin alike, so what is cut out of a long one is its middle.
+function shorter(text, most) {
+  const letters = Array.from(text);
+  if (letters.length <= most) return text;
+  const tail = Math.floor((most - 1) / 2);
+  return `${letters.slice(0, most - 1 - tail).join('')}…${letters.slice(-tail).join('')}`;
+}
 
 function cells(packed) {
   const [first, second, num] = ['first', 'second', 'num'].map((name) => unpack(packed[name]));
@@ -46,7 +56,8 @@ const S = (() => {
   const columns = ['given_label', 'predicted_label', 'last_change_epoch', 'before', 'shard', 'top_labels'];
   for (const name of columns) found[name] = unpack(raw[name]);
   for (const name of ['label_score', 'confidence', 'margin', 'top_shares']) {
-    found[name] = Float32Array.from(unpack(raw[name]), (value) => value / 65535);
+    found[name] = new Float32Array(unpack(raw[name]));
+    for (let place = 0; place < found[name].length; place += 1) found[name][place] /= 65535;
   }
   found.shards = raw.shards;
   found.changed = (place) => found.given_label[place] !== found.predicted_label[place];

@@ -15,7 +15,7 @@ function filtered() {
   for (let place = 0; place < DATA.num_listed; place += 1) {
     if (given !== null && S.given_label[place] !== given) continue;
     if (suggested !== null && S.predicted_label[place] !== suggested) continue;
-    if (S.label_score[place] < low - 1e-6 || S.label_score[place] > high + 1e-6) continue;
+    if (S.label_score[place] < low - 2e-5 || S.label_score[place] > high + 2e-5) continue;
     if (kind === 'changed' && !S.changed(place)) continue;
     if (kind === 'kept' && S.changed(place)) continue;
     if (kind === 'moved' && (S.before[place] < 0 || S.before[place] === S.predicted_label[place])) continue;
@@ -90,7 +90,7 @@ function placed(position) {
   node.style.height = `${CARD.height}px`;
   const inner = add(node, 'div', { class: 'inner' });
   picture(inner, place);
-  pairLine(inner, place);
+  pairLine(inner, place, 20);
   const foot = add(inner, 'div', { class: 'foot' });
   add(foot, 'span', { class: 'sure', text: percent(S.confidence[place], 0), title: 'share of the label on the suggested class' });
   sparkline(foot, place);
@@ -123,16 +123,21 @@ function picture(parent, place, large = false) {
   return image;
 }
 
-function pairLine(parent, place) {
+function pairLine(parent, place, most = Infinity) {
   const line = add(parent, 'p', { class: 'pair' });
+  const given = className(S.given_label[place]);
+  const suggested = className(S.predicted_label[place]);
+  line.title = given === suggested ? given : `${given} → ${suggested}`;
   if (!S.changed(place)) {
-    add(line, 'span', { class: 'is kept', text: className(S.given_label[place]) });
+    add(line, 'span', { class: 'is', text: shorter(given, most) });
     add(line, 'span', { class: 'soft', text: ' kept' });
     return;
   }
-  add(line, 'span', { class: 'was', text: className(S.given_label[place]) });
-  add(line, 'span', { class: 'arrow', text: '→' });
-  add(line, 'span', { class: 'is', text: className(S.predicted_label[place]) });
+  add(line, 'span', { class: 'was', text: shorter(given, most) });
+  line.append(' ');
+  const now = add(line, 'span', { class: 'now' });
+  add(now, 'span', { class: 'arrow', text: '→ ' });
+  add(now, 'span', { class: 'is', text: shorter(suggested, most) });
 }
 
 function role(place, label) {

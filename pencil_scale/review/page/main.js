@@ -39,6 +39,7 @@ function rankOf(number, wanted) {
 function pickClass(place) {
   const state = { place, options: [], chosen: 0 };
   const choose = (label) => {
+    byId('picker-text').blur(); // or the next key would still go there, for a moment
     picker.close();
     if (label === null) conclude(place, 'none');
     else if (label === S.predicted_label[place]) conclude(place, 'accept');

@@ -24,7 +24,7 @@ function drawMatrix(parent, shown, totals, choose) {
   parent.replaceChildren();
   const longest = Math.max(...shown.map((number) => className(number).length));
   const margin = 14 + 6.2 * Math.min(longest, 16);
-  const side = Math.max(13, Math.min(44, 520 / shown.length));
+  const side = Math.max(13, Math.min(56, 600 / shown.length));
   const numbers = side >= 30;
   const size = margin + side * shown.length + 4;
   const svg = draw(parent, 'svg', { class: 'matrix', viewBox: `0 0 ${size} ${size}`, role: 'img', 'aria-label': 'Transition matrix' });
