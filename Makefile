@@ -7,7 +7,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for found in python3 python3.12 python3.11; do \
 	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help install demo test quick lint format bench clean
+.PHONY: help install demo test browser quick lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this page
@@ -25,8 +25,19 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: install  ## see it work: digits with 40 % wrong labels
 	@$(BIN)/python -m pipelines.demo
 
-test: install  ## every test this machine can run
+test: install browser  ## every test this machine can run
 	$(BIN)/pytest -m ''
+
+# Tests of the review page drive a browser of the system; without one they are skipped, by name.
+browser:
+	@if command -v chromium chromium-browser google-chrome > /dev/null; then exit 0; fi; \
+	if test "$$(id -u)" = 0; then as=; elif sudo -n true 2> /dev/null; then as=sudo; \
+	else echo 'note: no chromium, and no right to install it: run "sudo apt-get install chromium", or tests'; \
+		echo '      of the review page are skipped'; exit 0; fi; \
+	echo 'installing chromium, for tests of the review page'; \
+	{ $$as apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$as apt-get install -y -qq \
+		--no-install-recommends chromium fonts-dejavu-core; } > /dev/null \
+	|| echo 'note: chromium could not be installed with apt-get: tests of the review page are skipped'
 
 quick: install  ## the quick tests: no cluster, no network, seconds
 	$(BIN)/pytest
