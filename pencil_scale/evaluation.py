@@ -1,4 +1,11 @@
-"""How well the network does on clean samples: exact counts, over all ranks."""
+"""How well the network does on clean samples: exact counts, over all ranks.
+
+Each rank reads its own share of a clean set, every sample once. A share that fits into memory is read by
+threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
+
+    clean = CleanSet(CleanReader(spec, rank, world, preparation.decode))
+    right, seen = count_right(model, clean, recipe, device, bf16=False)      # of this rank: add up all ranks
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pencil_scale.augment import Recipe, centre
+from pencil_scale.owners import Batch
+from pencil_scale.stream import Stream, StreamSpec
 
 CACHE_BYTES = 512 * 2**20
 
@@ -18,6 +27,35 @@ class CleanBatch:
     images: Tensor  # uint8 [B, 3, H, W]
     weight: Tensor
     true_class: Tensor
+
+
+class CleanReader:
+    """Reads one rank's share of a clean set, however large, as often as asked."""
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        rank: int,
+        world: int,
+        decode: Callable[[Batch], Batch],
+        in_process: bool = False,
+    ) -> None:
+        """`in_process` keeps large sets from Ray too, for a run that trains in the command's own process."""
+        self._decode = decode
+        self.stream = Stream(spec, rank, world, in_process=True)
+        height, width = self.stream.image_size
+        self.is_large = self.stream.num_rows / world * 3 * height * width > CACHE_BYTES
+        if self.is_large and not in_process:
+            self.stream = Stream(spec, rank, world)
+
+    def __call__(self) -> Iterator[CleanBatch]:
+        for batch in self.stream.batches(0):
+            decoded = self._decode(batch)
+            yield CleanBatch(decoded.images, decoded.weight, batch.noisy_class)
+
+    def close(self) -> None:
+        """End reading, and let go of what it held."""
+        self.stream.close()
 
 
 class CleanSet:

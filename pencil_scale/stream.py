@@ -104,7 +104,8 @@ class Stream:
         self._selection = Selection(read.catalogue(), spec.subset)
         self.image_size = self._image_size(read)  # height, width
         self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
-        self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus)
+        evaluates = not spec.shuffle  # while the next epoch of the training stream is begun already
+        self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus, evaluates)
         self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
         self._running: Prefetch[StreamBatch] | None = None
         self._begun: int | None = None  # the epoch that is being read before anybody asked for it

@@ -74,15 +74,21 @@ class PieceSource(Datasource):
 class RayBlocks:
     """The blocks of one rank, from epoch to epoch."""
 
-    def __init__(self, spec: ReadSpec, world: int = 1, worker_cpus: float = 0.0) -> None:
-        """`worker_cpus` is what each of `world` training processes keeps for itself."""
+    def __init__(
+        self, spec: ReadSpec, world: int = 1, worker_cpus: float = 0.0, beside_another: bool = False
+    ) -> None:
+        """`worker_cpus` is what each of `world` training processes keeps for itself.
+
+        `beside_another` stream that is begun but not read, as while a run evaluates: its tasks hold on to
+        their processors until somebody takes their blocks, so these must not ask for any.
+        """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
         free_cpus = _cluster("CPU", 1.0) / world - worker_cpus
         dataset = ray.data.read_datasource(
             PieceSource(self._pieces, spec),
             # One block asked for: else Ray would cut the blocks of few tasks into hundreds, even single rows.
             override_num_blocks=1,
-            **_modest(free_cpus),
+            **(_modest(0.0, int(free_cpus)) if beside_another else _modest(free_cpus)),
         )
         _limit(dataset.context, spec, world, max(1.0, free_cpus))
         (self._iterator,) = dataset.streaming_split(1)
@@ -109,14 +115,14 @@ def _cluster(resource: str, unknown: float) -> float:
     return resources().get(resource, unknown)
 
 
-def _modest(free_cpus: float) -> dict[str, Any]:
+def _modest(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
     """Where the workers leave less than a processor each, read with what there is.
 
     A task that asked for a whole one would wait for it for ever, and the training for the task.
     """
     if free_cpus >= 1:
         return {}
-    return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": 1}
+    return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
 
 
 def _limit(context: DataContext, spec: ReadSpec, world: int, cpus: float) -> None:

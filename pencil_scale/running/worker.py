@@ -6,7 +6,6 @@ owners' group.
 """
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from pencil_scale.augment import Recipe
 from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_checkpoint
-from pencil_scale.evaluation import CleanBatch, CleanSet, accuracy, count_right
+from pencil_scale.evaluation import CleanReader, CleanSet, accuracy, count_right
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.label_study import LabelStudy
@@ -99,7 +98,11 @@ class Worker:
         local = config.workers.in_process
         self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world, in_process=local)
         self.preparation = Preparation(config, self.device, self.stream.name_problem)
-        self.clean = {name: CleanSet(self._reader(spec)) for name, spec in job.clean.items()}
+        self.clean_readers = {
+            name: CleanReader(spec, self.ranks.rank, self.ranks.world, self.preparation.decode, local)
+            for name, spec in job.clean.items()
+        }
+        self.clean = {name: CleanSet(reader) for name, reader in self.clean_readers.items()}
         self.recipe = Recipe.from_config(config.images)
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
@@ -123,16 +126,6 @@ class Worker:
             bf16=options.precision == "bf16",
             accumulation=options.accumulation,
         )
-
-    def _reader(self, spec: StreamSpec) -> Any:
-        def read() -> Iterator[CleanBatch]:
-            stream = Stream(spec, self.ranks.rank, self.ranks.world, in_process=True)
-            for batch in stream.batches(0):
-                decoded = self.preparation.decode(batch)
-                yield CleanBatch(decoded.images, decoded.weight, batch.noisy_class)
-            stream.close()
-
-        return read
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to where everybody was asked to stop."""
@@ -225,6 +218,8 @@ class Worker:
         """Let go of threads, streams and the working copy."""
         self.stop_watch.close()
         self.stream.close()
+        for reader in self.clean_readers.values():
+            reader.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
