@@ -2,7 +2,7 @@
 
 Members are grouped by webdataset's rule: the key is the name up to the first dot of its last part, the
 suffix is the rest, lower-cased; neighbours of one key are one sample. Where a tar breaks the rule the
-sample says so (`problem`), and what cannot be read at all comes as `Damage` in between.
+sample says so (`problem`), and what cannot be read at all, or has no key, comes as `Damage` in between.
 
     with open_source(url) as source:
         for found in ShardReader(source).read():
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pencil_scale.reading.byte_source import ByteSource, Window
-from pencil_scale.reading.tar_walk import Damage, Member, TarWalk
+from pencil_scale.reading.tar_pieces import Damage, Member
+from pencil_scale.reading.tar_walk import TarWalk
 
 IMAGE_SUFFIXES = frozenset(
     ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "j2k", "heic")
@@ -24,6 +25,7 @@ PICKLE_SUFFIXES = frozenset(("pickle", "pkl", "pyd", "pth", "pt", "pt2", "joblib
 
 # webdataset leaves out members such as `__info__` and everything below `__MACOSX__/`.
 _META = re.compile(r"__[^/]*__($|/)")
+_NO_FILES = frozenset(("directory", "other"))
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Sample:
     members: dict[str, Member] = field(default_factory=dict)
     problem: str | None = None
     near_damage: bool = False
+    ends_in_zeros: bool = False  # asked of a shard's last sample only
 
     def image(self) -> tuple[Member | None, str | None]:
         """Find the image member, or say why there is not exactly one: `image_missing`, `several_images`.
@@ -77,8 +80,11 @@ class ShardReader:
                 if current is not None:
                     current.near_damage = True
                 member = _cut_member(piece)
-            name = None if member is None else self._sample_name(member)
-            if member is None or name is None:
+            if member is None:
+                continue
+            name = None if member.kind in _NO_FILES else split_name(member.name)
+            if name is None:
+                yield from self._without_key(member)
                 continue
             key, suffix = name
             if current is None or key != current.key:
@@ -93,21 +99,36 @@ class ShardReader:
                 current.members[suffix] = member
             current.end = member.end
         if current is not None:
+            current.ends_in_zeros = self._ends_in_zeros(current)
             yield self._finished(current)
 
     def data(self, member: Member) -> bytes:
         """Give a member's bytes, from memory while its sample is the latest one read."""
         return self.window.at(member.offset, member.size)
 
-    def _sample_name(self, member: Member) -> tuple[str, str] | None:
-        kind = member.kind
-        if kind == "directory" or kind == "other":
-            self.skipped[kind] += 1
-            return None
-        name = split_name(member.name)
-        if name is None:
-            self.skipped["no_key"] += 1
-        return name
+    def _without_key(self, member: Member) -> Iterator[Damage]:
+        """Tell of a file that webdataset would leave out in silence; count what is no sample by intent."""
+        last = member.name[member.name.rfind("/") + 1 :]
+        if member.kind in _NO_FILES:
+            self.skipped[member.kind] += 1
+        elif _META.match(member.name):
+            self.skipped["meta"] += 1
+        elif last.startswith("._"):
+            self.skipped["macos_metadata"] += 1
+        else:
+            is_image = last.rpartition(".")[2].lower() in IMAGE_SUFFIXES
+            detail = f"the name begins with a dot, so nothing is its key: {last[:100]!a}"
+            if "." not in last:
+                detail = f"the name has no suffix: {last[:100]!a}"
+            yield Damage(
+                member.start, member.end, "no_key", detail, member.name, num_samples=1 if is_image else 0
+            )
+
+    def _ends_in_zeros(self, sample: Sample) -> bool:
+        """Tell whether a shard's last data end like the zeros behind them, as if bytes had been lost."""
+        last = max(sample.members.values(), key=lambda member: member.offset)
+        is_file = last.kind == "file" and last.size > 0
+        return is_file and self.window.peek(last.offset + last.size - 1, 1) == b"\x00"
 
     def _finished(self, sample: Sample) -> Sample:
         suffixes = frozenset(sample.members)

@@ -210,9 +210,9 @@ def test_numbers_that_do_not_fit_are_refused_not_wrapped(
     bench.shard("a.tar", samples([1]))
     catalogue = bench.index().catalogue
     table = catalogue.read(0, 1)
-    place = table.schema.get_field_index("image_offset")
-    far = table.set_column(place, ROW.field("image_offset"), pa.array([1 << 42]))
-    monkeypatch.setattr(catalogue, "read", lambda first, stop, columns: far.select(columns))
+    place = table.schema.get_field_index("image_bytes")
+    huge = table.set_column(place, ROW.field("image_bytes"), pa.array([1 << 32]))
+    monkeypatch.setattr(catalogue, "read", lambda first, stop, columns: huge.select(columns))
     with pytest.raises(CatalogueError, match="not supported"):
         catalogue.ok_rows()
 

@@ -8,37 +8,11 @@ from pathlib import Path
 
 import pytest
 from tar_making import BLOCK, END, block, member, padded, pax, python_tar, simple_members, with_checksum
+from tar_reading import keys, kinds, pieces, read
 
-from pencil_scale.reading.byte_source import MemorySource, Window, open_source
-from pencil_scale.reading.tar_walk import Damage, Member, Piece, TarWalk
+from pencil_scale.reading.byte_source import MemorySource, open_source
+from pencil_scale.reading.tar_pieces import Damage, Member
 from pencil_scale.shards import Sample, ShardReader, name_oddity, split_name
-
-
-def pieces(data: bytes) -> list[Piece]:
-    """Every piece, after checking that together they tile the archive."""
-    found = list(TarWalk(Window(MemorySource(data))).pieces())
-    position = 0
-    for piece in found:
-        assert piece.start == position
-        position = piece.end
-    assert position == len(data)
-    return found
-
-
-def read(data: bytes) -> tuple[list[Sample], list[Damage]]:
-    pieces(data)
-    found = list(ShardReader(MemorySource(data)).read())
-    samples = [each for each in found if isinstance(each, Sample)]
-    return samples, [each for each in found if isinstance(each, Damage)]
-
-
-def kinds(data: bytes) -> list[str]:
-    return [damage.kind for damage in read(data)[1]]
-
-
-def keys(data: bytes) -> list[str]:
-    return [sample.key for sample in read(data)[0]]
-
 
 # -- other writers ------------------------------------------------------------------------------------
 
@@ -286,6 +260,19 @@ def test_keys_that_come_back_say_how() -> None:
         python_tar([("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("c.jpg", b"")])
     )
     assert [sample.problem for sample in samples] == [None, None, "key_not_contiguous", "key_repeated", None]
+
+
+def test_a_file_without_a_key_is_told_and_one_that_is_no_sample_by_intent_is_counted() -> None:
+    names = [".jpg", "d/.hidden.PNG", ".cls", "README", "a.jpg", "._a.jpg", "__info__/x.jpg"]
+    data = python_tar([(name, b"1") for name in names])
+    reader = ShardReader(MemorySource(data))
+    found = list(reader.read())
+    damage = [each for each in found if isinstance(each, Damage)]
+    assert [(each.kind, each.name) for each in damage] == [("no_key", name) for name in names[:4]]
+    assert [each.num_samples for each in damage] == [1, 1, 0, 0]
+    assert [each.start for each in damage] == [0, 1024, 2048, 3072]
+    assert [each.key for each in found if isinstance(each, Sample)] == ["a"]
+    assert reader.skipped == {"macos_metadata": 1, "meta": 1}
 
 
 def test_two_members_of_one_name_are_a_problem_of_their_sample() -> None:

@@ -1,16 +1,23 @@
 """Tars with bytes flipped, wiped, cut, repeated: no member may vanish without a trace, nothing may raise."""
 
 import tarfile
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 from catalogue_making import CLASSES, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_spoiling import Original, Spoiled, originals, spoil
 from tar_making import python_tar, simple_members
 
 from pencil_scale.indexing.label_classes import LabelClasses
+from pencil_scale.indexing.raw_text import from_stored
 from pencil_scale.indexing.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.reading.byte_source import MemorySource, Window
-from pencil_scale.reading.tar_walk import Damage, Filler, Member, Piece, TarWalk
+from pencil_scale.reading.tar_pieces import Damage, Filler, Member, Piece
+from pencil_scale.reading.tar_walk import TarWalk
 from pencil_scale.shards import Sample, ShardReader
 
 USTAR = python_tar(simple_members(12, bytes(range(256)) * 5))
@@ -21,6 +28,7 @@ GNU = python_tar([(f"{'d' * 120}/{number:03d}.jpg", b"1" * 700) for number in ra
 
 REAL = python_tar(samples(range(20)))
 RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(CLASSES), {}), decode_images=True)
+HEADER_RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(CLASSES), {}))
 STARTS = {
     found.key: found.start for found in ShardReader(MemorySource(REAL)).read() if isinstance(found, Sample)
 }
@@ -125,3 +133,50 @@ def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Ed
         if not looks_ended(spoiled, start):
             inside = any(finding["start"] <= start < finding["end"] for finding in findings)
             assert key in told or inside
+
+
+def told_of(spoiled: Spoiled) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Records by key, and findings; each sample that was found is in one of them."""
+    indexer = ShardIndexer(MemorySource(spoiled.data), HEADER_RULES)
+    batches = list(indexer.batches())
+    records = {from_stored(each["key"]): each for batch in batches for each in batch.records.to_pylist()}
+    findings = [each for batch in batches for each in batch.findings.to_pylist()]
+    assert indexer.num_samples == len(records) + sum(each["num_samples"] for each in findings)
+    return records, findings
+
+
+def check_ok_rows(original: Original, spoiled: Spoiled, records: dict[str, dict[str, Any]]) -> None:
+    """An ok row points at its own image, at most changed in its place: nothing but a decoder can see that."""
+    for key, record in records.items():
+        if record["found_status"] != "ok" or key not in original.samples:
+            continue
+        members = original.samples[key]
+        (place,) = (place for suffix, place in members.items() if suffix in ("jpg", "png"))
+        if spoiled.where((place[0], place[1], place[1])) is None or record["oddity"] == "truncated":
+            continue  # a header in another's place is a header, and a truncated image is said to be one
+        first = record["image_offset"]
+        found = spoiled.origin[first : first + record["image_bytes"]]
+        expected = np.arange(place[1], place[2])
+        assert len(found) == len(expected), (spoiled.what, key)
+        assert np.all((found == expected) | (found == -1)), (spoiled.what, key)
+        if spoiled.where(members["cls"]) is not None:
+            start, end = members["cls"][1:]
+            assert record["noisy_class"] == int(original.data[start:end]), (spoiled.what, key)
+
+
+@pytest.mark.slow
+def test_what_is_whole_in_a_spoiled_shard_is_ok_and_nothing_goes_untold(tmp_path: Path) -> None:
+    for writer, original in originals(tmp_path):
+        for number in range(60):
+            spoiled = spoil(original.data, f"{writer} {number}")
+            records, findings = told_of(spoiled)
+            check_ok_rows(original, spoiled, records)
+            for key, members in original.samples.items():
+                places = [spoiled.where(place) for place in members.values()]
+                if None not in places:
+                    assert records[key]["found_status"] == "ok", (writer, spoiled.what, key)
+                spans = [(each["start"], each["end"]) for each in findings]
+                inside = any(
+                    start <= place < end for start, end in spans for place in places if place is not None
+                )
+                assert key in records or inside or not any(places), (writer, spoiled.what, key)

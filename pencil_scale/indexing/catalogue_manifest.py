@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue import FORMAT, Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_files import put_table
-from pencil_scale.indexing.catalogue_schema import DAMAGE
+from pencil_scale.indexing.catalogue_schema import DAMAGE, damage_line
 from pencil_scale.indexing.catalogue_statistics import Statistics, measure
 from pencil_scale.indexing.catalogue_update import Written
 from pencil_scale.indexing.shard_index import IndexRules
@@ -150,7 +150,7 @@ def missing_damage(urls: Sequence[str]) -> pa.Table:
             "kind": "shard_missing",
             "key": None,
             "num_samples": 0,
-            "detail": url,
+            "detail": damage_line(url, 0, "shard_missing", "listed, but not there"),
         }
         for url in urls
     ]

@@ -51,10 +51,10 @@ labels come from {{ label }}.</p>
 {% endfor %}</table>
 {% if damage %}<h2>Damage by place</h2>
 <p>{{ damage|length }} of {{ num_damage }} entries; all of them are in the damage table.</p>
-<table><tr><th>shard</th><th>bytes</th><th>kind</th><th>key</th><th>found</th></tr>
+<table><tr><th>kind</th><th>key</th><th>where, what was found, what to do</th></tr>
 {% for row in damage %}
-<tr><td class="text">{{ row.url }}</td><td class="number">{{ "{:,}".format(row.start) }}</td>
-<td>{{ row.kind }}</td><td class="text">{{ (row.key or "")[:200] }}</td><td>{{ row.detail }}</td></tr>
+<tr><td>{{ row.kind }}</td><td class="text">{{ (row.key or "")[:200] }}</td>
+<td class="text">{{ row.detail }}</td></tr>
 {% endfor %}</table>{% endif %}
 {% if unknown %}<h2>Labels that match no class</h2>
 <table><tr><th>label</th><th>samples</th></tr>
@@ -176,8 +176,5 @@ def _damage_rows(catalogue: Catalogue) -> tuple[list[dict[str, Any]], int]:
     total = 0
     for table in catalogue.small_tables("damage_tables"):
         total += len(table)
-        for row in table.slice(0, DAMAGE_SHOWN - len(shown)).to_pylist():
-            known = 0 <= row["shard"] < len(catalogue.shards)
-            url = catalogue.shards[row["shard"]].url if known else row["detail"]
-            shown.append({**row, "url": without_passwords(url)})
+        shown += table.slice(0, DAMAGE_SHOWN - len(shown)).to_pylist()
     return shown, total

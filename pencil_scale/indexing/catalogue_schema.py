@@ -6,6 +6,9 @@ off the exclude list needs no second reading of its shard.
 
 import pyarrow as pa
 
+from pencil_scale.indexing.raw_text import to_stored
+from pencil_scale.shapes import without_passwords
+
 CHUNK_ROWS = 4096
 
 # One record of one sample. Texts are spelled by `raw_text.to_stored`.
@@ -75,29 +78,40 @@ DAMAGED_STATUSES = {
     "label_unreadable": "its JSON does not parse or is over 1 MiB; mend it",
 }
 
-# Damage that left no row: its place is in the damage table.
+_FETCH = "fetch the shard again"
+
+# Damage that left no row: its place is in the damage table, and this is what to do about it.
 DAMAGE_KINDS = {
-    "shard_missing": "listed but not there; fetch it, or take it off the list",
-    "empty_file": "fetch the shard again",
-    "not_a_tar": "fetch the shard again, or take it off the list",
-    "no_samples": "the tar is whole and holds no sample; take it off the list",
-    "cut_in_header": "fetch the shard again",
-    "cut_in_data": "fetch the shard again",
+    "shard_missing": "fetch it, or take it off data.shards",
+    "empty_file": _FETCH,
+    "not_a_tar": "fetch the shard again, or take it off data.shards",
+    "no_samples": "take it off data.shards",
+    "no_key": "write the shard again with names such as 000123.jpg; if it is no sample, nothing is lost",
+    "cut_in_header": _FETCH,
+    "cut_in_data": _FETCH,
     "no_end_marker": "fetch the shard again; if its writer never writes the marker, nothing is lost",
-    "garbled_header": "fetch the shard again",
-    "zeroed_header": "fetch the shard again",
-    "zeros_in_archive": "fetch the shard again, or write joined archives as one",
+    "uneven_end": "fetch the shard again; all samples before this byte are indexed",
+    "garbled_header": "fetch the shard again; a member whose name is in this header is lost",
+    "zeroed_header": _FETCH,
+    "shifted_bytes": "fetch the shard again, in binary: bytes are missing or too many before this place",
+    "zeros_in_archive": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
     "trailing_garbage": "fetch the shard again; if it is the same again, nothing is lost",
-    "zero_tail": "the download was not finished: fetch the shard again",
-    "bad_pax_header": "fetch the shard again",
-    "oversized_extended_header": "nobody needs names of a megabyte: look who wrote this",
-    "stray_extended_header": "fetch the shard again",
-    "key_repeated": "the same key twice in a shard; write it again with unique keys",
-    "key_not_contiguous": "a sample's members lie apart; write the shard sorted by name",
-    "id_missing": "data.identity finds no id in it; choose another identity",
-    "cut": DAMAGED_STATUSES["cut"],
-    "not_understood": "a bug: please report it, with the sample",
-    "count_mismatch": "img2dataset counted another number of samples; fetch the shard again",
+    "zero_tail": "fetch the shard again: the download was not finished",
+    "bad_pax_header": _FETCH,
+    "oversized_extended_header": "ask who wrote the shard: names of a megabyte are an attack or an error",
+    "stray_extended_header": _FETCH,
+    "lost_extended_header": "fetch the shard again: the header with the full name is damaged",
+    "key_repeated": "write the shard again with unique keys; only the first sample is indexed",
+    "key_not_contiguous": "write the shard in order (tar --sort=name): a sample's members belong together",
+    "id_missing": "mend the sample, or choose another data.identity",
+    "cut": _FETCH,
+    "not_understood": "report this as a bug of pencil_scale, with the sample",
+    "count_mismatch": _FETCH,
 }
 
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
+
+
+def damage_line(url: str, start: int, kind: str, found: str) -> str:
+    """Say in one line where damage is, what was found, and what to do."""
+    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"

@@ -17,19 +17,24 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pencil_scale.images import inspect_image
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, FINDING, RECORD
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, FINDING, RECORD, damage_line
 from pencil_scale.indexing.identity import id_policy, json_field, needs_json
 from pencil_scale.indexing.label_classes import LabelClasses, raw_text
 from pencil_scale.indexing.label_lookup import LabelLookup, lookup_key
 from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.reading.byte_source import ByteSource
-from pencil_scale.reading.tar_walk import Damage, Member
+from pencil_scale.reading.tar_headers import holds_header
+from pencil_scale.reading.tar_pieces import Damage, Member
 from pencil_scale.schema import PencilError, sample_key
 from pencil_scale.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
 
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 MAX_UNKNOWN_LABELS = 10_000
+_COMES_BACK = {
+    "key_repeated": "the key of an earlier sample, with members that one has, too",
+    "key_not_contiguous": "more members of an earlier sample, with others in between",
+}
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
@@ -94,17 +99,15 @@ class ShardIndexer:
         for found in self._reader.read():
             if isinstance(found, Damage):
                 trouble = True
-                name = None if found.name is None else to_stored(found.name)
-                self._findings.append((found.start, found.end, found.kind, name, 0, found.detail))
+                self.num_samples += found.num_samples
+                self._find(found.start, found.end, found.kind, found.name, found.num_samples, found.detail)
             else:
                 self.num_samples += 1
                 self._take_safely(found)
             if len(self._records) + len(self._findings) >= CHUNK_ROWS:
                 yield self._flush()
         if self.num_samples == 0 and not trouble:
-            self._findings.append(
-                (0, self._source.num_bytes, "no_samples", None, 0, "an archive of no sample")
-            )
+            self._find(0, self._source.num_bytes, "no_samples", None, 0, "a whole tar that holds no sample")
         if self._records or self._findings:
             yield self._flush()
 
@@ -124,18 +127,17 @@ class ShardIndexer:
 
     def _take(self, sample: Sample) -> None:
         if sample.problem in ("key_repeated", "key_not_contiguous"):
-            return self._lose(sample, sample.problem, "its key came before in this shard")
+            return self._lose(sample, sample.problem, _COMES_BACK[sample.problem])
         image = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
         sample_id = self._sample_id(sample.key, fields, image.digest.hex() if image.digest else None)
         if sample_id is None:
             kind = "cut" if sample.near_damage else "id_missing"
-            return self._lose(
-                sample, kind, image.problem or json_problem or "no such field, or no text in it"
-            )
+            reason = image.problem or json_problem or "no such field, or no text in it"
+            return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
         key = sample_key(sample_id)
         noisy_class, label_problem = self._class(sample, self._rules.label, fields, key, json_problem)
-        status = _status(sample, image.problem, label_problem)
+        status = _status(sample, image, label_problem)
         self._records.append(
             (
                 to_stored(sample_id),
@@ -154,7 +156,11 @@ class ShardIndexer:
         return None
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
-        self._findings.append((sample.start, sample.end, kind, to_stored(sample.key), 1, detail))
+        self._find(sample.start, sample.end, kind, sample.key, 1, detail)
+
+    def _find(self, start: int, end: int, kind: str, key: str | None, num_samples: int, detail: str) -> None:
+        line = damage_line(self._source.url, start, kind, detail)
+        self._findings.append((start, end, kind, None if key is None else to_stored(key), num_samples, line))
 
     def _image(self, sample: Sample) -> _Image:
         member, problem = sample.image()
@@ -165,6 +171,8 @@ class ShardIndexer:
         if member.size > MAX_IMAGE_BYTES:
             return _Image(member, "image_too_large")
         data = self._reader.data(member)
+        if holds_header(data, 0, len(data)):
+            return _Image(member, "cut")  # blocks of the shard changed places
         facts = inspect_image(data, self._rules.decode_images)
         return _Image(member, facts.problem, facts.format, hashlib.sha256(data).digest(), facts.oddities)
 
@@ -224,13 +232,15 @@ class ShardIndexer:
         return "+".join(oddities)
 
 
-def _status(sample: Sample, image_problem: str | None, label_problem: str | None) -> str:
+def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
     if sample.problem is not None:
         return sample.problem
-    torn = image_problem in ("cut", "image_missing") or label_problem in ("cut", "unlabelled")
+    torn = image.problem in ("cut", "image_missing") or label_problem in ("cut", "unlabelled")
     if sample.near_damage and torn:
         return "cut"
-    return image_problem or label_problem or "ok"
+    if (sample.near_damage or sample.ends_in_zeros) and "truncated" in image.oddities:
+        return "cut"
+    return image.problem or label_problem or "ok"
 
 
 def _to_arrow(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:

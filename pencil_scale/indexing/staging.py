@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.indexing.catalogue_files import parquet_bytes
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, FINDING, RECORD
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, FINDING, RECORD, damage_line
 from pencil_scale.indexing.shard_index import IndexRules, ShardIndexer
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
@@ -24,7 +24,7 @@ from pencil_scale.reading.byte_source import ShardError, open_source, version_of
 from pencil_scale.reading.shard_urls import Shard
 
 # Kinds that take no samples with them, whatever bytes they span.
-HARMLESS = frozenset(("no_end_marker", "no_samples", "stray_extended_header"))
+HARMLESS = frozenset(("no_end_marker", "uneven_end", "no_samples", "no_key", "stray_extended_header"))
 
 
 @dataclass
@@ -112,7 +112,8 @@ def _count(report: ShardReport, indexer: ShardIndexer, records: pa.Table, findin
 
 
 def _mismatch(shard: Shard, num_samples: int) -> pa.RecordBatch:
-    detail = f"its writer counted {shard.num_expected:,} samples, {num_samples:,} were found"
+    found = f"img2dataset counted {shard.num_expected:,} samples, {num_samples:,} were found"
+    detail = damage_line(shard.url, shard.version.num_bytes, "count_mismatch", found)
     columns = [
         [shard.version.num_bytes],
         [shard.version.num_bytes],

@@ -26,6 +26,7 @@ class Extensions:
         """Forget all that was meant for one member only."""
         self._pax: dict[bytes, bytes] = {}
         self._long_name: bytes | None = None
+        self._types: set[int] = set()
         self.start: int | None = None
         self.fault: str | None = None
 
@@ -33,6 +34,10 @@ class Extensions:
     def is_silent(self) -> bool:
         """Whether a member's own header has the only word on it."""
         return self.start is None and not self._globals
+
+    def has(self, header: Header) -> bool:
+        """Whether such a header came already: a second one is for another member, and the first lost its."""
+        return header.typeflag in self._types
 
     def take(self, header: Header, position: int, data: bytes) -> bool:
         """Take in an extended header; tells whether a member must follow, as behind all but a global one."""
@@ -44,6 +49,7 @@ class Extensions:
             self._take_records(header.typeflag, data)
         if header.typeflag == tar_headers.PAX_GLOBAL and self.start is None and self.fault is None:
             return False
+        self._types.add(header.typeflag)
         self.start = position if self.start is None else self.start
         return True
 

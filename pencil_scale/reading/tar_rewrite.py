@@ -16,7 +16,8 @@ from typing import IO, Any, NamedTuple
 
 from pencil_scale.reading.byte_source import ByteSource, ShardError, Window
 from pencil_scale.reading.tar_headers import BLOCK, padded
-from pencil_scale.reading.tar_walk import Damage, Filler, Member, Piece, TarWalk
+from pencil_scale.reading.tar_pieces import Damage, Filler, Member, Piece
+from pencil_scale.reading.tar_walk import TarWalk
 from pencil_scale.shards import split_name
 
 COPY_BYTES = 8 << 20
@@ -84,6 +85,7 @@ def rewrite_shard(
             _replace(source, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
         else:
             _copy(source, sink, piece.start, piece.end)
+            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that its shard has lost
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)

@@ -24,6 +24,9 @@ from pencil_scale.reading.tar_headers import (
 FIRST_BYTES = 1 << 12
 MOST_BYTES = 1 << 20
 
+# So many zeros are not met in the last bytes of an image or a text.
+TELLING_BYTES = 8
+
 
 class TarSearch:
     """Looks around in one archive, through the window of whoever walks it."""
@@ -67,18 +70,19 @@ class TarSearch:
         """Tell whether a member's data can be trusted although no header stands right behind them.
 
         Lost bytes draw padding, or the next header, into the data; added ones push the end of the data into
-        the padding. So data whose last byte is not zero, with nothing but zeros behind them, are whole. Where
-        the next header lies on the grid, it is enough that nothing speaks against them.
+        the padding. So data whose last byte is not zero, with zeros right behind them, are whole. Where the
+        next header lies on the grid, it is enough that nothing speaks against them. Data that need no padding
+        get the benefit of the doubt: whether an image has its end is seen when it is looked at.
         """
         stop, end = offset + size, offset + padded(size)
         if following < stop:
             return False
         if size == 0 or (following >= end and resembles_header(self._window.peek(end, BLOCK))):
             return True
-        if self._window.peek(stop, min(end, following) - stop).strip(b"\x00"):
+        if self._window.peek(stop, min(end - stop, following - stop, TELLING_BYTES)).strip(b"\x00"):
             return False
         shifted = (following - end) % BLOCK != 0
-        return not shifted or (end > stop and self._window.peek(stop - 1, 1) != b"\x00")
+        return not shifted or self._window.peek(stop - 1, 1) != b"\x00"
 
     def end_of_zeros(self, position: int) -> int:
         """Find the first block that holds another byte than zero, or the archive's end."""

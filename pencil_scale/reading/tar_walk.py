@@ -10,49 +10,16 @@ of damage. A member whose data cannot be trusted, because nothing stands where t
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pencil_scale.reading import tar_headers
 from pencil_scale.reading.byte_source import Window
 from pencil_scale.reading.tar_extensions import EXTENDED_TYPES, Extensions
 from pencil_scale.reading.tar_headers import BLOCK, ZERO_BLOCK, Header, padded, parse_header
+from pencil_scale.reading.tar_pieces import Damage, Filler, Member, Piece
 from pencil_scale.reading.tar_search import TarSearch
 
 # Larger members than this are jumped over where nobody asks for their bytes, and not looked through.
 LOOK_BYTES = 1 << 22
-
-
-class Member(NamedTuple):
-    """One member: its name as text with surrogates, where its data lies, and the bytes it occupies."""
-
-    start: int
-    end: int
-    name: str
-    kind: str  # file, link, sparse, directory, other; cut is made by whoever reads damage
-    offset: int
-    size: int
-
-
-class Filler(NamedTuple):
-    """Bytes that carry no sample: the end marker, padding, global pax headers."""
-
-    start: int
-    end: int
-
-
-class Damage(NamedTuple):
-    """Bytes that could not be read as they should; `name` where a header still told one."""
-
-    start: int
-    end: int
-    kind: str
-    detail: str
-    name: str | None = None
-    offset: int = 0
-    size: int = 0
-
-
-Piece = Member | Filler | Damage
 
 
 class TarWalk:
@@ -63,7 +30,7 @@ class TarWalk:
         self._search = TarSearch(window)
         self._num_bytes = window.source.num_bytes
         self._extensions = Extensions()
-        self._after_extension = 0
+        self._after = 0  # where the latest extended header ends
         self._headers_seen = 0
         self._ended = False
         # A member waits until what stands behind it is seen: only then are its data certain to be its own.
@@ -100,7 +67,7 @@ class TarWalk:
         before = self._release()
         if header.typeflag in EXTENDED_TYPES:
             found = self._extension(header, position)
-            return [*before, *found], found[-1].end if found else self._after_extension
+            return [*before, *found], found[-1].end if self._extensions.start is None else self._after
         piece = self._member(header, position, block)
         if isinstance(piece, Member):
             self._held = piece
@@ -142,9 +109,19 @@ class TarWalk:
         end = offset + padded(header.size)
         if end > self._num_bytes:
             return self._damaged(position, "cut_in_header", "an extended header runs past the end")
+        stray = self._stray_extension(position) if self._extensions.has(header) else []
         data = self._window.at(offset, min(header.size, tar_headers.MAX_EXTENDED_BYTES))
-        self._after_extension = end
-        return [] if self._extensions.take(header, position, data) else [Filler(position, end)]
+        if self._extensions.take(header, position, data):
+            self._after = end
+            return stray
+        return [*stray, Filler(position, end)]
+
+    def _stray_extension(self, position: int) -> list[Piece]:
+        """Tell of extended headers, if there are any, that ended here without the member they speak of."""
+        start = self._start(position)
+        self._extensions.clear()
+        detail = "an extended header without its member"
+        return [Damage(start, position, "stray_extended_header", detail)] if start < position else []
 
     # -- members ------------------------------------------------------------------------------------
 
@@ -209,11 +186,7 @@ class TarWalk:
             return self._damaged(position, "zeroed_header", "512 zero bytes where a header belongs")
         if self._search.inside(self._data_from, position) is not None:
             return self._damaged(position)
-        pieces: list[Piece] = []
-        if self._extensions.start is not None:
-            detail = "an extended header without its member"
-            pieces.append(Damage(self._start(position), position, "stray_extended_header", detail))
-            self._extensions.clear()
+        pieces = self._stray_extension(position)
         if stop - position < 2 * BLOCK:
             detail = "a lone zero block where the end marker has two: cut, or written so"
             return [*pieces, *self._told(position, stop, "no_end_marker", detail)]
@@ -284,7 +257,9 @@ class TarWalk:
         elif start < self._num_bytes:
             detail = f"the file ends inside a header, {self._num_bytes - position:,} bytes into its 512"
             kind = "cut_in_header" if self._headers_seen else "not_a_tar"
-            if start == position and not self._window.at(position, BLOCK).strip(b"\x00"):
+            if start < position:
+                detail = "the file ends behind an extended header, before its member"
+            elif not self._window.at(position, BLOCK).strip(b"\x00"):
                 kind, detail = "no_end_marker", "the file ends inside the two zero blocks of its end marker"
             yield from self._told(start, self._num_bytes, kind, detail)
         else:

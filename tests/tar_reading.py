@@ -1,0 +1,32 @@
+"""What a tar reads as: its pieces, samples and damage, checked to tile it."""
+
+from pencil_scale.reading.byte_source import MemorySource, Window
+from pencil_scale.reading.tar_pieces import Damage, Piece
+from pencil_scale.reading.tar_walk import TarWalk
+from pencil_scale.shards import Sample, ShardReader
+
+
+def pieces(data: bytes) -> list[Piece]:
+    """Every piece, after checking that together they tile the archive."""
+    found = list(TarWalk(Window(MemorySource(data))).pieces())
+    position = 0
+    for piece in found:
+        assert piece.start == position
+        position = piece.end
+    assert position == len(data)
+    return found
+
+
+def read(data: bytes) -> tuple[list[Sample], list[Damage]]:
+    pieces(data)
+    found = list(ShardReader(MemorySource(data)).read())
+    samples = [each for each in found if isinstance(each, Sample)]
+    return samples, [each for each in found if isinstance(each, Damage)]
+
+
+def kinds(data: bytes) -> list[str]:
+    return [damage.kind for damage in read(data)[1]]
+
+
+def keys(data: bytes) -> list[str]:
+    return [sample.key for sample in read(data)[0]]
