@@ -127,7 +127,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same run, its worker killed in the middle of an epoch; then asked to stop, and gone on with."""
     data = TinyData.make(tmp_path_factory.mktemp("stopped"))
     with data.start(*ALONE) as first:
-        first.wait_for("backbone +epoch 1/")
+        # Thirty steps make an epoch: three steps into the second one, with all of it still to come.
+        first.wait_until(lambda: data.has_checkpoint(33), "checkpoint in the middle of an epoch")
         first.kill_worker()
         first.wait_for("pencil +epoch 3/")
         first.process.send_signal(signal.SIGTERM)
@@ -155,6 +156,17 @@ def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
 
 def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped: dict[str, Any]) -> None:
     assert stopped["changed"] == 2
+
+
+def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(undisturbed: TinyData) -> None:
+    summary = undisturbed.summary()
+    for what in ("samples", "epochs", "steps_an_epoch"):
+        assert summary["estimate"][what] == summary["came_to"][what], what
+    for what in ("table_bytes", "checkpoint_bytes"):
+        assert summary["estimate"][what] == pytest.approx(summary["came_to"][what], rel=0.1), what
+    assert summary["estimate"]["read_gb"] > 0
+    assert summary["estimate"]["requests"] == NUM_EPOCHS
+    assert summary["came_to"]["hours"] == pytest.approx(summary["seconds"] / 3600)
 
 
 def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_disturbed(

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from tar_making import python_tar
 from pencil_scale.config import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import get_ledger
+from pencil_scale.running.checkpoint_store import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +114,12 @@ class TinyData:
         manifest = self.labels(name)
         return np.concatenate([epochs for _, epochs in get_ledger(manifest)]) - manifest.first_epoch
 
+    def has_checkpoint(self, all_steps: int, name: str = "tiny") -> bool:
+        """Whether a run would go on from this checkpoint, or from a later one, if it were killed now."""
+        listed = self.storage / "checkpoints" / name / SNAPSHOT
+        found = re.findall(r"checkpoint-(\d{9})", listed.read_text() if listed.exists() else "")
+        return any(int(steps) >= all_steps for steps in found)
+
     def left_in_scratch(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "scratch").iterdir())
 
@@ -139,10 +146,14 @@ class Command:
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Wait until these words were printed so often."""
+        self.wait_until(lambda: len(re.findall(words, self.output)) >= times, f"words {words!r}")
+
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait for something that the command does while it runs."""
         until = time.monotonic() + PATIENCE_S
-        while len(re.findall(words, self.output)) < times:
-            assert self.process.poll() is None, f"ended before it said {words!r}:\n{self.output}"
-            assert time.monotonic() < until, f"never said {words!r}:\n{self.output}"
+        while not reached():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert time.monotonic() < until, f"no {what}:\n{self.output}"
             time.sleep(0.02)
 
     def wait(self) -> int:
