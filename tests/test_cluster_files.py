@@ -1,6 +1,7 @@
 """The files under cluster/ name things that exist: fields of KubeRay, modules, configs, settings."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -32,13 +33,25 @@ WORKER_FIELDS = HEAD_FIELDS | {"groupName", "replicas", "minReplicas", "maxRepli
 START_PARAMS = {"num-cpus"}
 
 
-@pytest.fixture(scope="module")
-def job() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / "cluster" / "rayjob.yaml").read_text())
+def nightly() -> dict[str, dict[str, Any]]:
+    """The documents of the nightly file, by their kind."""
+    documents = list(yaml.safe_load_all((ROOT / "cluster" / "nightly-cronjob.yaml").read_text()))
+    assert len({one["kind"] for one in documents}) == len(documents)
+    return {one["kind"]: one for one in documents}
+
+
+@pytest.fixture(scope="module", params=["rayjob.yaml", "nightly-cronjob.yaml"])
+def job(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A RayJob that we ship: the training run's, and the one that the nightly CronJob creates."""
+    if request.param == "rayjob.yaml":
+        text = (ROOT / "cluster" / "rayjob.yaml").read_text()
+    else:
+        text = nightly()["ConfigMap"]["data"]["rayjob.yaml"]
+    found: dict[str, Any] = yaml.safe_load(text)
     return found
 
 
-def test_the_training_job_is_a_rayjob_with_fields_that_kuberay_knows(job: dict[str, Any]) -> None:
+def test_a_job_is_a_rayjob_with_fields_that_kuberay_knows(job: dict[str, Any]) -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
     cluster = spec["rayClusterSpec"]
@@ -51,9 +64,10 @@ def test_the_training_job_is_a_rayjob_with_fields_that_kuberay_knows(job: dict[s
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
 
 
-def test_its_entrypoint_is_the_main_job_with_a_config_that_loads(job: dict[str, Any]) -> None:
+def test_its_entrypoint_is_a_job_of_ours_with_a_config_that_loads(job: dict[str, Any]) -> None:
     python, flag, module, config, *overrides = shlex.split(job["spec"]["entrypoint"])
-    assert (python, flag, module) == ("python", "-m", "pencil_scale.train")
+    assert (python, flag) == ("python", "-m")
+    assert module in ("pencil_scale.train", "pipelines.reclean_nightly")
     assert find_spec(module)
     loaded = load_config(ROOT / config, overrides)
     assert loaded.workers.gpu
@@ -86,6 +100,69 @@ def test_a_stopped_job_gets_time_to_save(job: dict[str, Any]) -> None:
     head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     assert 30 <= wait_s < head["terminationGracePeriodSeconds"]
     assert runtime["working_dir"] == head["containers"][0]["workingDir"]
+
+
+# What batch/v1 knows of a CronJob, as far as we use it.
+CRON_FIELDS = {
+    "schedule",
+    "timeZone",
+    "concurrencyPolicy",
+    "startingDeadlineSeconds",
+    "successfulJobsHistoryLimit",
+    "failedJobsHistoryLimit",
+    "jobTemplate",
+}
+
+
+def test_the_nightly_cronjob_runs_once_a_day_and_has_fields_that_kubernetes_knows() -> None:
+    cron = nightly()["CronJob"]
+    assert cron["apiVersion"] == "batch/v1"
+    assert set(cron["spec"]) <= CRON_FIELDS
+    minute, hour, *days = cron["spec"]["schedule"].split()
+    assert (0 <= int(minute) < 60, 0 <= int(hour) < 24, days) == (True, True, ["*", "*", "*"])
+    assert cron["spec"]["concurrencyPolicy"] == "Forbid"
+    job_spec = cron["spec"]["jobTemplate"]["spec"]
+    assert set(job_spec) <= {"backoffLimit", "template"}
+    assert job_spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_the_nightly_cronjob_may_do_what_its_script_does_and_finds_the_rayjob_it_creates() -> None:
+    found = nightly()
+    pod = found["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    account = pod["serviceAccountName"]
+    assert found["ServiceAccount"]["metadata"]["name"] == account
+    assert found["RoleBinding"]["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert found["RoleBinding"]["roleRef"]["name"] == found["Role"]["metadata"]["name"]
+    (rule,) = found["Role"]["rules"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    (script,) = container["args"]
+    verbs = set(re.findall(r"kubectl (\w+)", script))
+    assert (rule["apiGroups"], rule["resources"]) == (["ray.io"], ["rayjobs"])
+    assert verbs <= set(rule["verbs"])
+    assert volume["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
+    (mount,) = container["volumeMounts"]
+    assert f"{mount['mountPath']}/rayjob.yaml" in script
+    job = yaml.safe_load(found["ConfigMap"]["data"]["rayjob.yaml"])
+    assert f"job={job['metadata']['name']}\n" in script
+    assert subprocess.run(["sh", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "creates"),
+    [("", True), ("pencil-scale-nightly Complete", True), ("pencil-scale-nightly Failed", True)]
+    + [(f"pencil-scale-nightly {state}", False) for state in ("", "Running", "Initializing")],
+)
+def test_a_second_rayjob_is_created_only_when_the_last_has_ended(
+    tmp_path: Path, found: str, creates: bool
+) -> None:
+    (container,) = nightly()["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    kubectl = tmp_path / "kubectl"  # Kubernetes itself is not here: this says what it would, and takes note
+    kubectl.write_text(f"#!/bin/sh\necho \"$1\" >> {tmp_path}/asked\n[ $1 != get ] || printf '{found}'\n")
+    kubectl.chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([*container["command"], *container["args"]], env=path, capture_output=True)
+    asked = (tmp_path / "asked").read_text().split()
+    assert (done.returncode == 0, asked) == (creates, ["get", "delete", "create"] if creates else ["get"])
 
 
 def test_the_local_cluster_is_a_program_that_explains_itself() -> None:
