@@ -27,7 +27,7 @@ LAYERS = {
         examining""",
     "stations": """window_reader batches ray_blocks stream courier exchange peers owners step evaluation
         prediction export export_rows
-        review_scan thumbnails page_data review_page headline""",
+        review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker
         driver summary training train night_lock night_tracking""",
@@ -108,6 +108,7 @@ ENTRY_POINTS = {
     "pipelines.promote",
     "pipelines.reclean_nightly",
     "pipelines.review_report",
+    "pipelines.why",
     "pencil_scale.running.training",
 }
 
