@@ -25,6 +25,8 @@ def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str 
     A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
     What people have pinned starts, and stays, as they decided.
     """
+    if scratch is not None:
+        Path(scratch).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
         table = fresh_table(catalogue, folder, scale)
         apply_pins(table, read_pins(storage))
