@@ -3,7 +3,8 @@
     python -m pipelines.demo
 
 Makes shards of scikit-learn's digits, indexes them, trains PENCIL with two workers on a local Ray, then plain
-cross entropy for as long, and compares. Everything is under runs/demo, which is made anew each time.
+cross entropy for as long, and compares; exports the repaired labels, and makes a page to look at them.
+Everything is under runs/demo, which is made anew each time.
 """
 
 import json
@@ -15,7 +16,7 @@ from pencil_scale.command import exit_code
 from pencil_scale.config import load_config
 from pencil_scale.running.local_ray import ensure_ray
 from pencil_scale.running.training import train
-from pipelines import index_shards, make_shards
+from pipelines import export_labels, index_shards, make_shards, review_report
 
 FOLDER = Path("runs/demo")
 CONFIG = "configs/demo.yaml"
@@ -34,7 +35,7 @@ def main() -> int:
 
 
 def run() -> dict[str, object]:
-    """Make, index, train twice, compare."""
+    """Make, index, train twice, export, show, compare."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     ensure_ray()
     _headline("1. Shards: 1,437 digits for training, 40 % of their labels drawn anew at random")
@@ -45,6 +46,10 @@ def run() -> dict[str, object]:
     repaired = train(load_config(CONFIG)).facts
     _headline("4. For comparison: plain cross entropy on the labels as given, for as many epochs")
     plain = train(load_config(CONFIG, CROSS_ENTROPY)).facts
+    _headline("5. Export: the repaired labels as Parquet, for other tools")
+    export = export_labels.run(load_config(CONFIG))
+    _headline("6. Review: what became of the labels, on one page")
+    page = review_report.run(load_config(CONFIG)).page
     summary = repaired | {
         "cross_entropy_test_accuracy": plain["test_accuracy"],
         "cross_entropy_test_accuracy_best": plain["test_accuracy_best"],
@@ -56,7 +61,11 @@ def run() -> dict[str, object]:
     last, best = (summary[f"cross_entropy_test_accuracy{which}"] for which in ("", "_best"))
     print(f"test accuracy:  {last:.3f} cross entropy, which learned the noise ({best:.3f} at its best epoch)")
     print(f"                {summary['test_accuracy']:.3f} PENCIL")
-    print(f"\nLook next at {FOLDER}/summary.json, {FOLDER}/catalogue/summary.html, and at every figure with")
+    print(f"\nOpen this page in a browser, and judge the repairs:\n  {page}")
+    print(f"The labels for other tools are in {export.folder}. Look also at {FOLDER}/summary.json and")
+    print(f"{FOLDER}/catalogue/summary.html, at one sample with")
+    print(f"  .venv/bin/python -m pipelines.why {CONFIG} digit-0555")
+    print("and at every figure with")
     print(f"  .venv/bin/mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
     return summary
 
