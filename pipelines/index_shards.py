@@ -3,8 +3,9 @@
     python -m pipelines.index_shards configs/demo.yaml
     python -m pipelines.index_shards CONFIG data.shards='s3://crawl/{000..099}.tar' data.check_images=decode
 
-Run again it reads only shards that are new or changed. Validation and test shards get catalogues of their
-own (`catalogue/validation`, `catalogue/test`); ids they share with training leave training.
+Writes <storage>/catalogue/ with a page to look at, summary.html. Run again it reads only shards that are new
+or changed. Validation and test shards get catalogues of their own (catalogue/validation, catalogue/test); ids
+they share with training leave training.
 """
 
 import sys
@@ -64,7 +65,7 @@ class Part:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config that the command line names."""
-    return run_job(run, argv, module="pipelines.index_shards", what=(__doc__ or "").splitlines()[0])
+    return run_job(run, argv, module="pipelines.index_shards", what=__doc__ or "")
 
 
 def run(config: Config) -> Summary:
@@ -187,17 +188,17 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
     for what, urls in (
         ("changed since indexed, read again", [shard.url for shard in changes.changed]),
         (
-            "are read again, because labels, classes or checks changed",
+            "to read again, because labels, classes or checks changed",
             [shard.url for shard in changes.reread],
         ),
-        ("vanished, their samples move to where the same ids are, or wait", gone),
+        ("vanished; samples move to where the same ids are, or wait", gone),
         ("unfinished (no _stats.json), left for later", waiting),
         ("listed but not there", missing),
     ):
         if urls:
             _say(part, f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
     if changes.unlisted:
-        _say(part, f"{len(changes.unlisted):,} shards left the list but stand unchanged; they stay")
+        _say(part, f"{many(len(changes.unlisted), 'shard')} left the list but unchanged in the store: kept")
 
 
 def _say(part: Part, words: str) -> None:

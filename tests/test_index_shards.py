@@ -125,7 +125,7 @@ def test_a_job_killed_in_the_middle_leaves_the_old_catalogue_and_goes_on_when_ru
 ) -> None:
     (tmp_path / "0000.tar").write_bytes(python_tar(samples(range(10))))
     storage = tmp_path / "storage"
-    config = write_config(tmp_path, str(storage))
+    config = write_config(tmp_path, str(storage), check_images="decode")  # so that tasks of Ray read
     assert main([str(config)]) == 0
     for shard in range(1, 41):
         first = shard * 1000
@@ -157,7 +157,8 @@ def test_shards_and_storage_on_s3_over_http(s3_endpoint: str, tmp_path: Path) ->
     store.mkdir("lake")
     for shard in range(3):
         store.pipe_file(f"crawl/t-{shard:03d}.tar", python_tar(samples(range(shard * 20, shard * 20 + 20))))
-    config = write_config(tmp_path, "s3://lake/run", shards="s3://crawl/t-{000..002}.tar")
+    keys = {"shards": "s3://crawl/t-{000..002}.tar", "check_images": "decode"}  # so that tasks of Ray read
+    config = write_config(tmp_path, "s3://lake/run", **keys)
     job = start(config)
     assert job.wait(180) == 0, job.stderr and job.stderr.read()
     manifest = json.loads(store.cat_file("lake/run/catalogue/manifest.json"))

@@ -1,9 +1,10 @@
 """Shard tasks: shards indexed on the cluster, one task each, a bounded number under way.
 
 What comes back through Ray is a report of a few hundred bytes; records go from the task to the store. What
-a dead run had staged is taken over.
+a dead run had staged is taken over. A little is read here, in less time than a local Ray takes to start.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from pencil_scale.running.local_ray import ensure_ray, num_processors
 from pencil_scale.schema import PencilError
 from pipelines.progress import Progress
 
+LITTLE_BYTES = 64 << 20
+
 
 def stage_all(
     store: PartStore, shards: Sequence[Shard], rules: IndexRules, rules_name: str, limit: float, what: str
@@ -26,8 +29,7 @@ def stage_all(
     """Stage the shards and give their reports in order; `limit` is the share that may be damaged."""
     tasks = [(shard, staged_name(shard, rules_name)) for shard in shards]
     total_bytes = sum(shard.version.num_bytes for shard in shards)
-    # Memory cannot be shared with tasks on a cluster; it is for trying things out.
-    run_all = _here if store.url.startswith("memory:") else _on_cluster
+    run_all = _here if _is_little(store, total_bytes, rules) else _on_cluster
     reports: dict[str, ShardReport] = {}
     with Progress(what, len(tasks)) as progress:
         for report in run_all(store.url, tasks, rules):
@@ -38,6 +40,17 @@ def stage_all(
                 seen, found = zip(*read, strict=True)
                 check_early(seen, found, total_bytes, limit)
     return [reports[name] for _, name in tasks]
+
+
+def _is_little(store: PartStore, total_bytes: int, rules: IndexRules) -> bool:
+    """Tell whether a cluster would only cost time: none stands yet, and one core is done in a second.
+
+    Decoding is left to tasks in any case: an image that kills its decoder must not kill the job.
+    """
+    if store.url.startswith("memory:"):  # cannot be shared with tasks; it is for trying things out
+        return True
+    stands = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+    return total_bytes <= LITTLE_BYTES and not stands and not rules.decode_images
 
 
 def _here(store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules) -> Iterator[ShardReport]:
