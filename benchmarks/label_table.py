@@ -7,35 +7,23 @@ A batch is read and written back, as a training step does. NumPy does it with ta
 same size, and nothing else: no ledger, no checks, no file. The stores keep the ledger too, and write a row
 only if it does not bear the epoch; they commit once a batch, without fsync, in their fastest settings.
 Large tables are sparse files, so they need little disk; NumPy then works on a mapped array of the same size.
+All sizes stay open and take turns, batch by batch, so whatever else the machine does meets all of them alike.
+A step on more rows touches more distant pages, which costs NumPy as much: its own rise stands beside ours.
 """
 
 import argparse
-import io
 import multiprocessing
 import os
-import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
 import numpy as np
+from growing_tables import ReadAndWrite, grow
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_files import (
-    LEDGER_SCHEMA,
-    Header,
-    choose_layout,
-    fixed_batch,
-    labels_schema,
-    write_part_file,
-)
-from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
-
-ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]
-SMALLEST_HOLE = 4096
 
 
 def main() -> None:
@@ -47,15 +35,16 @@ def main() -> None:
     for num_classes in options.classes:
         compare(num_classes, options)
     print(f"\ntime a batch of {options.batch} as the table grows, C = 14, {options.touched:,} rows touched")
-    print(f"{'rows':>12} {'parts':>6} {'file GB':>8} {'open s':>8} {'first ms':>9} {'again ms':>9}", end="")
-    print(f" {'resident MB':>12} {'numpy ms':>9} {'ours/numpy':>11}")
-    for num_rows in options.scale:
-        # A process of its own, so that resident memory is that of this table alone.
-        process = multiprocessing.get_context("spawn").Process(target=grow, args=(num_rows, options))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"{num_rows:,} rows: the measuring process ended with {process.exitcode}")
+    print(
+        f"{'rows':>12} {'parts':>6} {'file GB':>8} {'open s':>7} {'resident MB':>12} {'first ms':>9}", end=""
+    )
+    print(f" {'ours ms':>8} {'numpy ms':>9} {'ours/first':>11} {'numpy/first':>12} {'ours/numpy':>11}")
+    # A process of its own, so that resident memory is that of these tables alone.
+    process = multiprocessing.get_context("spawn").Process(target=grow, args=(options,))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the process that measures growing tables ended with {process.exitcode}")
 
 
 def parse() -> argparse.Namespace:
@@ -72,6 +61,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=256, help="as it grows")
     parser.add_argument("--touched", type=int, default=51_200, help="rows read and written as it grows")
+    parser.add_argument("--passes", type=int, default=10, help="over those rows, once they were touched")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to put the files; default: a new one"
     )
@@ -200,110 +190,6 @@ def in_lmdb(path: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
                 change.put(key, epoch + row.tobytes())
 
     return way
-
-
-class SparseSink(io.RawIOBase):
-    """A file that skips zeros instead of writing them."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("wb")
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def write(self, data: object) -> int:
-        block = memoryview(data).cast("B")  # type: ignore[arg-type]
-        if len(block) >= SMALLEST_HOLE and not np.frombuffer(block, np.uint8).any():
-            self._file.seek(len(block), io.SEEK_CUR)
-        else:
-            self._file.write(block)
-        return len(block)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
-    """A table whose values are all zeros, and take no disk."""
-    layout = choose_layout(num_rows, num_classes)
-    header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=10.0)
-    sizes = [len(layout.rows_of(part)) for part in header.parts]
-    shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((num_classes,), np.float32)]
-
-    def batches(schema: object, kinds: list) -> Iterator[object]:
-        for size in sizes:
-            yield fixed_batch(schema, [np.zeros((size, *shape), kind) for shape, kind in kinds])
-
-    schema = labels_schema(num_classes)
-    for name, columns, kinds in (
-        (LEDGER_FILE, LEDGER_SCHEMA, [((), np.int32)]),
-        (LABELS_FILE, schema, shapes),
-    ):
-        with SparseSink(folder / name) as sink:
-            write_part_file(sink, columns, header, batches(columns, kinds))
-
-
-def grow(num_rows: int, options: argparse.Namespace) -> None:
-    """Print one line: opening, first and later touches, and memory, for a table of this size."""
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    try:
-        make_sparse(folder, num_rows, num_classes=14)
-        before = resident_mb()
-        started = time.perf_counter()
-        table = LabelTable.open(folder, writable_parts="all", num_classes=14)
-        opened = time.perf_counter() - started
-        rows = np.random.default_rng(0).choice(num_rows, options.touched, replace=False)
-        epochs = iter(range(10**9))
-
-        def way(rows: np.ndarray, logits: np.ndarray) -> None:
-            table.read(rows)
-            table.write(rows, logits, epoch=next(epochs))
-
-        first, again = touch(way, rows, options.batch)
-        resident = resident_mb() - before
-        _, limit = touch(mapped(folder / "plain", num_rows), rows, options.batch)
-        size = (folder / LABELS_FILE).stat().st_size / 2**30
-        print(
-            f"{num_rows:12,} {table.layout.num_parts:6} {size:8.2f} {opened:8.3f} {1e3 * first:9.3f}", end=""
-        )
-        print(f" {1e3 * again:9.3f} {resident:12.1f} {1e3 * limit:9.3f} {limit / again:11.2f}", flush=True)
-    finally:
-        shutil.rmtree(folder)
-
-
-def mapped(path: Path, num_rows: int) -> ReadAndWrite:
-    """One array in a sparse file, mapped: the limit where memory ends."""
-    array = np.memmap(path, np.float32, "w+", shape=(num_rows, 14)).view(np.ndarray)
-
-    def way(rows: np.ndarray, logits: np.ndarray) -> None:
-        array.take(rows, axis=0)
-        array[rows] = logits
-
-    return way
-
-
-def touch(way: ReadAndWrite, rows: np.ndarray, batch: int) -> tuple[float, float]:
-    """The median time of a batch: when its rows were touched first, and in the best of 5 later passes."""
-    logits = np.ones((batch, 14), np.float32)
-    passes = []
-    for _ in range(6):
-        times = []
-        for piece in rows[: len(rows) // batch * batch].reshape(-1, batch):
-            started = time.perf_counter()
-            way(piece, logits)
-            times.append(time.perf_counter() - started)
-        passes.append(float(np.median(times)))
-    return passes[0], min(passes[1:])
-
-
-def resident_mb() -> float:
-    """The memory of this process that is in use now."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
 
 
 if __name__ == "__main__":

@@ -169,8 +169,10 @@ class LabelTable:
         All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
         """
         rows, parts = self._checks.to_write(rows)
-        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
-            logits = np.asarray(logits, np.float32)
+        logits = np.asarray(logits)
+        if logits.dtype != np.float32:
+            with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
+                logits = logits.astype(np.float32)
         self._require_finite(rows, logits)
         with self._lock:
             marks = self._unvisited(rows, parts, epoch)

@@ -1,0 +1,160 @@
+"""Tables as they grow: a million rows, and a hundred million, opened in one process and measured in turn.
+
+For benchmarks/label_table.py. The tables are sparse files: their values are zeros, and take no disk.
+"""
+
+import argparse
+import io
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.part_files import (
+    LEDGER_SCHEMA,
+    Header,
+    choose_layout,
+    fixed_batch,
+    labels_schema,
+    write_part_file,
+)
+from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
+
+ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]
+SMALLEST_HOLE = 4096
+
+
+class SparseSink(io.RawIOBase):
+    """A file that skips zeros instead of writing them."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, data: object) -> int:
+        block = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if len(block) >= SMALLEST_HOLE and not np.frombuffer(block, np.uint8).any():
+            self._file.seek(len(block), io.SEEK_CUR)
+        else:
+            self._file.write(block)
+        return len(block)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
+    """A table whose values are all zeros, and take no disk."""
+    layout = choose_layout(num_rows, num_classes)
+    header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=10.0)
+    sizes = [len(layout.rows_of(part)) for part in header.parts]
+    shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((num_classes,), np.float32)]
+
+    def batches(schema: object, kinds: list) -> Iterator[object]:
+        for size in sizes:
+            yield fixed_batch(schema, [np.zeros((size, *shape), kind) for shape, kind in kinds])
+
+    schema = labels_schema(num_classes)
+    for name, columns, kinds in (
+        (LEDGER_FILE, LEDGER_SCHEMA, [((), np.int32)]),
+        (LABELS_FILE, schema, shapes),
+    ):
+        with SparseSink(folder / name) as sink:
+            write_part_file(sink, columns, header, batches(columns, kinds))
+
+
+@dataclass
+class Grown:
+    """A table of one size, with NumPy's array beside it, and how long each took for a batch."""
+
+    num_rows: int
+    words: str  # of its line, as far as they are known once it is open
+    batches: np.ndarray
+    ways: dict[str, ReadAndWrite]
+    times: dict[str, list[float]]
+
+    def took(self, name: str) -> float:
+        return 1e3 * float(np.median(self.times[name]))
+
+
+def grow(options: argparse.Namespace) -> None:
+    """Print a line for each size: what opening costs, and what a batch does, beside the smallest table's."""
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        grown = [opened(folder / str(num_rows), num_rows, options) for num_rows in options.scale]
+        for _ in range(options.passes):
+            take_turns(grown, options.batch)
+        ways = grown[0].ways
+        for one in grown:
+            rise = {name: one.took(name) / grown[0].took(name) for name in ways}
+            print(
+                f"{one.words} {one.took('ours'):8.3f} {one.took('numpy'):9.3f} {rise['ours']:11.2f}", end=""
+            )
+            print(f" {rise['numpy']:12.2f} {one.took('numpy') / one.took('ours'):11.2f}", flush=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
+    """Make a table, open it, and touch some of its rows for the first time."""
+    folder.mkdir()
+    make_sparse(folder, num_rows, num_classes=14)
+    before, started = resident_mb(), time.perf_counter()
+    table = LabelTable.open(folder, writable_parts="all", num_classes=14)
+    seconds = time.perf_counter() - started
+    num_touched = min(options.touched, *options.scale) // options.batch * options.batch
+    rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)
+    epochs = iter(range(10**9))
+
+    def way(rows: np.ndarray, logits: np.ndarray) -> None:
+        table.read(rows)
+        table.write(rows, logits, epoch=next(epochs))
+
+    grown = Grown(num_rows, "", rows.reshape(-1, options.batch), {"ours": way}, {"ours": [], "numpy": []})
+    take_turns([grown], options.batch)
+    size, resident = (folder / LABELS_FILE).stat().st_size / 2**30, resident_mb() - before
+    grown.words = f"{num_rows:12,} {table.layout.num_parts:6} {size:8.2f} {seconds:7.3f} {resident:12.1f}"
+    grown.words += f" {grown.took('ours'):9.3f}"
+    grown.ways["numpy"], grown.times["ours"] = mapped(folder / "plain", num_rows), []
+    for batch in grown.batches:
+        grown.ways["numpy"](batch, np.ones((options.batch, 14), np.float32))
+    return grown
+
+
+def take_turns(grown: list[Grown], batch: int) -> None:
+    """Pass once over the rows of all sizes, a batch of each in turn."""
+    logits = np.ones((batch, 14), np.float32)
+    for number in range(len(grown[0].batches)):
+        for one in grown:
+            for name, way in one.ways.items():
+                started = time.perf_counter()
+                way(one.batches[number], logits)
+                one.times[name].append(time.perf_counter() - started)
+
+
+def mapped(path: Path, num_rows: int) -> ReadAndWrite:
+    """One array in a sparse file, mapped: the limit where memory ends."""
+    array = np.memmap(path, np.float32, "w+", shape=(num_rows, 14)).view(np.ndarray)
+
+    def way(rows: np.ndarray, logits: np.ndarray) -> None:
+        array.take(rows, axis=0)
+        array[rows] = logits
+
+    return way
+
+
+def resident_mb() -> float:
+    """The memory of this process that is in use now."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
