@@ -16,7 +16,7 @@ LAYERS = {
         gpu_decoding augment backbones noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_pieces tar_search tar_walk
         shard_urls shards range_reader
-        part_files part_store working_copy row_checks manifest snapshot growth remap label_table
+        part_files part_store working_copy row_checks manifest snapshot sweeping growth remap label_table
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study

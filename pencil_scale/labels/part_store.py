@@ -10,10 +10,13 @@ fsynced and renamed; on an object store it is one put. A name that exists is a f
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -21,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pencil_scale.labels.part_files import LabelTableError, TableDamagedError
 
 BESIDE = ".unfinished"
+RELIED_ON_S = 86_400.0  # an older file, though the same, is written again: a sweep may be about to take it
 
 
 class StorageRefusedError(LabelTableError):
@@ -75,6 +79,17 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
+def _age_s(info: dict[str, Any]) -> float:
+    """The age of a file; 0 where the store does not say, so that nothing is taken for old."""
+    names = ("mtime", "LastModified", "last_modified", "updated", "created")
+    written = next((info[name] for name in names if info.get(name) is not None), None)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
+    if isinstance(written, datetime):
+        written = written.timestamp()
+    return 0.0 if written is None else time.time() - float(written)
+
+
 class PartStore:
     """Immutable files under one folder or URL."""
 
@@ -90,11 +105,22 @@ class PartStore:
         return f"{self.url}/{name}"
 
     def holds(self, name: str, num_bytes: int) -> bool:
-        """Whether the file is there, and whole: a put cut off by a store without atomic puts is not."""
+        """Whether the file is there to rely on: whole, and too young to be swept.
+
+        A put cut off by a store without atomic puts is not whole.
+        """
         try:
-            return int(self._files.info(f"{self._root}/{name}")["size"]) == num_bytes
+            info = self._files.info(f"{self._root}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return False
+        return int(info["size"]) == num_bytes and _age_s(info) < RELIED_ON_S
+
+    def age_s(self, name: str) -> float:
+        """How long ago a file was written, as far as its store tells."""
+        try:
+            return _age_s(self._files.info(f"{self._root}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return 0.0
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write a file, whole or not at all."""

@@ -173,10 +173,11 @@ def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
     return seen
 
 
-def sweep(store: str | Path, manifests: Iterable[Manifest]) -> list[str]:
+def sweep(store: str | Path, manifests: Iterable[Manifest], min_age_s: float = 0.0) -> list[str]:
     """Remove every part that none of these manifests names, and what killed writers left; say which.
 
-    For the holder of the dataset's lock alone: a part written for a manifest yet to come is named by none.
+    For whoever is alone with the store: a part written for a manifest yet to come is named by none. Others
+    give a `min_age_s` that leaves such parts the time to be named.
     """
     kept = list(manifests)
     if not kept:
@@ -191,6 +192,8 @@ def sweep(store: str | Path, manifests: Iterable[Manifest]) -> list[str]:
     swept = [
         name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in parts.names(folder) if name not in named
     ]
+    if min_age_s > 0:
+        swept = [name for name in swept if parts.age_s(name) >= min_age_s]
     for name in swept:
         parts.delete(name)
     return swept

@@ -12,6 +12,7 @@ from pencil_scale.config import describe
 from pencil_scale.labels.label_study import LabelStudy
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.sweeping import sweep_storage
 from pencil_scale.outlook import label_scale
 from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.running.checks import Checked, check_run
@@ -19,10 +20,11 @@ from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
 from pencil_scale.running.local_ray import ensure_ray
-from pencil_scale.running.run_lock import run_lock
+from pencil_scale.running.run_lock import alone, run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
+from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
@@ -70,7 +72,20 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None, ali
     tracker.finish()
     write_record(config.run.storage, record, status="finished", tracking=tracker.state())
     print(summary.table())
+    _sweep(config)
     return summary
+
+
+def _sweep(config: Config) -> None:
+    """Remove the label parts that only checkpoints named that are gone; a finished run never fails by it."""
+    try:
+        with alone(config.run.storage, config.run.name) as is_alone:
+            swept = sweep_storage(config.run.storage, is_alone)
+    except (PencilError, OSError) as error:
+        _say(f"label parts that nothing names any more were left: {error}")
+    else:
+        if swept:
+            _say(f"{len(swept):,} label parts removed that nothing names any more")
 
 
 def foretell(config: Config) -> Estimate:
