@@ -1,0 +1,91 @@
+"""Take the README's pictures anew, from what `make demo` left under runs/demo.
+
+    .venv/bin/python docs/pictures/take.py
+
+Needs a Chromium. Pages are shown as a reader sees them; of the other jobs, what they print.
+"""
+
+import html
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+HERE = Path(__file__).parent
+DEMO = Path("runs/demo").resolve()
+CONFIG = "configs/demo.yaml"
+COLOURS = 160  # enough for flat colours and grey digits, and a third of the bytes
+TERMINAL = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; background: #faf8f3; display: inline-block; }}
+pre {{ margin: 0; padding: 22px 26px; font: 13px/1.45 "DejaVu Sans Mono", monospace; color: #24211c; }}
+b {{ color: #c2470f; }}
+</style><pre><b>$ {command}</b>
+{output}</pre>"""
+QUERY = (
+    "select sample_id, given_class, predicted_class, label_score, is_label_issue "
+    "from 'runs/demo/export/table/*.parquet' order by label_score limit 5"
+)
+
+
+def main() -> None:
+    """Take all pictures."""
+    with sync_playwright() as driver:
+        path = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1240, "height": 860})
+        page.goto((DEMO / "report.html").as_uri())
+        page.wait_for_selector("html[data-ready]")
+        keep(page, "review.png")
+        for key in "aaaj":
+            page.keyboard.press(key)
+        keep(page, "review-samples.png")
+        page.goto((DEMO / "catalogue" / "summary.html").as_uri())
+        keep(page, "catalogue.png")
+        jobs = {
+            "balance_subset": ["pipelines.balance_subset", CONFIG, "subset.total=500"],
+            "export_labels": ["pipelines.export_labels", CONFIG],
+            "why": ["pipelines.why", CONFIG, "digit-0555"],
+        }
+        for name, words in jobs.items():
+            tell(page, name, f"python -m {' '.join(words)}", run("-m", *words))
+        table = run("-c", f'import duckdb; duckdb.sql("{QUERY}").show(max_width=110)')
+        tell(page, "export-duckdb", f'duckdb -c "{QUERY}"', table)
+        browser.close()
+
+
+def run(*words: str) -> str:
+    """Run a command as a person would, and give what it prints."""
+    settled = {**os.environ, "COLUMNS": "110"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=settled, check=True)
+    return "\n".join(_without_folder(line) for line in done.stdout.splitlines())
+
+
+def _without_folder(line: str) -> str:
+    """Leave out where this checkout lies; the frames of tables stay straight."""
+    shorter = line.replace(f"{DEMO.parent.parent}/", "")
+    if line.endswith("│"):
+        return shorter[:-1] + " " * (len(line) - len(shorter)) + "│"
+    return shorter
+
+
+def tell(page: Any, name: str, command: str, output: str) -> None:
+    """Picture a command with what it printed."""
+    page.set_content(TERMINAL.format(command=html.escape(command), output=html.escape(output.rstrip())))
+    keep(page.locator("body"), f"{name}.png")
+
+
+def keep(shown: Any, name: str) -> None:
+    """Write a picture with few colours, which flat pages need no more of."""
+    picture = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(HERE / name, optimize=True)
+    print(f"{name}: {(HERE / name).stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
