@@ -46,7 +46,7 @@ def _accuracy(last: Mapping[str, Any]) -> list[Fact]:
     if given is None or corrected is None:
         return []
     known = f"{int(last['label_accuracy_n']):,}"
-    detail = f"{100 * given:.1f} % were as given; the truth is known of {known}"
+    detail = f"{100 * given:.1f} % as given; the truth is known of {known} labels"
     return [Fact("right as repaired", f"{100 * corrected:.1f} %", detail)]
 
 

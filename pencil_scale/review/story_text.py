@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from textwrap import fill
 
 from pencil_scale.review.sample_story import Chapter, Exported, Story
 from pencil_scale.shapes import without_passwords
 
+WIDTH = 100
 TOLD = (
     "model.backbone",
     "run.seed",
@@ -58,7 +60,7 @@ def _chapter(chapter: Chapter) -> Iterator[str]:
     if chapter.trained_by != chapter.name:
         yield f"  trained by {chapter.trained_by}"
     told = " ".join(f"{key}={chapter.settings[key]}" for key in TOLD if key in chapter.settings)
-    yield f"  config     {told or 'not recorded'}"
+    yield fill(f"  config     {told or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
     for stay in chapter.stays:
         last = "" if stay.first_epoch == stay.last_epoch else f" to {stay.last_epoch}"
         shares = f"share {stay.first_share:.2f} to {stay.last_share:.2f}"

@@ -65,7 +65,7 @@ function estimates() {
   };
 }
 
-function gauge(parent, name, what, one, detail) {
+function gauge(parent, name, one, detail) {
   const block = add(parent, 'div', { class: 'gauge' });
   add(block, 'p', { class: 'gauge-name', text: name });
   add(block, 'p', { class: 'gauge-value', text: Number.isFinite(one.share) ? percent(one.share) : '–' });
@@ -74,7 +74,7 @@ function gauge(parent, name, what, one, detail) {
   draw(svg, 'rect', { class: 'likely', x: 200 * one.range[0], width: Math.max(1, 200 * (one.range[1] - one.range[0])), height: 10 });
   if (Number.isFinite(one.share)) draw(svg, 'rect', { class: 'middle', x: 200 * one.share - 0.75, width: 1.5, height: 10 });
   add(block, 'p', { class: 'gauge-range', text: `95 % interval ${percent(one.range[0])} to ${percent(one.range[1])}` });
-  add(block, 'p', { class: 'hint', text: `${what} ${detail}` });
+  add(block, 'p', { class: 'hint', text: detail });
 }
 
 function showAudit() {
@@ -84,10 +84,9 @@ function showAudit() {
   if (panel.hidden) return;
   panel.replaceChildren();
   const { precision, missed, left } = estimates();
-  const judged = (one) => `${whole(one.judged)} judged for ${whole(one.all)}.`;
-  gauge(panel, 'Repairs that are right', 'Of the labels that were changed.', precision, judged(precision));
-  gauge(panel, 'Noise that was missed', 'Of the labels that were left alone, those that are wrong.', missed, judged(missed));
-  gauge(panel, 'Noise that is left', 'Of all studied labels, after the repair.', left, '');
+  gauge(panel, 'Repairs that are right', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
+  gauge(panel, 'Noise that was missed', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
+  gauge(panel, 'Noise that is left', left, 'of all these labels, after the repair');
   const turns = DATA.audit.order.map(inAudit);
   const skipped = turns.slice(0, turns.lastIndexOf(true) + 1).filter((done) => !done).length;
   const advice = skipped

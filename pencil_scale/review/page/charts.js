@@ -92,6 +92,7 @@ function curve(parent, title, note, lines, label, band = null) {
   const rangeX = [epochs[0].epoch, Math.max(epochs[epochs.length - 1].epoch, epochs[0].epoch + 1)];
   const rangeY = [Math.min(...values), Math.max(...values)];
   if (rangeY[0] === rangeY[1]) rangeY[1] = rangeY[0] + 0.1;
+  rangeY[1] += 0.09 * (rangeY[1] - rangeY[0]); // room for the names of the stages
   const x = scale(...rangeX, BOX.left, BOX.width - BOX.right);
   const y = scale(...rangeY, BOX.height - BOX.bottom, BOX.top);
   const svg = frame(parent, title, note);
