@@ -10,6 +10,7 @@ from catalogue_making import Bench, accounted_for, image, sample, samples
 from tar_making import BLOCK, END, block, member, pax, python_tar
 from tar_reading import keys, kinds
 
+from pencil_scale.indexing.catalogue_report import summary_page, summary_text
 from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGE_KINDS
 from pencil_scale.reading.byte_source import MemorySource
 from pencil_scale.reading.sample_ranges import places_of, read_samples
@@ -135,3 +136,24 @@ def test_a_garbled_tail_is_one_finding_and_no_missing_end_besides(tmp_path: Path
     assert bench.index().catalogue.manifest["damage"] == {"garbled_header": 1}
     (tmp_path / "a.tar").write_bytes(TAR[: PLACE + BLOCK + 5])
     assert bench.index().catalogue.manifest["damage"] == {"cut_in_data": 1}
+
+
+def test_the_summary_says_what_to_do_where_to_look_and_which_label_is_not_found(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (tmp_path / "labels.csv").write_text("id,label\na/000001.png,ant\n")
+    bench.shard("a.tar", [*samples(range(4)), ("x.png", b"text")])
+    catalogue = bench.index(label=f"table:{tmp_path}/labels.csv#id,label").catalogue
+    text = summary_text(catalogue, "training")
+    assert "5 of 5 samples have no label" not in text
+    assert "4 of 5 samples have no label, one of them '000000'" in text
+    assert "image_unreadable  1: the image does not decode; fetch it again" in text
+    assert text.endswith("summary.html")
+    page = summary_page(catalogue)
+    place = catalogue.read(4, 5, ["image_offset"])["image_offset"][0].as_py()
+    assert f"a.tar at byte {place:,}: the image does not decode" in page
+
+
+def test_labels_that_are_no_text_are_shown_by_their_bytes(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", [("a.png", image(1)), ("a.cls", b"\xff\xfe"), *MEMBERS])
+    assert bench.index().catalogue.manifest["unknown_labels"] == {r"\xff\xfe": 1}

@@ -13,11 +13,13 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue import FORMAT, Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_files import put_table
-from pencil_scale.indexing.catalogue_schema import DAMAGE, damage_line
+from pencil_scale.indexing.catalogue_schema import DAMAGE, DAMAGED_STATUSES, damage_line
 from pencil_scale.indexing.catalogue_statistics import Statistics, measure
 from pencil_scale.indexing.catalogue_update import Written
+from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.indexing.shard_index import IndexRules
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.shapes import without_passwords
 
 UNKNOWN_LABELS_SHOWN = 1000
 LEAST_MIXED_SHOWN = 10
@@ -74,6 +76,8 @@ def _figures(catalogue: Catalogue, statistics: Statistics) -> dict[str, Any]:
         "window": {"num_chunks": statistics.window_chunks(), "mb": round(statistics.window_mb(), 3)},
         "shard_mix": _shard_mix(statistics),
         "least_mixed": _least_mixed(catalogue, statistics),
+        "damaged_samples": _damaged_samples(catalogue, statistics),
+        "unlabelled_id": _unlabelled_id(catalogue, statistics),
     }
 
 
@@ -119,6 +123,25 @@ def _least_mixed(catalogue: Catalogue, statistics: Statistics) -> list[dict[str,
         for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
         if totals[number]
     ]
+
+
+def _unlabelled_id(catalogue: Catalogue, statistics: Statistics) -> str | None:
+    """The id of a sample without label, to be compared with what the label source calls its samples."""
+    for row in statistics.examples.get("unlabelled", [])[:1]:
+        return str(catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0])[:200]
+    return None
+
+
+def _damaged_samples(catalogue: Catalogue, statistics: Statistics) -> list[dict[str, Any]]:
+    """Some rows of each damaged status, with their place and what to do."""
+    found = []
+    for status, row in ((status, row) for status, rows in statistics.examples.items() for row in rows):
+        if status in DAMAGED_STATUSES:
+            (place,) = catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
+            url = without_passwords(catalogue.shards[place["shard"]].url)
+            line = f"shard {to_stored(url)} at byte {place['image_offset']:,}: {DAMAGED_STATUSES[status]}"
+            found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
+    return found
 
 
 def _found_in_shards(shards: Sequence[ShardEntry]) -> dict[str, Any]:

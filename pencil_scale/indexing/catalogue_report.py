@@ -24,7 +24,9 @@ table { border-collapse: collapse; width: 100%; margin: .5rem 0 2rem; }
 th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }
 th, td { vertical-align: top; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number { text-align: right; }
 td.text { overflow-wrap: anywhere; }
+td.key { min-width: 7rem; }
 .bar { background: #4a78c8; height: .9rem; min-width: 1px; }
 .warning { border-left: 4px solid #c80; padding-left: .75rem; }
 </style></head><body>
@@ -34,30 +36,39 @@ labels come from {{ label }}.</p>
 {% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 <table>{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>Classes</h2>
-<table><tr><th>class</th><th>samples</th><th style="width: 50%"></th></tr>
+<table><tr><th>class</th><th class="number">samples</th><th style="width: 50%"></th></tr>
 {% for name, count, share in classes %}
 <tr><td class="text">{{ name }}</td><td class="number">{{ "{:,}".format(count) }}</td>
 <td><div class="bar" style="width: {{ share }}%"></div></td></tr>{% endfor %}</table>
 {% if mixes %}<h2>Class mix, least even shards first</h2>
-<table><tr><th>shard</th><th>ok</th><th>classes</th><th>largest class</th><th>its share</th></tr>
+<table><tr><th>shard</th><th class="number">ok</th><th class="number">classes</th>
+<th>largest class</th><th class="number">its share</th></tr>
 {% for mix in mixes %}
 <tr><td class="text">{{ mix.url }}</td><td class="number">{{ "{:,}".format(mix.num_ok) }}</td>
 <td class="number">{{ mix.num_classes }}</td><td>{{ mix.largest }}</td>
 <td class="number">{{ "{:.1%}".format(mix.share) }}</td></tr>{% endfor %}</table>{% endif %}
 <h2>Statuses and damage</h2>
-<table><tr><th>word</th><th>count</th><th>what to do</th></tr>
+<table><tr><th>word</th><th class="number">count</th><th>what to do</th></tr>
 {% for word, count, advice in words %}
 <tr><td>{{ word }}</td><td class="number">{{ "{:,}".format(count) }}</td><td>{{ advice }}</td></tr>
 {% endfor %}</table>
-{% if damage %}<h2>Damage by place</h2>
-<p>{{ damage|length }} of {{ num_damage }} entries; all of them are in the damage table.</p>
+{% if samples %}<h2>Damaged samples</h2>
+<p>The first of each kind; all of them are rows of the catalogue with this status.</p>
+<table><tr><th>status</th><th class="number">row</th><th>key</th><th>where, and what to do</th></tr>
+{% for row in samples %}
+<tr><td>{{ row.status }}</td><td class="number">{{ "{:,}".format(row.row) }}</td>
+<td class="text key">{{ row.key }}</td><td class="text">{{ row.detail }}</td></tr>
+{% endfor %}</table>{% endif %}
+{% if damage %}<h2>Damage table</h2>
+<p>{{ "{:,}".format(damage|length) }} of {{ "{:,}".format(num_damage) }} entries, with what no row could be
+made of; all of them are in the Parquet files that the manifest names as <code>damage_tables</code>.</p>
 <table><tr><th>kind</th><th>key</th><th>where, what was found, what to do</th></tr>
 {% for row in damage %}
-<tr><td>{{ row.kind }}</td><td class="text">{{ (row.key or "")[:200] }}</td>
+<tr><td>{{ row.kind }}</td><td class="text key">{{ (row.key or "")[:200] }}</td>
 <td class="text">{{ row.detail }}</td></tr>
 {% endfor %}</table>{% endif %}
 {% if unknown %}<h2>Labels that match no class</h2>
-<table><tr><th>label</th><th>samples</th></tr>
+<table><tr><th>label</th><th class="number">samples</th></tr>
 {% for text, count in unknown %}
 <tr><td class="text">{{ text }}</td><td class="number">{{ "{:,}".format(count) }}</td></tr>
 {% endfor %}</table>{% endif %}
@@ -86,6 +97,7 @@ def summary_page(catalogue: Catalogue) -> str:
         ],
         mixes=[{**mix, "url": without_passwords(mix["url"])} for mix in manifest["least_mixed"]],
         words=[(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)],
+        samples=manifest["damaged_samples"],
         damage=damage,
         num_damage=num_damage,
         unknown=list(manifest["unknown_labels"].items())[:UNKNOWN_SHOWN],
@@ -96,19 +108,27 @@ def summary_text(catalogue: Catalogue, name: str) -> str:
     """Spell the catalogue as a short table."""
     manifest = catalogue.manifest
     lines = [f"{name} catalogue, version {catalogue.version}: {catalogue.folder}"]
-    rows = [*_facts(manifest), *((word, f"{count:,}") for word, count in _words(manifest) if word != "ok")]
+    words = [(word, f"{count:,}: {ADVICE.get(word, '')}") for word, count in _words(manifest) if word != "ok"]
+    rows = [*_facts(manifest), *words]
     width = max(len(label) for label, _ in rows)
     lines += [f"  {label:<{width}}  {value}" for label, value in rows]
     unknown = list(manifest["unknown_labels"].items())[:5]
     if unknown:
         shown = ", ".join(f"{text!a} {count:,}" for text, count in unknown)
         lines.append(f"  labels that match no class: {shown}")
-    return "\n".join(lines + [f"  note: {warning}" for warning in warnings(manifest)])
+    lines += [f"  note: {warning}" for warning in warnings(manifest)]
+    return "\n".join([*lines, f"  look at it: {catalogue.folder}/summary.html"])
 
 
 def warnings(manifest: dict[str, Any]) -> list[str]:
     """Say what a person should think about before training."""
     found = []
+    unlabelled = manifest["status"].get("unlabelled", 0)
+    if unlabelled > manifest["num_rows"] / 2:
+        found.append(
+            f"{unlabelled:,} of {manifest['num_rows']:,} samples have no label, one of them "
+            f"{manifest['unlabelled_id']!a}; is data.label {without_passwords(manifest['label'])} right?"
+        )
     others = manifest["num_duplicates_of_other_content"]
     if others:
         found.append(
@@ -143,7 +163,7 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     filled = [count for count in counts if count]
     mix, truth = manifest["shard_mix"], manifest["truth"]
     facts = [
-        ("samples", f"{manifest['num_samples']:,} in {many(len(manifest['shards']), 'shard')}"),
+        ("samples", f"{manifest['num_samples']:,} in {_shards(manifest)}"),
         ("rows", f"{manifest['num_rows']:,}, of which ok {manifest['num_ok']:,}"),
         ("duplicates", f"{manifest['num_duplicates']:,}"),
         ("classes", f"{manifest['num_classes']:,}"),
@@ -151,18 +171,22 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     if filled:
         imbalance = f"largest {max(filled):,}, smallest {min(filled):,}: {max(filled) / min(filled):.1f} to 1"
         facts.append(("imbalance", imbalance))
-        share = f"{mix['mean_largest_share']:.1%} of a shard, {mix['largest_share_overall']:.1%} overall"
+        share = f"{mix['mean_largest_share']:.1%} of a mean shard, {mix['largest_share_overall']:.1%} of all"
         facts.append(("largest class", share))
-        window = manifest["window"]
-        facts.append(
-            ("window for a good shuffle", f"{many(window['num_chunks'], 'chunk')}, {window['mb']:,.1f} MB")
-        )
+        window = max(1, round(manifest["window"]["mb"]))
+        facts.append(("to shuffle well", f"data.window_mb of {window:,} or more"))
     if truth["num_known"]:
         wrong = truth["num_wrong"]
         facts.append(("true classes", f"{truth['num_known']:,} known, {wrong:,} labels differ"))
     odd = {**manifest["oddities"], **{f"{kind} member": n for kind, n in manifest["skipped_members"].items()}}
     facts += [(f"odd: {kind}", f"{count:,}") for kind, count in odd.items()]
     return facts
+
+
+def _shards(manifest: dict[str, Any]) -> str:
+    states = [shard["state"] for shard in manifest["shards"]]
+    vanished = states.count("vanished")
+    return many(len(states) - vanished, "shard") + (f" ({vanished:,} more vanished)" if vanished else "")
 
 
 def _words(manifest: dict[str, Any]) -> list[tuple[str, int]]:

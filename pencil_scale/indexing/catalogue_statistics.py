@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, DAMAGED_STATUSES
 from pencil_scale.indexing.catalogue_update import hashes_of
 from pencil_scale.indexing.duplicates import Keys
 from pencil_scale.indexing.equal_content import Classes, EqualContent, find_equal_content
 
 REFERENCE_BATCH = 256
+EXAMPLES = 5
 MAX_MIX_ENTRIES = 50_000_000
 COLUMNS = ["row", "shard", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
 
@@ -42,6 +43,9 @@ class Statistics:
     num_true: int = 0
     num_wrong: int = 0
     num_other_content: int = 0
+    examples: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # the first rows that are damaged or unlabelled
     equal_content: EqualContent = field(default_factory=EqualContent)
     mean_square_share: float = 0.0
 
@@ -81,6 +85,7 @@ def measure(catalogue: Catalogue, num_classes: int) -> Statistics:
     for table in catalogue.batches(COLUMNS):
         found.statuses.update(dict(zip(*_value_counts(table["status"]), strict=True)))
         found.num_other_content += _other_content(table, twins)
+        _add_examples(found.examples, table)
         ok = table.filter(pc.equal(table["status"], "ok"))
         squares += _add_ok(found, ok, table["row"][0].as_py() // CHUNK_ROWS, len(table))
     found.mean_square_share = squares / max(1, found.total_ok)
@@ -107,6 +112,16 @@ def _add_ok(found: Statistics, ok: pa.Table, first_chunk: int, num_rows: int) ->
     found.num_true += len(both)
     found.num_wrong += pc.sum(pc.not_equal(both["true_class"], both["noisy_class"])).as_py() or 0
     return float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
+
+
+def _add_examples(examples: dict[str, list[int]], table: pa.Table) -> None:
+    words = (*DAMAGED_STATUSES, "unlabelled")
+    wanted = [status for status in words if len(examples.get(status, [])) < EXAMPLES]
+    table = table.filter(pc.is_in(table["status"], pa.array(wanted, pa.string())))
+    for status in wanted if len(table) else ():
+        rows = table.filter(pc.equal(table["status"], status))["row"].slice(0, EXAMPLES).to_pylist()
+        if rows:
+            examples[status] = [*examples.get(status, []), *rows][:EXAMPLES]
 
 
 def _value_counts(column: Any) -> tuple[list[str], list[int]]:

@@ -80,7 +80,12 @@ def read_label_classes(classes_url: str, aliases_url: str | None = None) -> Labe
 
 def raw_text(raw: Any) -> str:
     """Spell a raw label for the list of those that matched nothing, at a length a table can show."""
-    return from_json(raw if isinstance(raw, str) else repr(raw))[:80]
+    text = raw if isinstance(raw, str) else repr(raw)
+    try:
+        text.encode("utf-8", "surrogateescape")  # bytes of a member that are no UTF-8 stand as they are
+    except UnicodeEncodeError:
+        text = from_json(text)
+    return text[:80]
 
 
 def _alias(line: str, place: int, url: str, classes: LabelClasses) -> tuple[str, int]:
