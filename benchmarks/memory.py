@@ -1,0 +1,209 @@
+"""What a training process needs of memory, as the catalogue grows: nothing more, but for its labels.
+
+    python benchmarks/memory.py                               # 10,000, 100,000 and 1,000,000 rows: minutes
+    python benchmarks/memory.py --rows 10000 10000000         # further
+
+Some thousand real images of 8 x 8 pixels lie in one shard; a catalogue of many rows points at them again and
+again, and the real command trains on it, as far as a checkpoint in the first epoch. Then every training
+process is asked what it has: `private` is memory of its own, `mapped` are pages of files (libraries, and the
+rows of the label table that were touched), `peak` the most both ever were. The first size is the limit that
+the others are divided by. Reading is done by other processes of Ray; the largest peak of those is beside it.
+"""
+
+import argparse
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from pencil_scale.catalogue import Catalogue
+from pencil_scale.config import load_config
+from pencil_scale.indexing.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
+from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
+from pencil_scale.indexing.catalogue_update import publish
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.running.checkpoint_store import SNAPSHOT
+from pencil_scale.schema import sample_key
+from pipelines import index_shards
+
+ROOT = Path(__file__).parent.parent
+NUM_IMAGES = CHUNK_ROWS  # a chunk of rows is then read as in life: one stretch of one shard
+NUM_CLASSES = 4
+MOST_GROWTH = 1.1  # of private memory, from the first size to the last
+PATIENCE_S = 600  # for one size; a machine may be busy
+CONFIG = """
+run: {{name: memory, storage: {folder}/lake-{rows}, seed: 1}}
+data: {{shards: "{folder}/tiny.tar", classes: {folder}/classes.txt}}
+images: {{crop: 8, pad: 1}}
+model: {{backbone: small_convnet}}
+optimizer: {{tuned_batch: 32, batch_per_worker: 32}}
+stages:
+  backbone: {{epochs: 0, rate: 0.02}}
+  pencil: {{epochs: 5, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4}}
+  finetune: {{epochs: 0, rate: 0.02}}
+workers: {{count: {workers}, cpus: 0.5, timeout_s: 120, scratch: {folder}/scratch, max_failures: 0}}
+checkpoint: {{every_steps: {steps}, keep: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process has of memory, in MB."""
+
+    private: float
+    mapped: float
+    peak: float
+
+    @classmethod
+    def of(cls, pid: int) -> "Memory":
+        """Ask the system."""
+        words = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        found = {
+            line[0]: int(line[1]) / 1024 for line in words if line[0] in ("RssAnon:", "RssFile:", "VmHWM:")
+        }
+        return cls(found["RssAnon:"], found["RssFile:"], found["VmHWM:"])
+
+
+def main() -> None:
+    """Print one line a size, and fail when memory grows with the catalogue."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60, help="of training before memory is looked at")
+    options = parser.parse_args()
+    print(
+        f"{'rows':>10} {'rank':>5} {'private MB':>11} {'mapped MB':>10} {'peak MB':>8} {'ratio':>6}", end=""
+    )
+    print(f" {'peak ratio':>11} {'other processes MB':>19}")
+    with tempfile.TemporaryDirectory(prefix="pencil-memory-", ignore_cleanup_errors=True) as folder:
+        few, limit = make_shard(Path(folder)), list[Memory]()
+        for num_rows in options.rows:
+            found, other = measure(Path(folder), few, num_rows, options)
+            limit = limit or found
+            tell(num_rows, found, limit, other)
+    growth = max(now.private / then.private for now, then in zip(found, limit, strict=True))
+    if growth > MOST_GROWTH:
+        raise SystemExit(f"private memory grew {growth:.2f} times, {MOST_GROWTH} is the limit")
+
+
+def tell(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory) -> None:
+    """Print what the processes of one size have."""
+    for rank, (now, then) in enumerate(zip(found, limit, strict=True)):
+        print(f"{num_rows:10,} {rank:5} {now.private:11.1f} {now.mapped:10.1f} {now.peak:8.1f}", end="")
+        print(
+            f" {now.private / then.private:6.2f} {now.peak / then.peak:11.2f} {other.peak:19.1f}", flush=True
+        )
+
+
+# --- data ----------------------------------------------------------------------------------------------
+
+
+def make_shard(folder: Path) -> Catalogue:
+    """Write the images there are, and a catalogue of just them, by the job itself."""
+    random = np.random.default_rng(0)
+    with tarfile.open(folder / "tiny.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(NUM_IMAGES):
+            png = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (8, 8, 3), np.uint8)).save(png, "PNG")
+            for suffix, data in (("png", png.getvalue()), ("cls", b"%d" % (number % NUM_CLASSES))):
+                member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    (folder / "classes.txt").write_text("".join(f"class {number}\n" for number in range(NUM_CLASSES)))
+    config = folder / "few.yaml"
+    config.write_text(CONFIG.format(folder=folder, rows="few", workers=1, steps=1))
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # in memory it needs no cluster
+        return index_shards.run(load_config(config, ["run.storage=memory://few"])).catalogue
+
+
+def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
+    """Publish a catalogue of many rows over the few images, each with an id of its own."""
+    store = PartStore(f"{storage}/catalogue")
+    writer = RowsWriter(store, 0)
+    for first in range(0, num_rows, SEGMENT_ROWS):
+        writer.add(repeated_rows(few, first, min(first + SEGMENT_ROWS, num_rows)))
+    num_ok = np.diff([*range(0, num_rows, CHUNK_ROWS), num_rows]).astype(np.int32)
+    mean_bytes = few.chunks().ok_bytes.sum() / NUM_IMAGES
+    chunks = pa.table({"num_ok": num_ok, "ok_bytes": pa.array((num_ok * mean_bytes).astype(np.int64))})
+    manifest = {**few.manifest, "num_rows": num_rows, "num_ok": num_rows, "status": {"ok": num_rows}}
+    manifest |= {"segments": [asdict(segment) for segment in writer.segments()]}
+    publish(store, manifest | {"chunks": put_table(store, "chunks", chunks)}, 0)
+
+
+def repeated_rows(few: Catalogue, first: int, stop: int) -> pa.Table:
+    """Rows [first, stop), each pointing at the image of its number modulo those there are."""
+    rows = np.arange(first, stop)
+    table = few.read(0, NUM_IMAGES).take(pa.array(rows % NUM_IMAGES))
+    ids = [f"{row:09d}" for row in rows]
+    fresh = {"row": rows, "sample_id": ids, "key": ids, "sample_key": [sample_key(one) for one in ids]}
+    columns = [fresh.get(name, table[name] if name in table.schema.names else None) for name in ROW.names]
+    return pa.table([pa.array(c) if isinstance(c, list) else c for c in columns], schema=ROW)
+
+
+# --- the run -------------------------------------------------------------------------------------------
+
+
+def measure(
+    folder: Path, few: Catalogue, num_rows: int, options: argparse.Namespace
+) -> tuple[list[Memory], Memory]:
+    """Train to the checkpoint; the memory of every training process, and of the largest other one of Ray."""
+    config, storage = folder / f"{num_rows}.yaml", folder / f"lake-{num_rows}"
+    words = {"rows": num_rows, "workers": options.workers, "steps": options.steps}
+    config.write_text(CONFIG.format(folder=folder, **words))
+    make_catalogue(few, storage, num_rows)
+    listed = storage / "checkpoints" / "memory" / SNAPSHOT
+    with started(config, folder / f"{num_rows}.log") as process:
+        until = time.monotonic() + PATIENCE_S
+        while f"checkpoint-{options.steps:09d}" not in (listed.read_text() if listed.exists() else ""):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{num_rows:,} rows: {(folder / f'{num_rows}.log').read_text()[-2000:]}")
+            time.sleep(0.1)
+        below = descendants(process.pid)
+        found = [Memory.of(pid) for pid, words in below if "RayTrainWorker" in words]
+        others = [Memory.of(pid) for pid, words in below if "ray::" in words and "TrainWorker" not in words]
+    return found, max(others, key=lambda memory: memory.peak)
+
+
+@contextmanager
+def started(config: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start the command as a person would; kill all of it at the end."""
+    command = [sys.executable, "-m", "pencil_scale.train", str(config)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        for pid in [process.pid, *(pid for pid, _ in descendants(process.pid))]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def descendants(ancestor: int) -> list[tuple[int, str]]:
+    """Every process below one, with its command line."""
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    below, found = {ancestor}, []
+    for pid, parent, words in sorted((int(r[0]), int(r[1]), r[2] if len(r) > 2 else "") for r in rows):
+        if parent in below:
+            below.add(pid)
+            found.append((pid, words))
+    return found
+
+
+if __name__ == "__main__":
+    main()
