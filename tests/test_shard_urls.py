@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.indexing.raw_text import from_json, from_stored, to_stored
-from pencil_scale.reading.byte_source import ShardError, ShardVersion, Window, open_source, version_of
+from pencil_scale.reading.byte_source import (
+    ShardError,
+    ShardVersion,
+    Window,
+    open_source,
+    version_of,
+    version_tag,
+)
 from pencil_scale.reading.shard_urls import expand_braces, expand_urls, list_shards
 
 
@@ -104,3 +111,9 @@ def test_any_name_is_stored_as_valid_text_and_comes_back(raw: bytes) -> None:
 def test_any_text_from_json_can_be_stored(text: str) -> None:
     assert from_stored(to_stored(from_json(text))) == from_json(text)
     to_stored(from_json(text)).encode("utf-8")
+
+
+def test_an_etag_of_nothing_is_no_version() -> None:
+    assert version_tag({"ETag": '"5e0e"', "LastModified": "today"}) == 'etag:"5e0e"'
+    assert version_tag({"ETag": '""', "LastModified": "today"}) == "lastmodified:today"
+    assert version_tag({"size": 3}) == ""

@@ -58,7 +58,7 @@ OTHER_STATUSES = {
     "unknown_class": "its label matches no class and no alias; add it to data.aliases",
     "excluded": "listed in data.exclude",
     "held_out": "also in the validation or test shards, so not trained on",
-    "vanished": "its shard is gone and no other holds it; the row is kept for its return",
+    "vanished": "no shard holds it any more; the row is kept for its return",
 }
 
 # Statuses of rows that are damaged: the id could be read, the sample cannot be used.

@@ -9,7 +9,7 @@ error here and never a short answer, because the reader above would take it for 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,9 +143,17 @@ def version_of(url: str) -> ShardVersion | None:
             num_bytes = int(info["size"])
     except FileNotFoundError:
         return None
+    return ShardVersion(num_bytes, version_tag(info))
+
+
+def version_tag(info: Mapping[str, Any]) -> str:
+    """Choose what tells two versions of an object apart, from what its store says of it.
+
+    Stores that keep no hash give an ETag of nothing between quotes, the same for every object.
+    """
     names = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
-    tag = next((f"{name.lower()}:{info[name]}" for name in names if info.get(name) is not None), "")
-    return ShardVersion(num_bytes, tag)
+    told = [(name.lower(), info[name]) for name in names if info.get(name) is not None]
+    return next((f"{name}:{value}" for name, value in told if str(value).strip('"')), "")
 
 
 def versions_of(urls: list[str]) -> list[ShardVersion | None]:
