@@ -19,7 +19,7 @@ from pencil_scale.reading.tar_pieces import Damage, Filler, Member, Piece
 from pencil_scale.reading.tar_search import TarSearch
 
 # Larger members than this are jumped over where nobody asks for their bytes, and not looked through.
-LOOK_BYTES = 1 << 22
+LOOK_BYTES = 1 << 21
 
 
 class TarWalk:
