@@ -6,6 +6,7 @@ const decided = new Map(); // place -> { verdict, label, audit, at, by }
 const STORE = `pencil_scale review ${DATA.run} ${DATA.created}`;
 const placeOf = new Map(S.id.map((id, place) => [id, place]));
 const listeners = [];
+const MANY = 2000; // decisions, from which on writing them all down at every key would be felt
 
 function labelOf(place, verdict, chosen) {
   if (verdict === 'accept') return S.predicted_label[place];
@@ -28,7 +29,8 @@ function undo(place) {
 function told() {
   for (const listener of listeners) listener();
   clearTimeout(told.timer);
-  told.timer = setTimeout(keep, 150);
+  if (decided.size < MANY) keep();
+  else told.timer = setTimeout(keep, 500);
 }
 
 function entries() {
