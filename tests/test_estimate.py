@@ -21,7 +21,7 @@ def test_a_cpu_reads_and_computes_in_turn_and_a_gpu_at_once() -> None:
     assert joined_rate(trial, gpu=True) == 300
 
 
-def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(40)))
     catalogue = bench.index().catalogue
@@ -37,6 +37,17 @@ def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path, monkeypatch
     assert found.cost == pytest.approx(2 * found.hours * 3)
     assert "set cost" not in found.table()
     assert count(config, checked, weight_bytes=1000).facts().items() <= found.facts().items()
+
+
+@pytest.mark.slow
+def test_a_trial_reads_and_computes_as_one_worker_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(40)))
+    catalogue = bench.index().catalogue
+    config = load_config(tmp_path / "config.yaml", ["images.crop=4", "optimizer.batch_per_worker=8"])
+    checked = check_run(config)
     monkeypatch.setattr(estimating, "READING_S", 0.1)
     monkeypatch.setattr(estimating, "COMPUTING_S", 0.1)
     trial = estimating._try(config, StreamSpec.from_config(config, catalogue.version), 3, checked.schedule)

@@ -180,6 +180,7 @@ def write_for_ever(folder: Path) -> None:
             table.write(rows, logits_for(rows, epoch % 8), epoch)
 
 
+@pytest.mark.slow
 def test_other_programs_open_the_table_while_another_process_writes(tmp_path: Path) -> None:
     make_table(tmp_path)
     path = tmp_path / LABELS_FILE

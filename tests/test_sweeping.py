@@ -97,6 +97,7 @@ def test_a_file_that_may_have_been_a_manifest_keeps_everything(lake: Path) -> No
     assert parts_of(lake) == before
 
 
+@pytest.mark.slow
 def test_an_object_store_tells_the_age_of_its_files(s3_endpoint: str) -> None:
     fsspec.filesystem("s3").mkdir("lake")
     store = PartStore("s3://lake/labels")
