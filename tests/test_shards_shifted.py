@@ -109,6 +109,12 @@ def test_a_header_that_is_contradicted_by_its_own_data_is_not_believed() -> None
     assert (keys(data), kinds(data)) == (["b", "c"], ["garbled_header"])
 
 
+def test_a_header_behind_lost_padding_does_not_contradict_the_one_before() -> None:
+    joined = python_tar([("a.jpg", b"1")]) + python_tar([("b.jpg", b"2" * 100), ("c.jpg", b"3")])
+    place = 10_240 + BLOCK + 300  # in the padding of the first member behind the zeros
+    assert keys(joined[:place] + joined[place + 12 :]) == ["a", "b", "c"]
+
+
 def test_a_name_that_was_continued_in_a_lost_header_is_not_taken_for_the_whole() -> None:
     long = "n" * 150
     data = python_tar([("a.jpg", b"1"), (f"{long}.jpg", b"2"), ("b.jpg", b"3")], tarfile.GNU_FORMAT)

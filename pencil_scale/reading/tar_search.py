@@ -7,6 +7,8 @@ data, as of a tar within a tar, cannot be told from one of the archive's own onc
 lost.
 """
 
+from typing import NamedTuple
+
 from pencil_scale.reading.byte_source import Window
 from pencil_scale.reading.tar_headers import (
     BLOCK,
@@ -28,6 +30,14 @@ MOST_BYTES = 1 << 20
 TELLING_BYTES = 8
 
 
+class _Place(NamedTuple):
+    """Where a header that was found begins, its data end, and their padding ends."""
+
+    start: int
+    data_end: int
+    end: int
+
+
 class TarSearch:
     """Looks around in one archive, through the window of whoever walks it."""
 
@@ -44,12 +54,11 @@ class TarSearch:
         lone, stop = self._num_bytes, self._num_bytes
         found = self._next(position, stop)
         while found is not None:
-            begin, end = found
-            if self._leads_on(end):
-                return begin
-            if lone == self._num_bytes and (begin - grid) % BLOCK == 0:
-                lone, stop = begin, end
-            found = self._next(begin + 1, stop)
+            if self._leads_on(found.end):
+                return found.start
+            if lone == self._num_bytes and (found.start - grid) % BLOCK == 0:
+                lone, stop = found.start, found.data_end
+            found = self._next(found.start + 1, stop)
         return lone
 
     def inside(self, start: int, stop: int) -> int | None:
@@ -60,10 +69,10 @@ class TarSearch:
         seen: set[int] = set()
         found = self._next(start, stop)
         while found is not None:
-            begin, end = found
-            if begin not in seen and self._leads_past(end, stop, seen, zeros=begin > start):
-                return begin
-            found = self._next(begin + 1, stop)
+            new = found.start not in seen
+            if new and self._leads_past(found.end, stop, seen, zeros=found.start > start):
+                return found.start
+            found = self._next(found.start + 1, stop)
         return None
 
     def is_whole(self, offset: int, size: int, following: int) -> bool:
@@ -96,8 +105,8 @@ class TarSearch:
             step = min(2 * step, MOST_BYTES)
         return position
 
-    def _next(self, position: int, stop: int) -> tuple[int, int] | None:
-        """Find the first certain header that begins in [position, stop), and where its data end."""
+    def _next(self, position: int, stop: int) -> _Place | None:
+        """Find the first certain header that begins in [position, stop)."""
         step = FIRST_BYTES
         while position < stop:
             # One block more than a step, so that a header that begins at its last byte is whole.
@@ -105,26 +114,26 @@ class TarSearch:
             magic = data.find(MAGIC, MAGIC_AT)
             while 0 <= magic < min(step, stop - position) + MAGIC_AT:
                 begin = magic - MAGIC_AT
-                end = self._certain_end(data[begin : begin + BLOCK], position + begin)
-                if end is not None:
-                    return position + begin, end
+                place = self._place(data[begin : begin + BLOCK], position + begin)
+                if place is not None:
+                    return place
                 magic = data.find(MAGIC, magic + 1)
             position += step
             step = min(2 * step, MOST_BYTES)
         return None
 
-    def _certain_end(self, block: bytes, position: int) -> int | None:
-        """Say where the data of a certain header end; None if it is none."""
+    def _place(self, block: bytes, start: int) -> _Place | None:
+        """Say what a block speaks of if it is a certain header; None if it is none."""
         if len(block) < BLOCK or not is_certain_header(block):
             return None
         header = parse_header(block)
-        if header is None or position + BLOCK + header.size > self._num_bytes:
+        offset = start + BLOCK
+        if header is None or offset + header.size > self._num_bytes:
             return None
-        end = position + BLOCK
         # A link gives the size of what it points to, and mostly stores nothing.
-        if header.typeflag in WITHOUT_DATA and self._leads_on(end):
-            return end
-        return end + padded(header.size)
+        if header.typeflag in WITHOUT_DATA and self._leads_on(offset):
+            return _Place(start, offset, offset)
+        return _Place(start, offset + header.size, offset + padded(header.size))
 
     def _leads_on(self, end: int) -> bool:
         """Tell whether a header, zeros or the end of the file stand at the end of a member."""
@@ -139,9 +148,9 @@ class TarSearch:
             block = self._window.peek(end, BLOCK)
             if block == ZERO_BLOCK[: len(block)]:
                 return zeros and self.end_of_zeros(end) >= stop
-            following = self._certain_end(block, end)
-            if following is None:
+            place = self._place(block, end)
+            if place is None:
                 return False
             seen.add(end)
-            end = following
+            end = place.end
         return self._leads_on(end)
