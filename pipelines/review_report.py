@@ -36,6 +36,7 @@ from pencil_scale.review.review_page import Heading, review_page
 from pencil_scale.review.review_scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.running.run_record import read_record, run_folder
+from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
 from pencil_scale.telling.page_copy import copy_page
 from pipelines.progress import Progress
@@ -44,6 +45,10 @@ from pipelines.ray_tasks import each, is_in_memory
 TOP_K = 5
 MOST_EPOCHS = 40  # of a trace: more than a line of a few pixels can show
 THUMBNAILS_A_TASK = 2500  # fewer than these are not worth starting a cluster for
+
+
+class ReportError(PencilError):
+    """A page that cannot be made as asked."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ def run(config: Config) -> Summary:
     """Scan all labels once, gather what is shown of the samples chosen, and write the page."""
     if config.report.judged is not None:
         return _tell_audit(config.report.judged)
+    if config.report.page is not None and not config.report.page.endswith(".html"):
+        raise ReportError(f"report.page: {config.report.page} is no page; name a file that ends in .html")
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
     named = config.report.labels or config.run.name
     source = find_source(storage, named, config.data.exclude, TOP_K, model=None)

@@ -148,6 +148,33 @@ def test_the_curves_are_those_of_the_run_and_without_them_the_page_says_so(bench
     assert "75.0 %" in bench.page.read_text()
 
 
+@pytest.mark.slow
+def test_scanning_in_stretches_and_adding_up_is_scanning_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = ReviewBench(tmp_path)
+    bench.shard("00001.tar", samples(range(2500)))  # three parts of the label table
+    bench.index()
+    chance = np.random.default_rng(4)
+    moved = {int(row): int(chance.integers(3)) for row in chance.choice(2500, 700, replace=False)}
+    shares = {row: float(chance.uniform(0.4, 1.0)) for row in range(2500)}
+    bench.publish(dict(list(moved.items())[:600]), name="before")
+    bench.publish(moved, shares=shares)
+    keys = ["report.since=before", "report.thumbnails=0", "report.audit=40", "report.listed=100"]
+    bench.report(*keys)
+    whole = bench.shown()
+    monkeypatch.setattr("pencil_scale.export_rows.STRETCH_ROWS", 1024)
+    bench.report(*keys)
+    parts = bench.shown()
+    assert whole["counts"]["moved"] > 50
+    for name in ("counts", "transitions", "moves", "scores"):
+        assert parts[name] == whole[name]
+    drawn = [{one["samples"]["id"][place] for place in one["audit"]["order"]} for one in (whole, parts)]
+    assert drawn[0] == drawn[1]
+    listed = [set(one["samples"]["id"][: one["num_listed"]]) for one in (whole, parts)]
+    assert len(listed[0] & listed[1]) >= 95
+
+
 # --- which samples -----------------------------------------------------------------------------------
 
 
@@ -268,6 +295,8 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
 ) -> None:
     import fsspec
 
+    assert main([str(bench.config), "report.page=out/"]) == 2
+    assert "name a file that ends in .html" in capsys.readouterr().err
     assert main([str(bench.config)]) == 0
     said = capsys.readouterr().out
     assert f"{bench.storage}/reports/t.html" in said
