@@ -7,7 +7,9 @@ Some thousand real images of 8 x 8 pixels lie in one shard; a catalogue of many 
 again, and the real command trains on it, as far as a checkpoint in the first epoch. Then every training
 process is asked what it has: `private` is memory of its own, `mapped` are pages of files (libraries, and the
 rows of the label table that were touched), `peak` the most both ever were. The first size is the limit that
-the others are divided by. Reading is done by other processes of Ray; the largest peak of those is beside it.
+the others are divided by. Windows are of 1 MB, which every size fills: with the default of 64 MB a small
+catalogue is read in smaller windows than a large one, and a rank holds up to three blocks of them. Reading
+is done by other processes of Ray; the largest peak of those is beside it.
 """
 
 import argparse
@@ -45,7 +47,7 @@ MOST_GROWTH = 1.1  # of private memory, from the first size to the last
 PATIENCE_S = 600  # for one size; a machine may be busy
 CONFIG = """
 run: {{name: memory, storage: {folder}/lake-{rows}, seed: 1}}
-data: {{shards: "{folder}/tiny.tar", classes: {folder}/classes.txt}}
+data: {{shards: "{folder}/tiny.tar", classes: {folder}/classes.txt, window_mb: {window_mb}}}
 images: {{crop: 8, pad: 1}}
 model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 32}}
@@ -84,6 +86,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help="of training before memory is looked at")
+    parser.add_argument(
+        "--window-mb", type=int, default=1, help="of encoded images read at once: data.window_mb"
+    )
     options = parser.parse_args()
     print(
         f"{'rows':>10} {'rank':>5} {'private MB':>11} {'mapped MB':>10} {'peak MB':>8} {'ratio':>6}", end=""
@@ -125,7 +130,7 @@ def make_shard(folder: Path) -> Catalogue:
                 tar.addfile(member, io.BytesIO(data))
     (folder / "classes.txt").write_text("".join(f"class {number}\n" for number in range(NUM_CLASSES)))
     config = folder / "few.yaml"
-    config.write_text(CONFIG.format(folder=folder, rows="few", workers=1, steps=1))
+    config.write_text(CONFIG.format(folder=folder, rows="few", workers=1, steps=1, window_mb=1))
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # in memory it needs no cluster
         return index_shards.run(load_config(config, ["run.storage=memory://few"])).catalogue
 
@@ -162,8 +167,8 @@ def measure(
 ) -> tuple[list[Memory], Memory]:
     """Train to the checkpoint; the memory of every training process, and of the largest other one of Ray."""
     config, storage = folder / f"{num_rows}.yaml", folder / f"lake-{num_rows}"
-    words = {"rows": num_rows, "workers": options.workers, "steps": options.steps}
-    config.write_text(CONFIG.format(folder=folder, **words))
+    words = {"workers": options.workers, "steps": options.steps, "window_mb": options.window_mb}
+    config.write_text(CONFIG.format(folder=folder, rows=num_rows, **words))
     make_catalogue(few, storage, num_rows)
     listed = storage / "checkpoints" / "memory" / SNAPSHOT
     with started(config, folder / f"{num_rows}.log") as process:
