@@ -29,7 +29,6 @@ from pencil_scale.labels.pins import read_pins, rows_and_classes
 from pencil_scale.labels.published import Published, find_published
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.labels.working_copy import scaled_one_hot
-from pencil_scale.prediction import Predictor
 from pencil_scale.settings import Images
 
 COLUMNS = ["row", "sample_id", "sample_key", "shard", "key", "noisy_class", "status"]
@@ -159,6 +158,8 @@ class ExportRows:
         wanted = wanted[~contains(self._source.excluded, hashes_of(known["sample_key"]))[wanted]]
         if model is None or len(wanted) == 0:
             return
+        from pencil_scale.prediction import Predictor  # and with it torch, which takes seconds to import
+
         predictor = Predictor.load(model.backbone, logits.shape[1], model.weights, model.images)
         found, readable = predictor.predict(self._source.catalogue, known.take(pa.array(wanted)))
         logits[wanted[readable]] = found[readable]

@@ -38,7 +38,6 @@ from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.running.run_record import read_record, run_folder
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
-from pencil_scale.telling.page_copy import copy_page
 from pipelines.progress import Progress
 from pipelines.ray_tasks import each, is_in_memory
 
@@ -183,6 +182,8 @@ def _some_thumbnails(shared: tuple[Any, int], rows: Any) -> Thumbnails:
 def _copy(config: Config, storage: str, name: str, html: str) -> str:
     if not config.report.mlflow:
         return "not asked for"
+    from pencil_scale.telling.page_copy import copy_page  # and with it MLflow, which takes seconds to import
+
     record = read_record(storage, name)
     reason = copy_page(config, record.tracking if record else {}, "report.html", html)
     return "report.html, with its run" if reason is None else f"none: {reason}"
