@@ -149,6 +149,16 @@ def test_next_previous_and_undo_do_what_they_say(reader: Reader) -> None:
     assert reader.text("#tally") == "1 judged: 1 accepted"
 
 
+def test_a_word_that_fits_no_class_chooses_nothing_and_none_has_to_be_meant(reader: Reader) -> None:
+    reader.press("l z z Enter")
+    assert reader.page.is_visible("#picker")
+    reader.press("Escape")
+    assert not reader.page.is_visible("#picker")
+    assert reader.text("#tally") == "Nothing judged yet"
+    reader.press("l ArrowUp Enter")
+    assert reader.text("#tally") == "1 judged: 1 none of the classes"
+
+
 def test_what_was_judged_survives_closing_the_page_and_travels_in_the_file(
     reader: Reader, bench: ReviewBench, tmp_path: Path
 ) -> None:

@@ -38,9 +38,12 @@ function rankOf(number, wanted) {
 
 function pickClass(place) {
   const state = { place, options: [], chosen: 0 };
-  const choose = (label) => {
+  const leave = () => {
     byId('picker-text').blur(); // or the next key would still go there, for a moment
     picker.close();
+  };
+  const choose = (label) => {
+    leave();
     if (label === null) conclude(place, 'none');
     else if (label === S.predicted_label[place]) conclude(place, 'accept');
     else if (label === S.given_label[place]) conclude(place, 'reject');
@@ -48,24 +51,37 @@ function pickClass(place) {
   };
   const show = () => {
     state.options = offered(place, byId('picker-text').value);
-    state.chosen = Math.min(state.chosen, state.options.length - 1);
     byId('picker-list').replaceChildren(...state.options.map((label, turn) => {
       const chosen = turn === state.chosen;
       const line = add(null, 'li', { role: 'option', class: label === null ? 'soft' : '', 'aria-selected': String(chosen), onclick: () => choose(label) });
       line.textContent = label === null ? 'none of these classes' : className(label);
       return line;
     }));
-    byId('picker-list').children[state.chosen].scrollIntoView({ block: 'nearest' });
+    const chosen = byId('picker-list').children[state.chosen];
+    if (chosen) chosen.scrollIntoView({ block: 'nearest' });
   };
   byId('picker-text').value = '';
-  byId('picker-text').oninput = () => { state.chosen = 0; show(); };
+  // A word that fits no class chooses nothing: "none of these classes" has to be meant.
+  const start = () => { state.chosen = offered(place, byId('picker-text').value).length > 1 ? 0 : -1; show(); };
+  byId('picker-text').oninput = start;
   picker.onkeydown = (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (step) { state.chosen = (state.chosen + step + state.options.length) % state.options.length; show(); event.preventDefault(); }
-    if (event.key === 'Enter') { choose(state.options[state.chosen]); event.preventDefault(); }
+    if (step) {
+      event.preventDefault();
+      state.chosen = (state.chosen + step + state.options.length) % state.options.length;
+      show();
+    }
+    if (event.key === 'Escape') {
+      event.preventDefault();
+      leave();
+    }
+    if (event.key === 'Enter') {
+      event.preventDefault();
+      if (state.chosen >= 0) choose(state.options[state.chosen]);
+    }
   };
   picker.showModal();
-  show();
+  start();
 }
 
 // --- keys and clicks ---------------------------------------------------------------------------------
