@@ -128,6 +128,20 @@ def test_two_extended_headers_in_a_row_belong_to_two_members() -> None:
 
 
 def test_a_chain_of_headers_inside_a_member_is_followed_once() -> None:
-    chain = b"".join(block(b"f", 0) for _ in range(3000)) + b"x" * BLOCK
+    chain = b"".join(block(b"f", 0) for _ in range(500)) + b"x" * BLOCK
     data = member(b"a.bin", b"y" * BLOCK + chain) + member(b"b.jpg", b"1") + END
     assert (keys(data), kinds(data)) == (["a", "b"], [])
+
+
+def test_headers_are_found_even_if_every_member_lost_bytes() -> None:
+    torn = b"".join(member(b"%03d.jpg" % number, b"q" * 1024)[:-7] for number in range(50))
+    samples, damage = read(torn + END)
+    assert [sample.key for sample in samples] == [f"{number:03d}" for number in range(50)]
+    assert {sample.members["jpg"].kind for sample in samples} == {"cut"}
+    assert len(damage) == 50
+
+
+def test_text_that_looks_like_many_headers_is_searched_once() -> None:
+    assert kinds(b"ustar\0" * 20_000) == ["not_a_tar"]
+    claims = b"".join(block(b"f.jpg", (400 - number) * BLOCK) for number in range(400)) + bytes(BLOCK)
+    assert len(read(claims)[1]) == 400

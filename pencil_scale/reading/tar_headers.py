@@ -32,6 +32,7 @@ DIRECTORY = ord("5")
 
 MAGIC = b"ustar"
 MAGIC_AT = 257
+CHECKSUM_AT = 148
 _POSIX_MAGIC = MAGIC + b"\x00"
 _GNU_MAGIC = MAGIC + b" "
 
@@ -160,10 +161,13 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
     Looks at one byte in 512: this is asked of every member.
     """
     column = data[begin + MAGIC_AT : end : BLOCK]
-    if b"u" not in column:
-        return False
-    starts = [begin + BLOCK * row for row, byte in enumerate(column) if byte == MAGIC[0]]
-    return any(is_certain_header(data[start : start + BLOCK]) for start in starts if start + BLOCK <= end)
+    row = column.find(MAGIC[0])
+    while row >= 0:
+        start = begin + BLOCK * row
+        if start + BLOCK <= end and is_certain_header(data[start : start + BLOCK]):
+            return True
+        row = column.find(MAGIC[0], row + 1)
+    return False
 
 
 def parse_pax(data: bytes) -> dict[bytes, bytes] | None:

@@ -1,17 +1,18 @@
 """Tar search: where an archive goes on behind a place that could not be read, and what stands before it.
 
 Only a certain header counts: magic, checksum, sane numbers, data that fit the file. Bytes may have been lost
-or added, so it is looked for at every byte, not at every 512th alone; off the grid it must lead on, too:
-where its data end stands another header, the end marker, or the end of the file. A header inside a member's
-data, as of a tar within a tar, cannot be told from one of the archive's own once the header of that member is
-lost.
+or added, so it is looked for at every byte, not at every 512th alone. Best is one that leads on: where its
+data end stands another header, the end marker, or the end of the file. A header inside a member's data, as of
+a tar within a tar, cannot be told from one of the archive's own once the header of that member is lost.
 """
 
+import re
 from typing import NamedTuple
 
 from pencil_scale.reading.byte_source import Window
 from pencil_scale.reading.tar_headers import (
     BLOCK,
+    CHECKSUM_AT,
     MAGIC,
     MAGIC_AT,
     WITHOUT_DATA,
@@ -29,6 +30,8 @@ MOST_BYTES = 1 << 20
 # So many zeros are not met in the last bytes of an image or a text.
 TELLING_BYTES = 8
 
+_CHECKSUM = re.compile(rb" *[0-7]+[\x00 ]")
+
 
 class _Place(NamedTuple):
     """Where a header that was found begins, its data end, and their padding ends."""
@@ -45,32 +48,33 @@ class TarSearch:
         self._window = window
         self._num_bytes = window.source.num_bytes
 
-    def after(self, position: int, grid: int) -> int:
+    def after(self, position: int) -> int:
         """Find the next header from `position` on, or the archive's end.
 
-        `grid` is where a header should have stood. On its grid one that does not lead on is taken as well,
-        because the header behind it may be spoiled, unless another inside its data contradicts it.
+        One that leads on is best. Another is taken as well, because the header behind it may be spoiled or
+        moved, unless one that leads on lies inside its data and so contradicts it.
         """
         lone, stop = self._num_bytes, self._num_bytes
         found = self._next(position, stop)
         while found is not None:
             if self._leads_on(found.end):
                 return found.start
-            if lone == self._num_bytes and (found.start - grid) % BLOCK == 0:
+            if lone == self._num_bytes:
                 lone, stop = found.start, found.data_end
             found = self._next(found.start + 1, stop)
         return lone
 
-    def inside(self, start: int, stop: int) -> int | None:
+    def inside(self, start: int, stop: int, strict: bool = False) -> int | None:
         """Find a header among a member's bytes that leads past their end: bytes before it were lost.
 
-        A tar within a tar ends with zeros before the member that holds it does.
+        A tar within a tar ends with zeros before the member that holds it does. Where a header stands behind
+        the member, as it should, `strict` asks that the one inside leads to another, too.
         """
         seen: set[int] = set()
         found = self._next(start, stop)
         while found is not None:
             new = found.start not in seen
-            if new and self._leads_past(found.end, stop, seen, zeros=found.start > start):
+            if new and self._leads_past(found.end, stop, seen, zeros=found.start > start, strict=strict):
                 return found.start
             found = self._next(found.start + 1, stop)
         return None
@@ -114,9 +118,11 @@ class TarSearch:
             magic = data.find(MAGIC, MAGIC_AT)
             while 0 <= magic < min(step, stop - position) + MAGIC_AT:
                 begin = magic - MAGIC_AT
-                place = self._place(data[begin : begin + BLOCK], position + begin)
-                if place is not None:
-                    return place
+                # A checksum where it belongs is asked for first: a hostile file may be nothing but magic.
+                if _CHECKSUM.match(data, begin + CHECKSUM_AT):
+                    place = self._place(data[begin : begin + BLOCK], position + begin)
+                    if place is not None:
+                        return place
                 magic = data.find(MAGIC, magic + 1)
             position += step
             step = min(2 * step, MOST_BYTES)
@@ -142,7 +148,7 @@ class TarSearch:
         block = self._window.peek(end, BLOCK)
         return block == ZERO_BLOCK[: len(block)] or (len(block) == BLOCK and is_certain_header(block))
 
-    def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool) -> bool:
+    def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool, strict: bool) -> bool:
         """Follow headers from one to the next; zeros count only if they reach the stop as well."""
         while end < stop:
             block = self._window.peek(end, BLOCK)
@@ -153,4 +159,4 @@ class TarSearch:
                 return False
             seen.add(end)
             end = place.end
-        return self._leads_on(end)
+        return self._leads_on(end) or (not strict and end > stop)

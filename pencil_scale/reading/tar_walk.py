@@ -145,7 +145,7 @@ class TarWalk:
         if fault:
             return Damage(start, end, fault, f"a member of {size:,} bytes whose name is not certain")
         if self._holds_header(offset, size):
-            early = self._search.inside(offset, end)
+            early = self._search.inside(offset, end, strict=True)
             if early is not None:
                 self._resumed_at = early
                 return self._torn(Member(start, end, text, "file", offset, size), early)
@@ -153,7 +153,7 @@ class TarWalk:
 
     def _cut(self, start: int, position: int, name: str, offset: int, size: int) -> Damage:
         detail = f"a member of {size:,} bytes, of which {max(0, self._num_bytes - offset):,} are there"
-        end = self._search.after(position + BLOCK, position)
+        end = self._search.after(position + BLOCK)
         self._resume(end)
         return Damage(start, end, "cut_in_data", detail, name, offset, size)
 
@@ -194,7 +194,7 @@ class TarWalk:
 
     def _end_or_gap(self, position: int, stop: int) -> list[Piece]:
         """Judge two zero blocks and more by what is behind them, and by how many they are."""
-        following = self._search.after(stop, position)
+        following = self._search.after(stop)
         if following < self._num_bytes:
             detail = "zero bytes, then more members: archives joined together, or a stretch that was wiped"
             return self._told(position, following, "zeros_in_archive", detail)
@@ -215,7 +215,7 @@ class TarWalk:
     ) -> list[Piece]:
         """Find where the archive goes on; everything up to there is one piece of damage."""
         early = self._search.inside(self._data_from, position)
-        end = self._search.after(position + 1, position) if early is None else early
+        end = self._search.after(position + 1) if early is None else early
         if self._headers_seen == 0 and end == self._num_bytes:
             kind, detail = "not_a_tar", tar_headers.what_else(self._window.at(0, BLOCK))
         elif early is not None or ((end - position) % BLOCK and end < self._num_bytes):
