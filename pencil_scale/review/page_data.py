@@ -8,6 +8,7 @@ Columns of numbers are packed: 100,000 samples with their traces are a few megab
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def page_data(
         "transitions": _cells(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
-        "epochs": [{name: figure.get(name) for name in FIGURES} for figure in figures],
+        "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
         "num_listed": len(tally.listed),
         "samples": _columns(samples),
         "traces": _traces(traces),
@@ -77,6 +78,11 @@ def as_json(data: dict[str, Any]) -> str:
 def packed(values: npt.NDArray[Any], kind: str) -> dict[str, str]:
     """Numbers as a browser's typed array takes them: "u1", "u2", "u4" or "i4", lowest byte first."""
     return {"kind": kind, "data": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}
+
+
+def _known(value: Any) -> Any:
+    """A figure that is no number is not known; JSON has no word for it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _columns(samples: pa.Table) -> dict[str, Any]:
