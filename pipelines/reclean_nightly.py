@@ -22,6 +22,7 @@ from pencil_scale.command import run_job
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
+from pencil_scale.labels.sweeping import sweep_storage
 from pencil_scale.nights.beginning import (
     adopt,
     clean_accuracy,
@@ -32,8 +33,10 @@ from pencil_scale.nights.beginning import (
 )
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.night_files import CARRIED, Night, NightError, NightFiles, Plan, night_name, now
-from pencil_scale.nights.retention import CHECKPOINTS, remove, remove_old, remove_taken_down, sweep_labels
+from pencil_scale.nights.retention import CHECKPOINTS, remove, remove_old, remove_taken_down
+from pencil_scale.running.run_lock import alone
 from pencil_scale.running.run_record import read_record
+from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
 from pipelines import index_shards
 
@@ -234,14 +237,20 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
 
 
 def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
-    for name in remove_old(nights, config.nightly.keep_nights):
-        _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
-    for name in remove_taken_down(nights, night.overlay):
-        _say(f"{name} keeps no export: ids were taken down, or put back, since")
-    swept = sweep_labels(nights.storage)
-    if swept is None:
-        _say("labels that nothing names are left: a training run of this storage is unfinished")
-    elif swept:
+    """Remove what nobody needs any more; CURRENT has moved, so a night never fails by it."""
+    from pencil_scale.nights.night_lock import LOCK
+
+    try:
+        for name in remove_old(nights, config.nightly.keep_nights):
+            _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
+        for name in remove_taken_down(nights, night.overlay):
+            _say(f"{name} keeps no export: ids were taken down, or put back, since")
+        with alone(nights.storage, LOCK) as is_alone:
+            swept = sweep_storage(nights.storage, is_alone)
+    except (PencilError, OSError) as error:
+        _say(f"what is outdated was left: {error}")
+        return
+    if swept:
         _say(f"{len(swept):,} files of labels removed that nothing names any more")
 
 

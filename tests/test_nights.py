@@ -28,7 +28,7 @@ from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_row
 from pencil_scale.nights.guard_rails import Accuracy, Balance, Moves, count_moves, judge
 from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name
 from pencil_scale.nights.preparing import prepare, remapped_head
-from pencil_scale.nights.retention import remove_old, sweep_labels
+from pencil_scale.nights.retention import remove_old
 from pencil_scale.running.run_record import RunRecord, write_record
 from pencil_scale.settings import NightlyJob
 
@@ -367,23 +367,6 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
     assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
     assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
     assert remove_old(nights, keep=2) == []
-
-
-def test_labels_are_swept_when_nothing_names_them_and_no_run_is_under_way(bench: Nights) -> None:
-    bench.shard("a.tar", samples(range(6)))
-    manifest = bench.labels(bench.version())
-    manifest.save(published_url(bench.storage, "night-0001"))
-    table = bench.table(manifest)
-    table.write([0], np.float32([[1, 2, 3]]), epoch=0)
-    table.snapshot(manifest.store)  # named by nobody
-    record = RunRecord("other", {}, 1, published_url(bench.storage, "night-0001"))
-    write_record(bench.storage, record)
-    assert sweep_labels(bench.storage) is None
-    write_record(bench.storage, record, status="finished")
-    swept = sweep_labels(bench.storage)
-    assert swept is not None
-    assert len(swept) == 2  # labels and ledger of the one part
-    assert bench.table(manifest).read([0]).tolist() == [[10, 0, 0]]
 
 
 def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:

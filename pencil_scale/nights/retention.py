@@ -1,18 +1,11 @@
 """Retention: what old nights leave behind is removed; what is in use, and what it came from, never is.
 
 removed = remove_old(nights, keep=14)          # CURRENT, its parent, and the newest 14 stay
-swept = sweep_labels(storage)                  # label parts that nothing names any more
+remove_taken_down(nights, overlay)             # what still shows ids that must vanish
 """
 
-from pathlib import PurePosixPath
-
-from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.snapshot import sweep
-from pencil_scale.labels.start_labels import label_store
-from pencil_scale.nights.night_files import CARRIED, NIGHT, NightFiles
+from pencil_scale.nights.night_files import NIGHT, NightFiles
 from pencil_scale.reading.byte_source import filesystem_of
-from pencil_scale.running.run_record import read_record
 
 # All that bears a night's name, below its storage.
 EXPORT, PAGE, CHECKPOINTS, RUN, NIGHTS = (
@@ -74,29 +67,3 @@ def remove_taken_down(nights: NightFiles, overlay: str) -> list[str]:
     outdated = [night.name for night in others if night.number and night.overlay != overlay]
     gone = [(name, remove(nights.storage, what, name)) for name in outdated for what in (EXPORT, PAGE)]
     return sorted({name for name, was_there in gone if was_there})
-
-
-def sweep_labels(storage: str) -> list[str] | None:
-    """Remove label parts that no manifest names; None, and nothing removed, while a run is unfinished.
-
-    The newest labels of an unfinished run are named in its checkpoints alone.
-    """
-    runs = [PurePosixPath(name).name for name in PartStore(storage).names("runs")]
-    records = [record for name in runs if (record := read_record(storage, name))]
-    if any(record.status != "finished" for record in records):
-        return None
-    urls = [f"{label_store(storage)}/{name}" for name in PartStore(label_store(storage)).names("published")]
-    urls += [record.labels for record in records]
-    urls += [f"{folder}/{CARRIED}" for folder in _night_folders(storage)]
-    urls = [url for url in urls if _is_there(url)]
-    return sweep(label_store(storage), [Manifest.load(url) for url in urls]) if urls else []
-
-
-def _night_folders(storage: str) -> list[str]:
-    nights = NightFiles(storage)
-    return [nights.folder(name) for name in nights.names()]
-
-
-def _is_there(url: str) -> bool:
-    filesystem, path = filesystem_of(url)
-    return bool(filesystem.exists(path))
