@@ -67,6 +67,11 @@ FOUND: dict[str, tuple[bytes, int, str]] = {
     "a key twice": (python_tar([*MEMBERS, *sample(3)]), 20 * SAMPLE, "unique keys"),
     "no key": (python_tar([*MEMBERS, (".jpg", image(1))]), 20 * SAMPLE, "names such as 000123.jpg"),
     "no header": (TAR[:PLACE] + b"\xa5" * BLOCK + TAR[PLACE + BLOCK :], PLACE, "fetch the shard again"),
+    "a flipped bit": (
+        TAR[: PLACE + 130] + b"\x31" + TAR[PLACE + 131 :],
+        PLACE,
+        "its name as far as it can be read '000010.png'; fetch the shard again",
+    ),
     "no header at all": (b"\xa5" * 3000, 0, "take it off data.shards"),
     "a gzip": (b"\x1f\x8b" * 1000, 0, "gzip data"),
     "ends in a header": (TAR[: PLACE + 100], PLACE, "100 bytes into its 512; fetch the shard again"),

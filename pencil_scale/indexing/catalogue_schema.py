@@ -91,7 +91,7 @@ DAMAGE_KINDS = {
     "cut_in_data": _FETCH,
     "no_end_marker": "fetch the shard again; if its writer never writes the marker, nothing is lost",
     "uneven_end": "fetch the shard again; all samples before this byte are indexed",
-    "garbled_header": "fetch the shard again; a member whose name is in this header is lost",
+    "garbled_header": "fetch the shard again; the member of this header is lost",
     "zeroed_header": _FETCH,
     "shifted_bytes": "fetch the shard again, in binary: bytes are missing or too many before this place",
     "zeros_in_archive": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",

@@ -236,3 +236,11 @@ def what_else(head: bytes) -> str:
         if head.startswith(magic):
             return f"{name} data: shards must be plain tar, so that their bytes can be addressed"
     return "no tar header anywhere in it"
+
+
+def what_was(block: bytes) -> str:
+    """Say what stands where a header belongs; a name that can still be read is a hint, and no more."""
+    if not resembles_header(block):
+        return "no header where one belongs"
+    name = block[:100].partition(b"\x00")[0].decode("utf-8", "backslashreplace")
+    return f"a header with a wrong checksum, its name as far as it can be read {name!a}"

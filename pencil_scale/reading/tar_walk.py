@@ -210,9 +210,7 @@ class TarWalk:
         self._ended = True
         return [*self._release(), Filler(position, stop)]
 
-    def _damaged(
-        self, position: int, kind: str = "garbled_header", detail: str = "no header where one belongs"
-    ) -> list[Piece]:
+    def _damaged(self, position: int, kind: str = "garbled_header", detail: str = "") -> list[Piece]:
         """Find where the archive goes on; everything up to there is one piece of damage."""
         early = self._search.inside(self._data_from, position)
         end = self._search.after(position + 1) if early is None else early
@@ -220,6 +218,8 @@ class TarWalk:
             kind, detail = "not_a_tar", tar_headers.what_else(self._window.at(0, BLOCK))
         elif early is not None or ((end - position) % BLOCK and end < self._num_bytes):
             kind, detail = "shifted_bytes", f"the next header is at byte {end:,}, {_off_by(end - position)}"
+        elif kind == "garbled_header":
+            detail = tar_headers.what_was(self._window.peek(position, BLOCK))
         start = self._start(position)
         self._extensions.clear()
         return self._told(start, end, kind, detail)
