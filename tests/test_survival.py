@@ -19,6 +19,7 @@ from training_runs import EPOCHS, TinyData
 from pencil_scale import train
 from pencil_scale.checkpoint import Progress
 from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.sweeping import manifests_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -156,6 +157,15 @@ def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
 
 def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped: dict[str, Any]) -> None:
     assert stopped["changed"] == 2
+
+
+def test_a_finished_run_leaves_no_label_part_that_nothing_names(undisturbed: TinyData) -> None:
+    manifests = manifests_of(str(undisturbed.storage))
+    assert len(manifests) == 2 + 2  # the run's own beginning, what it published, and the checkpoints it keeps
+    entries = [entry for manifest in manifests for entry in manifest.parts.values()]
+    named = {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
+    labels = undisturbed.storage / "labels"
+    assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).iterdir()} == named
 
 
 def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(undisturbed: TinyData) -> None:
