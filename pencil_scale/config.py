@@ -27,7 +27,8 @@ from pencil_scale.config_problems import (
     worth_saying,
 )
 from pencil_scale.schema import PencilError
-from pencil_scale.settings import Config, Settings
+from pencil_scale.section import Settings
+from pencil_scale.settings import Config
 from pencil_scale.shapes import without_passwords
 
 VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from pencil_scale.config_problems import known_keys
-from pencil_scale.settings import Settings
+from pencil_scale.section import Settings
 from pencil_scale.shapes import Shape
 
 PLAIN = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pencil_scale.settings import Config, Settings
+from pencil_scale.section import Settings
+from pencil_scale.settings import Config
 from pencil_scale.shapes import without_passwords
 
 KeyPath = tuple[str | int, ...]

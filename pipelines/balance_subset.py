@@ -22,10 +22,11 @@ from rich.table import Table
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.command import run_job
 from pencil_scale.indexing.index_rules import make_overlay
+from pencil_scale.job_settings import SubsetJob
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import Published, find_published
 from pencil_scale.reading.sample_ranges import places_of, read_samples, renamed, shard_bytes, thinness
-from pencil_scale.settings import Config, SubsetJob
+from pencil_scale.settings import Config
 from pencil_scale.subset import Counts, SubsetError, allocate
 from pencil_scale.subset_candidates import (
     Places,

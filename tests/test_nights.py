@@ -13,6 +13,7 @@ from catalogue_making import Bench, sample, samples
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
+from pencil_scale.job_settings import NightlyJob
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.label_report import Share
 from pencil_scale.labels.manifest import Manifest
@@ -30,7 +31,6 @@ from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan,
 from pencil_scale.nights.preparing import prepare, remapped_head
 from pencil_scale.nights.retention import remove_old
 from pencil_scale.running.run_record import RunRecord, write_record
-from pencil_scale.settings import NightlyJob
 
 SAME = [[0], [1], [2]]
 LIMITS = NightlyJob()

@@ -7,11 +7,11 @@ findings.reasons                  # none: CURRENT may move
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pencil_scale.job_settings import NightlyJob
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.nights.crawl import archive_counts
 from pencil_scale.nights.guard_rails import Accuracy, Balance, Moves, count_moves, judge
 from pencil_scale.nights.preparing import Prepared
-from pencil_scale.settings import NightlyJob
 
 MOVES_TOLD = 3
 

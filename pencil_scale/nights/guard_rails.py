@@ -17,11 +17,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.decisions import decide
+from pencil_scale.job_settings import NightlyJob
 from pencil_scale.labels.label_report import Share
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
-from pencil_scale.settings import NightlyJob
 
 SURELY = 3.0  # standard deviations by which chance is left out of account
 SHOWN = 3
