@@ -139,10 +139,10 @@ def processor_s() -> float:
             fields = path.read_text().rpartition(")")[2].split()
             parent[int(path.parent.name)] = int(fields[1])
             ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
-    ours = {os.getpid()}
-    for pid in sorted(parent):  # children have higher numbers than who started them, mostly
-        if parent[pid] in ours:
-            ours.add(pid)
+    ours, newest = set[int](), {os.getpid()}
+    while newest:  # numbers wrap around, so a child may have a lower one than who started it
+        ours |= newest
+        newest = {pid for pid, starter in parent.items() if starter in newest} - ours
     return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
