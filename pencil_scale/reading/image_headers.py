@@ -15,6 +15,10 @@ from typing import Any
 
 from pencil_scale.reading.tiff_tags import BadHeaderError, tiff_tags, unpack
 
+# JPEG markers that no content follows: fill bytes, TEM, RST0 to RST7, SOI, EOI.
+_BARE_MARKERS = frozenset((0x00, 0xFF, 0x01, *range(0xD0, 0xDA)))
+_FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+
 MAX_SCANS = 200  # an encoder makes about 10; a hostile file thousands, each a pass over every pixel
 
 
@@ -75,7 +79,7 @@ def _jpeg(data: bytes) -> Header:
     frame: tuple[int, int, int, int, int] | None = None  # marker, bits, height, width, components
     oddities: list[str] = []
     for marker, start, end in _jpeg_segments(data):
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+        if marker in _FRAME_MARKERS:
             frame = (marker, *unpack(">BHHB", data, start))
         elif marker == 0xE1 and data.startswith(b"Exif\0\0", start):
             oddities += _rotation(data[start + 6 : end])
@@ -86,19 +90,19 @@ def _jpeg(data: bytes) -> Header:
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (marker, start, end) of each segment's content up to and including the first scan's header."""
-    at = 2
+    at, last = 2, len(data) - 4
     while True:
         # Like PIL and libjpeg: whatever stands between segments is skipped, up to the next marker.
         at = data.find(b"\xff", at)
-        if at < 0 or at + 1 >= len(data):
+        if at < 0 or at > last:
             raise BadHeaderError("JPEG ends before its first scan")
         marker = data[at + 1]
-        if marker in (0x00, 0xFF) or 0xD0 <= marker <= 0xD8 or marker == 0x01:  # fill, or no content
+        if marker in _BARE_MARKERS:
+            if marker == 0xD9:
+                raise BadHeaderError("JPEG ends before its first scan")
             at += 1 if marker == 0xFF else 2
             continue
-        if marker == 0xD9:
-            raise BadHeaderError("JPEG ends before its first scan")
-        end = at + 2 + unpack(">H", data, at + 2)[0]
+        end = at + 2 + (data[at + 2] << 8 | data[at + 3])
         if end < at + 4 or end > len(data):
             raise BadHeaderError(f"JPEG segment at byte {at:,} reaches past the end")
         yield marker, at + 4, end

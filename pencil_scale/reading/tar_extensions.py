@@ -29,11 +29,7 @@ class Extensions:
         self._types: set[int] = set()
         self.start: int | None = None
         self.fault: str | None = None
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether a member's own header has the only word on it."""
-        return self.start is None and not self._globals
+        self.is_silent = not self._globals  # a member's own header has the only word on it
 
     def has(self, header: Header) -> bool:
         """Whether such a header came already: a second one is for another member, and the first lost its."""
@@ -41,6 +37,7 @@ class Extensions:
 
     def take(self, header: Header, position: int, data: bytes) -> bool:
         """Take in an extended header; tells whether a member must follow, as behind all but a global one."""
+        self.is_silent = False
         if header.size > tar_headers.MAX_EXTENDED_BYTES:
             self.fault = "oversized_extended_header"
         elif header.typeflag == tar_headers.GNU_LONG_NAME:

@@ -91,7 +91,9 @@ class TarWalk:
         name, size = plain
         offset = position + BLOCK
         end = offset + ((size + 511) & ~511)
-        if end > self._num_bytes or name[-1:] == b"/" or self._holds_header(offset, size):
+        if end > self._num_bytes or name[-1:] == b"/":
+            return None
+        if size > BLOCK and self._holds_header(offset, size):
             return None
         self._headers_seen += 1
         self._ended = False
