@@ -225,11 +225,42 @@ def test_the_page_of_a_night_tells_what_changed_since_the_one_before(week: Week)
     assert "night-0002" in Path(str(week.nights["night-0005"].report)).read_text()
 
 
+def test_an_export_tells_the_epoch_of_a_change_only_if_it_was_in_that_night(week: Week) -> None:
+    table = exported(week.nights["night-0004"], "row", "last_change_epoch", "is_label_issue")
+    changed = {row for row, epoch in zip(table["row"], table["last_change_epoch"], strict=True) if epoch == 0}
+    issues = {row for row, issue in zip(table["row"], table["is_label_issue"], strict=True) if issue}
+    trained = set(week.rows("night-0004").tolist())
+    assert changed
+    assert changed <= trained
+    assert issues - trained  # repaired in a night before, and left alone in this one
+
+
+def exported(night: Night, *columns: str) -> dict[str, list[Any]]:
+    return ds.dataset(f"{night.export}/table").to_table(list(columns)).to_pydict()
+
+
 def test_two_jobs_at_once_are_one_too_many(week: Week) -> None:
     from pencil_scale.nights.night_lock import night_lock
 
     with night_lock(week.crawl.nights.storage), pytest.raises(NightError, match="another job is at work"):
         reclean_nightly.run(week.crawl.settings())
+
+
+def test_in_an_object_store_the_actor_of_the_first_job_keeps_the_second_away(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pencil_scale.nights.night_lock import night_lock
+
+    monkeypatch.setattr("pencil_scale.running.control.PATIENCE_S", 1.0)
+    with (
+        night_lock("memory://lake"),
+        pytest.raises(NightError, match="another job"),
+        night_lock("memory://lake"),
+    ):
+        pass
+    monkeypatch.undo()
+    with night_lock("memory://lake"):  # the first has ended, and its actor with it
+        pass
 
 
 def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_in(
@@ -247,11 +278,9 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
     summary = reclean_nightly.run(week.crawl.settings(*overrides))
     assert (summary.status, summary.current) == ("current", "night-0006")
     assert (summary.night.trained_by, summary.night.parent) == ("night-0005", "night-0005")
-    exported = (
-        ds.dataset(f"{summary.night.export}/table").to_table(["sample_id", "predicted_label"]).to_pydict()
-    )
-    assert "000100" not in exported["sample_id"]
-    assert "000101" in exported["sample_id"]
+    ids = exported(summary.night, "sample_id")["sample_id"]
+    assert "000100" not in ids
+    assert "000101" in ids
     left = [night.name for night in week.crawl.nights.nights() if Path(str(night.export)).exists()]
     assert left == ["night-0006"]  # the others still had it
 

@@ -1,7 +1,7 @@
 """Label moves: in which epoch each label's class last changed, from a run's history files.
 
 moves = LabelMoves("s3://lake/clothing1m/labels/history/night-12", num_parts=64)
-moves.last_change(part=3, given=noisy_class)        # int32, -1 where the class never left the given one
+moves.last_change(part=3, given=noisy_class)        # int32, -1 where the class did not change in this run
 """
 
 import re
@@ -17,6 +17,7 @@ from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.reading.byte_source import filesystem_of
 
 NEVER = -1
+START = "start.arrow"  # the labels that a run began with which were not those given
 _EPOCH = re.compile(r"epoch-(\d+)\.arrow$")
 
 
@@ -46,8 +47,9 @@ class LabelMoves:
     """The history of one run; a history of another layout, or none, tells nothing."""
 
     def __init__(self, folder: str, num_parts: int) -> None:
-        self._filesystem, _ = filesystem_of(folder)
+        self._filesystem, path = filesystem_of(folder)
         self._files = history_files(folder)
+        self._start = f"{path}/{START}" if self._filesystem.exists(f"{path}/{START}") else None
         self._num_parts = num_parts
 
     @property
@@ -58,10 +60,10 @@ class LabelMoves:
     def last_change(self, part: int, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """The run's epoch in which each row of a part came to the class it has."""
         last = np.full(len(given), NEVER, np.int32)
-        before = given
+        before = given if self._start is None else self._classes(self._start, part)
         for epoch, name in self._files:
             now = self._classes(name, part)
-            if now is None or len(now) != len(given):
+            if now is None or before is None or not len(now) == len(before) == len(given):
                 return np.full(len(given), NEVER, np.int32)
             last[now != before] = epoch
             before = now

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -17,6 +18,8 @@ import pyarrow as pa
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.growth import grow
+from pencil_scale.labels.label_moves import START
+from pencil_scale.labels.label_report import HISTORY, study_labels
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import rows_and_classes
 from pencil_scale.labels.regiving import regive
@@ -45,6 +48,15 @@ def carry_over(
     labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
     labels = regive(labels, *rows_and_classes(pins), pin=True)
     return labels.for_new_run()
+
+
+def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
+    """Keep what every label was before a night: its history tells what changed in it, and nothing older."""
+    with (
+        fsspec.open(f"{folder}/{START}", "wb", auto_mkdir=True) as file,
+        pa.ipc.new_file(file, HISTORY) as writer,
+    ):
+        study_labels(labels, catalogue, history=writer)
 
 
 def _remapped(labels: Manifest, mapping: Classes, scratch: str | None) -> Manifest:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import newest_pins, read_pins, renumber_pins
-from pencil_scale.nights.carrying import carry_over
+from pencil_scale.nights.carrying import carry_over, write_start
 from pencil_scale.nights.class_changes import Classes, class_mapping, is_same, new_numbers
 from pencil_scale.nights.crawl import Crawl, find_crawl, old_rows
 from pencil_scale.nights.night_files import CARRIED, Night, NightFiles, Plan
@@ -67,6 +68,8 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
         _renumber_pins(storage, mapping, before.num_classes, folder)
         old, scratch = Manifest.load(parent.labels), config.workers.scratch
         carried = carry_over(old, crawl, after, mapping, read_pins(storage), scratch)
+        if config.checkpoint.history:
+            write_start(carried, after, history_folder(storage, plan.name))
         carried.save(f"{folder}/{CARRIED}")
     rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
     weights = _weights(parent, mapping, folder)
