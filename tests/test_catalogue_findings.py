@@ -10,6 +10,7 @@ from catalogue_making import Bench, accounted_for, image, sample, samples
 from tar_making import BLOCK, END, block, member, pax, python_tar
 from tar_reading import keys, kinds
 
+from pencil_scale.indexing.catalogue_changes import TooDamagedError
 from pencil_scale.indexing.catalogue_report import summary_page, summary_text
 from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGE_KINDS
 from pencil_scale.reading.byte_source import MemorySource
@@ -162,3 +163,11 @@ def test_labels_that_are_no_text_are_shown_by_their_bytes(tmp_path: Path) -> Non
     bench = Bench(tmp_path)
     bench.shard("a.tar", [("a.png", image(1)), ("a.cls", b"\xff\xfe"), *MEMBERS])
     assert bench.index().catalogue.manifest["unknown_labels"] == {r"\xff\xfe": 1}
+
+
+def test_a_refusal_names_the_first_damage_of_the_worst_shard(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (tmp_path / "a.tar").write_bytes(TAR[: PLACE + BLOCK + 5])
+    place = rf"a\.tar at byte {PLACE:,}: a member of \d+ bytes, of which 5 are there; fetch the shard again"
+    with pytest.raises(TooDamagedError, match=rf"{place}; mend this, or raise data\.max_damaged_share"):
+        bench.index(max_damaged_share=0.01)

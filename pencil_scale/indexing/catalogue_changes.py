@@ -16,6 +16,8 @@ from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.reading.shard_urls import Listing, Shard
 from pencil_scale.schema import PencilError
 
+_REMEDY = "mend this, or raise data.max_damaged_share; nothing was published"
+
 
 class TooDamagedError(PencilError):
     """More of the data is damaged than the config allows; nothing was published."""
@@ -88,8 +90,7 @@ def check_early(
             share = (seen + unseen) / expected
             raise TooDamagedError(
                 f"data.max_damaged_share: after {len(shards):,} of the shards damage is {share:.2%} of all "
-                f"samples expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; nothing was "
-                "published"
+                f"samples expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; {_REMEDY}"
             )
 
 
@@ -122,8 +123,7 @@ def check_damage(
         return share
     raise TooDamagedError(
         f"data.max_damaged_share: {share:.2%} of the samples are damaged, {limit:.2%} are allowed; "
-        f"{_worst(shards, reports, missing)}; fetch it again, or raise data.max_damaged_share; "
-        "nothing was published"
+        f"{_worst(shards, reports, missing)}; {_REMEDY}"
     )
 
 
@@ -134,9 +134,13 @@ def _num_damaged(report: ShardReport) -> int:
 
 def _worst(shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str]) -> str:
     if missing:
-        return f"{missing[0]} is listed but not there ({len(missing):,} such shards)"
+        others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        return (
+            f"{missing[0]}{others}: listed but not there; fetch what is missing, or take it off data.shards"
+        )
     pairs = list(zip(shards, reports, strict=True))
     shard, report = max(pairs, key=lambda pair: (pair[1].num_samples == 0, _num_damaged(pair[1])))
     kinds = {status: count for status, count in report.statuses.items() if status in DAMAGED_STATUSES}
     words = [f"{count:,} {kind}" for kind, count in {**kinds, **report.findings}.items()]
-    return f"the worst shard is {shard.url} ({', '.join(words)})"
+    first = f"; {report.first_finding}" if report.first_finding else ""
+    return f"the worst shard is {shard.url} ({', '.join(words)}){first}"

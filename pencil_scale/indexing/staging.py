@@ -41,6 +41,7 @@ class ShardReport:
     unknown_labels: dict[str, int] = field(default_factory=dict)
     oddities: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    first_finding: str | None = None  # where, what, and what to do
 
 
 def staged_name(shard: Shard, rules_name: str) -> str:
@@ -106,6 +107,7 @@ def _count(report: ShardReport, indexer: ShardIndexer, records: pa.Table, findin
     report.unknown_labels = dict(indexer.unknown_labels)
     report.oddities = dict(indexer.oddities)
     report.skipped = dict(indexer.skipped)
+    report.first_finding = findings["detail"][0].as_py() if len(findings) else None
     for finding in findings.select(["start", "end", "kind", "num_samples"]).to_pylist():
         if finding["num_samples"] == 0 and finding["kind"] not in HARMLESS:
             report.lost_bytes += finding["end"] - finding["start"]
