@@ -48,7 +48,8 @@ def require_whole(data: TinyData, name: str = "tiny") -> None:
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A worker killed in each stage, the driver killed between, and three workers where two had been."""
-    data = TinyData.make(tmp_path_factory.mktemp("battered"))
+    # Epochs long enough that a kill at the end of one lands in the next, not in the next stage.
+    data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
     with data.start() as first:
         first.wait_for("backbone +epoch 1/")
         first.kill_worker()

@@ -29,7 +29,7 @@ def ensure_ray() -> None:
         ray.init(namespace=NAMESPACE, log_to_driver=False)
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
-        # A run has more small actors than a laptop has processors, and Ray would warn of each time they start.
+        # A run has more small actors than a laptop has processors: Ray would warn whenever they start.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
         quiet = logging.ERROR
         ray.init(
