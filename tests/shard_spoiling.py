@@ -45,8 +45,12 @@ class Spoiled:
     what: str
 
     def where(self, place: Place) -> int | None:
-        """Find a member whose headers and data are all there, in one stretch."""
+        """Find a member whose headers and data are all there, in one stretch, and the zeros behind them.
+
+        Of bytes right behind the data nobody can say whether they were added there or before.
+        """
         start, _, end = place
+        end += min(8, -end % 512)
         for first in np.flatnonzero(self.origin == start):
             if np.array_equal(self.origin[first : first + end - start], np.arange(start, end)):
                 return int(first)

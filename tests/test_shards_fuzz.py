@@ -167,7 +167,7 @@ def check_ok_rows(original: Original, spoiled: Spoiled, records: dict[str, dict[
 @pytest.mark.slow
 def test_what_is_whole_in_a_spoiled_shard_is_ok_and_nothing_goes_untold(tmp_path: Path) -> None:
     for writer, original in originals(tmp_path):
-        for number in range(60):
+        for number in range(85):
             spoiled = spoil(original.data, f"{writer} {number}")
             records, findings = told_of(spoiled)
             check_ok_rows(original, spoiled, records)
