@@ -101,7 +101,8 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     facts: Mapping[str, str] = {}
     if night is None:
         night, facts = _make(config, nights, plan)
-    return _close(config, nights, night, facts)
+    in_numbers = {name.replace("_", " "): f"{value:,.6g}" for name, value in night.figures.items()}
+    return _close(config, nights, night, facts or in_numbers)
 
 
 def _nothing_new(newest: Night, current: Night | None) -> Summary:
@@ -182,12 +183,14 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
 def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> "Findings":
     from pencil_scale.nights.examining import Findings, examine
 
-    figures: Mapping[str, float] = prepared.parent.figures if prepared else {}
-    if read_record(nights.storage, plan.name) is not None:
-        figures = clean_accuracy(run_facts(nights.storage, plan.name))
+    storage = nights.storage
     if prepared is None:
-        return Findings(figures)
-    labels = Manifest.load(published_url(nights.storage, plan.name))
+        found = run_facts(storage, plan.name)
+        counts = {"new_samples": found["samples"], "new_repaired": found["corrected"]}
+        return Findings({**counts, **clean_accuracy(found)})
+    trained = read_record(storage, plan.name) is not None
+    figures = clean_accuracy(run_facts(storage, plan.name)) if trained else prepared.parent.figures
+    labels = Manifest.load(published_url(storage, plan.name))
     return examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
 
 
