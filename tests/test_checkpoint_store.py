@@ -1,7 +1,9 @@
 """Where Ray keeps its checkpoints: a file there is whole or not there, and what never counted goes."""
 
 import json
+import os
 import pickle
+import time
 from pathlib import Path
 
 import pyarrow.fs
@@ -57,3 +59,13 @@ def test_only_checkpoints_that_never_counted_are_swept(tmp_path: Path) -> None:
     (run / SNAPSHOT).write_text(json.dumps({"checkpoint_results": ["checkpoint-000000003"]}))
     assert sweep_checkpoints(str(tmp_path), "tiny") == ["checkpoint-000000006"]
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["checkpoint-000000003", "logs"]
+
+
+def test_an_upload_that_may_still_be_under_way_is_left_alone(tmp_path: Path) -> None:
+    run = tmp_path / "checkpoints" / "tiny"
+    for name, age_s in (("checkpoint-000000003", 0), ("checkpoint-000000006", 3600)):
+        (run / name).mkdir(parents=True)
+        (run / name / "weights.pt").write_bytes(b"")
+        os.utime(run / name / "weights.pt", (time.time() - age_s,) * 2)
+    (run / SNAPSHOT).write_text("{}")
+    assert sweep_checkpoints(str(tmp_path), "tiny") == ["checkpoint-000000006"]

@@ -14,8 +14,11 @@ import fsspec
 import pyarrow.fs
 from fsspec.implementations.local import LocalFileSystem
 
+from pencil_scale.labels.part_store import PartStore
+
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the checkpoints that count
 BESIDE = ".unfinished"
+YOUNG_S = 300.0
 
 
 class WholeFile(io.BufferedWriter):
@@ -64,7 +67,9 @@ def checkpoint_store(storage: str) -> tuple[pyarrow.fs.FileSystem, str]:
 def sweep_checkpoints(storage: str, name: str) -> list[str]:
     """Remove what killed uploads left of checkpoints that never counted; say which.
 
-    For whoever holds the run: a checkpoint on its way is not in the list yet either.
+    For whoever holds the run: a checkpoint on its way is not in the list yet either. Workers of a command
+    that was killed go on until their cluster notices, and a checkpoint that they list after it was swept
+    would make the run useless for ever; so what is young is left for the next start.
     """
     files, path = fsspec.core.url_to_fs(f"{storage.rstrip('/')}/checkpoints/{name}")
     if not files.exists(f"{path}/{SNAPSHOT}"):
@@ -72,6 +77,13 @@ def sweep_checkpoints(storage: str, name: str) -> list[str]:
     counted = files.cat_file(f"{path}/{SNAPSHOT}").decode()
     found = [str(one).rstrip("/").rsplit("/", 1)[-1] for one in files.ls(path, detail=False)]
     left = [folder for folder in found if folder.startswith("checkpoint-") and folder not in counted]
-    for folder in left:
+    store = PartStore(f"{storage.rstrip('/')}/checkpoints/{name}")
+    old = [folder for folder in left if _age_s(store, folder) >= YOUNG_S]
+    for folder in old:
         files.rm(f"{path}/{folder}", recursive=True)
-    return left
+    return old
+
+
+def _age_s(store: PartStore, folder: str) -> float:
+    """How long ago the newest file of a folder was written."""
+    return min((store.age_s(file) for file in store.names(folder)), default=YOUNG_S)
