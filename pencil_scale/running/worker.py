@@ -79,7 +79,7 @@ class Worker:
         self.ranks = Ranks.meet(config.workers.timeout_s)
         self.device = ray.train.torch.get_device()
         settle(config, self.device)
-        saved = _last_checkpoint()
+        saved = _last_checkpoint(config.workers.scratch)
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.record = saved.record if saved else []
@@ -223,9 +223,14 @@ class Worker:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _last_checkpoint() -> Saved | None:
+def _last_checkpoint(scratch: str | None) -> Saved | None:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None
-    with checkpoint.as_directory() as folder:
-        return read_checkpoint(Path(folder))
+    # A folder of our own: one that Ray shares between the ranks of a node (`as_directory`) is removed by the
+    # first to have read it, also under the eyes of one that comes late.
+    folder = claim(scratch, "resume")
+    try:
+        return read_checkpoint(Path(checkpoint.to_directory(str(folder))))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
