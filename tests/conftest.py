@@ -17,14 +17,9 @@ def ray_session() -> Iterator[None]:
     """One local Ray of its own, never the cluster that happens to stand on this machine."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=256 * 2**20,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    from pencil_scale.running.local_ray import start_local
+
+    start_local(num_cpus=4, object_store_memory=256 * 2**20, configure_logging=False)
     yield
     ray.shutdown()
 

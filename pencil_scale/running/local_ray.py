@@ -6,10 +6,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
+from pencil_scale.schema import PencilError
+
 NAMESPACE = "pencil_scale"
+ATTEMPTS = 3
+TOO_SLOW = "timed out during startup"
+
+
+class LocalRayError(PencilError):
+    """No Ray could be started on this machine."""
 
 
 def ensure_ray() -> None:
@@ -31,13 +40,27 @@ def ensure_ray() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
         # A run has more small actors than a laptop has processors: Ray would warn whenever they start.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
-        quiet = logging.ERROR
-        ray.init(
-            "local", namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level=quiet
-        )
+        start_local(namespace=NAMESPACE, logging_level=logging.ERROR)
     if threading.current_thread() is threading.main_thread():
         # Ray's own handler would end with the bare number of the signal, which no shell understands.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def start_local(**options: Any) -> None:
+    """Start a Ray of our own. It gives itself 30 s, which a machine with much else to do may not keep."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            ray.init("local", include_dashboard=False, log_to_driver=False, **options)
+            return
+        except Exception as error:  # Ray has no class of its own for it
+            if TOO_SLOW not in str(error):
+                raise
+            if attempt == ATTEMPTS:
+                raise LocalRayError(
+                    f"Ray did not start on this machine in {ATTEMPTS} attempts of 30 s: {error} "
+                    "Try again when the machine has less to do"
+                ) from error
+            print("Ray did not start within its 30 s: the machine is busy; trying again", flush=True)
 
 
 def num_processors() -> int:
