@@ -7,9 +7,11 @@ cross entropy for as long, and compares; exports the repaired labels, and makes 
 Everything is under runs/demo, which is made anew each time.
 """
 
+import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pencil_scale.command import exit_code
@@ -29,8 +31,14 @@ CROSS_ENTROPY = [
 ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, and give its exit code."""
+    # It takes no arguments, but whoever asks for --help must not have runs/demo made anew.
+    argparse.ArgumentParser(
+        prog="python -m pipelines.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
     return exit_code(run)
 
 
