@@ -10,6 +10,11 @@ from pencil_scale.review.audit import Findings, Stratum, draw, interval, study
 from pencil_scale.review.judged_file import JudgedError, read_judged
 
 
+def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(JudgedError, match="gone.json: no such file"):
+        read_judged(str(tmp_path / "gone.json"))
+
+
 def test_one_of_two_drawn_from_four_leaves_one_to_three() -> None:
     # Of 4, none or all cannot have it; under 1 or 3, drawing one of two has a chance of a half.
     assert interval(1, 2, 4) == (0.25, 0.75)

@@ -81,6 +81,11 @@ def test_a_file_that_is_no_json_is_an_error_of_one_line(
     assert "no whole JSON" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None:
+    with pytest.raises(PinsError, match="gone.json: no such file"):
+        run(load_config(bench.folder / "config.yaml", [f"pin.file={bench.folder}/gone.json"]))
+
+
 def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> None:
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
     manifest = start_labels(Catalogue.open(bench.storage), bench.storage, 10.0, str(bench.folder))

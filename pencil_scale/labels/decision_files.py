@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.indexing.label_classes import LabelClasses
 from pencil_scale.labels.pins import PinsError
-from pencil_scale.reading.byte_source import open_source
+from pencil_scale.reading.byte_source import open_source, version_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def _decision(url: str, place: int, entry: dict[str, Any], classes: LabelClasses
 
 
 def _entries(url: str) -> list[Any]:
+    if version_of(url) is None:
+        raise PinsError(f"{url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         data = source.read(0, source.num_bytes)
     try:

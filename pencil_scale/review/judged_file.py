@@ -7,7 +7,7 @@ findings = study(changed, unchanged)
 import json
 from typing import Any
 
-from pencil_scale.reading.byte_source import open_source
+from pencil_scale.reading.byte_source import open_source, version_of
 from pencil_scale.review.audit import CHANGED, UNCHANGED, Stratum
 from pencil_scale.schema import PencilError
 
@@ -40,6 +40,8 @@ def _stratum(known: dict[str, Any], judged: list[dict[str, Any]], kind: str) -> 
 
 
 def _read(url: str) -> Any:
+    if version_of(url) is None:
+        raise JudgedError(f"{url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         data = source.read(0, source.num_bytes)
     try:
