@@ -90,7 +90,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> ReviewBench:
     given = [row % 3 for row in range(29)] + [0]
     found.keep_history({5: given, 6: [moved.get(row, one) for row, one in enumerate(given)]})
     figures = {"corrected_share": 0.2, "label_entropy": 0.5, "stage": "pencil", "label_accuracy_n": 9}
-    accuracy = {"given_label_accuracy": 0.6, "corrected_label_accuracy": 0.9}
+    accuracy = {"given_label_accuracy": 0.6, "corrected_label_accuracy": 0.9, "test_accuracy": 1.0}
     found.keep_figures([{"epoch": epoch, **figures, **accuracy} for epoch in range(3)])
     found.report("report.since=night-1")
     return found
@@ -131,6 +131,17 @@ def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: 
     by_verdict = {entry["verdict"]: entry for entry in entries}
     assert by_verdict["accept"]["class"] == by_verdict["accept"]["suggested"]
     assert by_verdict["reject"]["class"] == by_verdict["reject"]["given"]
+
+
+def test_the_page_names_the_file_it_saves_and_no_axis_goes_beyond_all(reader: Reader) -> None:
+    assert "pin.file=decisions-t.json" in reader.text("footer")
+    chart = reader.page.locator("#curves figure", has_text="Accuracy of the network")  # 100 % in every epoch
+    ticks = [
+        float(tick.rstrip("%\u202f\u00a0 "))
+        for tick in chart.locator(".tick[text-anchor=end]").all_text_contents()
+    ]
+    assert len(ticks) > 1
+    assert max(ticks) == 100
 
 
 def test_next_previous_and_undo_do_what_they_say(reader: Reader) -> None:
@@ -197,7 +208,7 @@ def test_filters_by_class_transition_score_and_state_show_what_they_say(reader: 
     assert reader.text("#shown") == "1 of 6 listed"
     reader.page.click("#f-clear")
     reader.page.select_option("#f-order", "sure")
-    shares = reader.page.locator(".card .sure").all_inner_texts()
+    shares = reader.page.locator(".card .sure").all_text_contents()
     assert shares == sorted(shares, reverse=True)
 
 
@@ -248,7 +259,7 @@ def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_
     changed, unchanged = read_judged(str(file))
     assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
     findings = study(changed, unchanged)
-    told = [text.replace("\n", " ") for text in reader.page.locator(".gauge").all_inner_texts()]
+    told = [text.replace("\n", " ") for text in reader.page.locator(".gauge").all_text_contents()]
     for gauge, one in zip(told, (findings.precision, findings.missed, findings.left), strict=True):
         assert f" {100 * one.share:.1f} % " in gauge
         assert f"95 % interval {100 * one.low:.1f} % to {100 * one.high:.1f} %" in gauge

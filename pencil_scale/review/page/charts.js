@@ -91,7 +91,9 @@ function curve(parent, title, note, lines, label, band = null) {
   if (band) values.push(...epochs.flatMap((one) => [one[band.low], one[band.high]]).filter((value) => value !== null));
   const rangeX = [epochs[0].epoch, Math.max(epochs[epochs.length - 1].epoch, epochs[0].epoch + 1)];
   const rangeY = [Math.min(...values), Math.max(...values)];
-  if (rangeY[0] === rangeY[1]) rangeY[1] = rangeY[0] + 0.1;
+  // A flat line gets room below, where shares can go: there is nothing above 100 %.
+  if (rangeY[0] === rangeY[1]) rangeY[0] = Math.max(0, rangeY[1] - 0.1);
+  if (rangeY[0] === rangeY[1]) rangeY[1] = 0.1;
   rangeY[1] += 0.09 * (rangeY[1] - rangeY[0]); // room for the names of the stages
   const x = scale(...rangeX, BOX.left, BOX.width - BOX.right);
   const y = scale(...rangeY, BOX.height - BOX.bottom, BOX.top);

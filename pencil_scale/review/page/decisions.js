@@ -3,6 +3,7 @@
 const VERDICTS = { accept: 'accepted', reject: 'rejected', relabel: 'relabelled', none: 'none of the classes' };
 const MARKS = { accept: '✓', reject: '✕', relabel: '✎', none: '∅' };
 const decided = new Map(); // place -> { verdict, label, audit, at, by }
+const FILE_NAME = `decisions-${DATA.run}.json`;
 const STORE = `pencil_scale review ${DATA.run} ${DATA.created}`;
 const placeOf = new Map(S.id.map((id, place) => [id, place]));
 const listeners = [];
@@ -88,7 +89,7 @@ function recall() {
 function save() {
   const text = JSON.stringify(asFile(), null, 1);
   const link = add(null, 'a', { href: URL.createObjectURL(new Blob([text], { type: 'application/json' })) });
-  link.download = `decisions-${DATA.run}.json`;
+  link.download = FILE_NAME;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }

@@ -164,6 +164,7 @@ function start() {
   byId('f-clear').addEventListener('click', () => { clearFilters(); renew(); });
   byId('tab-review').addEventListener('click', () => setMode('review'));
   byId('tab-audit').addEventListener('click', () => setMode('audit'));
+  byId('file-name').textContent = FILE_NAME;
   byId('save').addEventListener('click', save);
   byId('load').addEventListener('click', () => byId('load-file').click());
   byId('load-file').addEventListener('change', (event) => load(event.target));
