@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         module="pipelines.why",
         what=(__doc__ or "").splitlines()[0],
-        words={"sample_id": "id of the sample, as data.identity names it"},
+        words={
+            "sample_id": "id of the sample, as data.identity names it; behind -- if it begins with a dash"
+        },
     )
 
 
