@@ -11,7 +11,7 @@ from pencil_scale.review.judged_file import JudgedError, read_judged
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(JudgedError, match="gone.json: no such file"):
+    with pytest.raises(JudgedError, match=r"gone\.json: no such file"):
         read_judged(str(tmp_path / "gone.json"))
 
 

@@ -82,7 +82,7 @@ def test_a_file_that_is_no_json_is_an_error_of_one_line(
 
 
 def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None:
-    with pytest.raises(PinsError, match="gone.json: no such file"):
+    with pytest.raises(PinsError, match=r"gone\.json: no such file"):
         run(load_config(bench.folder / "config.yaml", [f"pin.file={bench.folder}/gone.json"]))
 
 
