@@ -22,7 +22,7 @@ from pencil_scale.labels.pins import PINS, add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.regiving import regive
 from pencil_scale.labels.start_labels import start_labels
-from pencil_scale.nights.beginning import adopt, resumable
+from pencil_scale.nights.beginning import adopt, clean_set, resumable
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
@@ -118,6 +118,21 @@ def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
     assert len(after.changed_rows(before)) == 6
     assert found(crawl) == ([], [])
     assert crawl.given_counts.tolist() == [0, 0, 0, 0]
+
+
+def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(6)))
+    bench.shard("clean.tar", samples(range(50, 56)))
+    found = []
+    for taken_down in ("", "000001\n", "000001\n000050\n"):
+        (tmp_path / "exclude.txt").write_text(taken_down)
+        bench.index(
+            shards=f"{tmp_path}/a.tar", test=f"{tmp_path}/clean.tar", exclude=f"{tmp_path}/exclude.txt"
+        )
+        found.append(clean_set(load_config(tmp_path / "config.yaml")))
+    assert found[0] == found[1]  # an id of the training shards
+    assert found[1] != found[2]  # one of its own
 
 
 def test_old_rows_are_others_every_night_and_the_same_if_a_night_begins_again(bench: Nights) -> None:
