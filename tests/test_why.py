@@ -100,7 +100,7 @@ def test_of_an_excluded_sample_nothing_is_told(bench: WhyBench, capsys: pytest.C
     told = bench.why("000001", capsys, f"data.exclude={bench.folder}/gone.txt")
     assert told == [
         "sample 000001",
-        "  listed in data.exclude: it is trained on by nobody and appears in no output",
+        "  listed in data.exclude: nothing is trained on it, and it is in no output made since",
     ]
 
 

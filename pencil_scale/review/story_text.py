@@ -28,7 +28,7 @@ def _lines(story: Story, picture: str) -> Iterator[str]:
     row = story.row
     yield f"sample {_plain(row['sample_id'])}"
     if story.excluded:
-        yield "  listed in data.exclude: it is trained on by nobody and appears in no output"
+        yield "  listed in data.exclude: nothing is trained on it, and it is in no output made since"
         return
     start, end = row["image_offset"], row["image_offset"] + row["image_bytes"]
     yield f"  row        {row['row']:,} of the catalogue, for life"
