@@ -311,6 +311,12 @@ def test_a_shard_that_left_the_list_but_still_stands_stays(bench: Bench) -> None
     assert summary.catalogue.num_ok == 3
 
 
+def test_a_list_of_excluded_ids_that_is_not_there_is_named_by_its_key(bench: Bench) -> None:
+    bench.shard("a.tar", samples([0]))
+    with pytest.raises(PencilError, match=r"data\.exclude: .*gone\.txt: no such file"):
+        bench.index(exclude=f"{bench.folder}/gone.txt")
+
+
 def test_excluded_ids_leave_and_come_back_without_reading_a_shard(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", [*samples([0, 1, 2]), ("u.png", image(5))])
     bench.index()

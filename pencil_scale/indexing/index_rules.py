@@ -18,7 +18,11 @@ from pencil_scale.indexing.label_lookup import read_lookup
 from pencil_scale.indexing.raw_text import from_stored
 from pencil_scale.indexing.shard_index import IndexRules, LabelSource
 from pencil_scale.reading.byte_source import open_source, version_of
-from pencil_scale.schema import sample_key
+from pencil_scale.schema import PencilError, sample_key
+
+
+class ExcludeError(PencilError):
+    """The list of ids that must vanish cannot be read."""
 
 
 def make_rules(
@@ -80,6 +84,8 @@ def _url(source: str) -> str:
 def _ids(url: str | None) -> list[str]:
     if url is None:
         return []
+    if version_of(url) is None:
+        raise ExcludeError(f"data.exclude: {url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
     return [line for line in text.splitlines() if line.strip()]
