@@ -84,7 +84,9 @@ def run(config: Config) -> Summary:
         held_out = [index(part).catalogue for part in parts]
     rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
     overlay = make_overlay(data.exclude, held_out)
-    return index(Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit))
+    summary = index(Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit))
+    _say_excluded(overlay, [summary.catalogue, *held_out])
+    return summary
 
 
 def index(part: Part) -> Summary:
@@ -199,6 +201,17 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
             _say(part, f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
     if changes.unlisted:
         _say(part, f"{many(len(changes.unlisted), 'shard')} left the list but unchanged in the store: kept")
+
+
+def _say_excluded(overlay: Overlay, catalogues: Sequence[Catalogue]) -> None:
+    """A misspelt id takes nothing down, and nobody would know."""
+    found = sum(catalogue.manifest["status"].get("excluded", 0) for catalogue in catalogues)
+    if found < overlay.num_listed:
+        print(
+            f"WARNING: data.exclude lists {many(overlay.num_listed, 'id')}, of which {found:,} are in the "
+            "catalogue; the others match no sample: see how pipelines.why spells an id",
+            file=sys.stderr,
+        )
 
 
 def _say(part: Part, words: str) -> None:

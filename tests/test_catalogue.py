@@ -317,6 +317,15 @@ def test_a_list_of_excluded_ids_that_is_not_there_is_named_by_its_key(bench: Ben
         bench.index(exclude=f"{bench.folder}/gone.txt")
 
 
+def test_an_excluded_id_that_matches_no_sample_is_told(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    (tmp_path / "takedown.txt").write_text("000001\r\nO00002\n")
+    assert bench.index(exclude=f"{tmp_path}/takedown.txt").catalogue.manifest["status"]["excluded"] == 1
+    assert "data.exclude lists 2 ids, of which 1 are in the catalogue" in capsys.readouterr().err
+
+
 def test_excluded_ids_leave_and_come_back_without_reading_a_shard(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", [*samples([0, 1, 2]), ("u.png", image(5))])
     bench.index()

@@ -49,6 +49,7 @@ class Overlay:
     excluded: Keys
     held_out: Keys
     name: str
+    num_listed: int = 0  # ids on the list of those to exclude, as people count them
 
     def statuses(self, found: Any, keys: Any) -> pa.Array:
         """Lay the two lists over what the shards said."""

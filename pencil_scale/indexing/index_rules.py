@@ -53,7 +53,7 @@ def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) ->
     columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
     held = np.unique(np.concatenate([np.empty(0, "S16"), *(hashes_of(column) for column in columns)]))
     digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
-    return Overlay(excluded, held, digest)
+    return Overlay(excluded, held, digest, len(set(lines)))
 
 
 def _source(label: str) -> LabelSource:
@@ -88,7 +88,8 @@ def _ids(url: str | None) -> list[str]:
         raise ExcludeError(f"data.exclude: {url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
-    return [line for line in text.splitlines() if line.strip()]
+    # Not `splitlines`: an id may hold what Unicode also calls the end of a line.
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def _sorted(keys: Sequence[bytes]) -> Keys:
