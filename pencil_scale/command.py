@@ -37,7 +37,9 @@ def run_job(
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, such as configs/demo.yaml")
     for name, meaning in (words or {}).items():
         parser.add_argument(name, metavar=name.upper(), help=meaning)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to set over the file's")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="keys to set over the file's"
+    )
     for name, meaning in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
     given = vars(parser.parse_intermixed_args(argv))
