@@ -10,7 +10,7 @@ releases it, or goes back to an older one. Killed at any step, the same command 
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -232,11 +232,26 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
         nights.move_current(night, expected=night.parent)
     elif status == "held":
         tell(config, night, "held")
+    if status != "current" and current is not None and current.overlay != night.overlay:
+        _take_down(config, nights, current, night.overlay)
     nights.close(night.name, night.verdict)
     if status == "current":
         _tidy(config, nights, night)
     current = nights.current()
     return Summary(status, night, None if current is None else current.name, facts)
+
+
+def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str) -> None:
+    """Ids that must vanish do not wait for a night that is used: what is in use is made anew without them."""
+    try:
+        if current.export is not None:
+            export, report = _export(config, current.name), _report(config, current.name, None)
+            nights.save(replace(current, export=export, report=report, overlay=overlay))
+            _say(f"{current.name} is exported again: ids were taken down, or put back, since")
+        for name in remove_taken_down(nights, overlay):
+            _say(f"{name} keeps no export: ids were taken down, or put back, since")
+    except (PencilError, OSError) as error:
+        _say(f"WARNING: {current.export} still holds ids that were taken down: {error}")
 
 
 def _tidy(config: Config, nights: NightFiles, night: Night) -> None:

@@ -16,6 +16,7 @@ from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.nights.beginning import run_facts
+from pencil_scale.nights.examining import Findings
 from pencil_scale.nights.night_files import Night, NightError, NightFiles
 from pencil_scale.subset_files import read_table, read_words
 from pipelines import promote, reclean_nightly
@@ -67,10 +68,7 @@ class Week:
         experiment = client.get_experiment_by_name("nightly")
         assert experiment is not None
         runs = client.search_runs([experiment.experiment_id])
-        tags = {
-            run.info.run_name: dict(run.data.tags) for run in runs if "-" in run.info.run_name[6:] or True
-        }
-        self.tags = {str(name): found for name, found in tags.items()}
+        self.tags = {str(run.info.run_name): dict(run.data.tags) for run in runs}
         version = client.get_model_version_by_alias("colours", "current")
         (self.alias[step],) = [run.info.run_name for run in runs if run.info.run_id == version.run_id]
 
@@ -283,6 +281,23 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
     assert "000101" in ids
     left = [night.name for night in week.crawl.nights.nights() if Path(str(night.export)).exists()]
     assert left == ["night-0006"]  # the others still had it
+
+
+def test_a_takedown_does_not_wait_for_a_night_that_is_used(
+    week: Week, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (week.crawl.folder / "gone.txt").write_text("000100\n000102\n")
+    monkeypatch.setattr(reclean_nightly, "_examine", lambda *_: Findings({}, reasons=("looks wrong",)))
+    overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
+    summary = reclean_nightly.run(week.crawl.settings(*overrides))
+    assert (summary.status, summary.current) == ("held", "night-0006")
+    current = week.crawl.nights.current()
+    assert current is not None
+    for night in (current, summary.night):
+        ids = exported(night, "sample_id")["sample_id"]
+        assert "000102" not in ids
+        assert "000101" in ids
+        assert "000102" not in Path(str(night.report)).read_text()
 
 
 def _killed(*_: object, **__: object) -> None:
