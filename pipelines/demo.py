@@ -25,7 +25,7 @@ CONFIG = "configs/demo.yaml"
 NOISE = "symmetric:0.4"
 CROSS_ENTROPY = [
     "run.name=demo-cross-entropy",
-    "stages.backbone.epochs=40",
+    "stages.backbone.epochs=32",
     "stages.pencil.epochs=0",
     "stages.finetune.epochs=0",
 ]
