@@ -25,7 +25,7 @@ from pipelines.ray_tasks import each
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 MOST_MB = 1500
-MOST_TIMES_READING = 3.0
+MOST_TIMES_READING = 20.0  # two passes, each with a search of every id in a list of 100,000 and a hash of it
 SAMPLED = 8
 
 
