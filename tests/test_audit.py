@@ -32,6 +32,7 @@ def test_in_a_large_dataset_the_bounds_are_those_of_clopper_and_pearson() -> Non
     assert interval(100, 100, 100_000_000)[0] == pytest.approx(0.025 ** (1 / 100), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [(0.9, 0.03), (0.5, 0.2), (0.99, 0.002)])
 def test_the_intervals_cover_the_truth_in_95_of_100_audits(right: float, wrong: float) -> None:
     """On labels whose truth is known, drawn and judged anew each time."""

@@ -51,6 +51,7 @@ def test_a_row_says_where_its_image_lies_and_what_it_is(bench: Bench) -> None:
     assert (manifest["status"], manifest["damage"]) == ({"ok": 5}, {})
 
 
+@pytest.mark.slow
 def test_segments_have_row_groups_of_4096_and_chunks_agree_with_the_rows(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -364,6 +365,7 @@ def test_equal_images_under_different_labels_prove_noise(bench: Bench) -> None:
     assert found == {**expected, "num_proven_wrong": 2, "proven_noise": 0.25}
 
 
+@pytest.mark.slow
 def test_shards_sorted_by_class_ask_for_a_window_and_mixed_ones_for_a_single_chunk(
     bench: Bench, tmp_path: Path
 ) -> None:

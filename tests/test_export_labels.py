@@ -217,6 +217,7 @@ def test_duckdb_and_polars_read_the_table(bench: ExportBench) -> None:
     assert frame["top_shares"].list.sum().to_list() == pytest.approx([1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_hugging_face_reads_labels_as_class_labels(bench: ExportBench) -> None:
     datasets = pytest.importorskip("datasets")
     bench.export()
@@ -236,6 +237,7 @@ def test_the_files_carry_hugging_faces_features_for_int64_labels(bench: ExportBe
     assert schema.field("given_label") == pa.field("given_label", pa.int64())
 
 
+@pytest.mark.slow
 def test_the_score_is_cleanlabs_self_confidence(bench: ExportBench) -> None:
     rank = pytest.importorskip("cleanlab.rank")
     bench.export("export.top_k=3")

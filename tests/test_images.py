@@ -216,6 +216,7 @@ def test_a_whole_file_needs_no_completion() -> None:
     assert complete_truncated(data) is data
 
 
+@pytest.mark.slow
 def test_a_truncated_image_leaves_other_threads_strict() -> None:
     part, stop, seen = encoded("PNG", size=(256, 256))[:-2000], threading.Event(), set()
 

@@ -29,6 +29,7 @@ def short_run(folder: Path, *overrides: str, **pace: int) -> SmallRun:
     return SmallRun(folder, *blobs(), *SHORT, *overrides, **pace)
 
 
+@pytest.mark.slow
 def test_every_row_is_visited_once_an_epoch(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     done = run.run()

@@ -258,6 +258,7 @@ def test_the_released_form_corrects_below_a_pull_of_two_and_not_above(num_classe
         assert not label_outlook(num_classes, pull, 0.5).changes, pull
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pull", "share"), [(1.0, 0.88), (1.12, 0.81), (1.9, 0.52), (3.0, 0.34)])
 def test_the_share_a_new_class_ends_with(pull: float, share: float) -> None:
     assert label_outlook(10, pull, 0.5).share == pytest.approx(share, abs=0.01)

@@ -77,6 +77,7 @@ def test_the_order_is_the_same_for_any_number_of_ranks(rows: Rows, world: int, e
         assert np.all(np.diff(place[flat(share)]) > 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(catalogues, st.integers(1, 5), st.floats(0, 1), st.integers(0, 1000))
 def test_what_is_left_after_a_crash_keeps_its_order(rows: Rows, world: int, share: float, seed: int) -> None:
@@ -125,6 +126,7 @@ def test_without_shuffling_rows_come_as_the_catalogue_has_them() -> None:
     assert np.array_equal(rows.in_order(rows.order(shuffle=False)), rows.ok)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(catalogues, st.sampled_from([20_000, 1 << 18, 1 << 22]))
 def test_a_window_keeps_to_its_bytes(rows: Rows, window_bytes: int) -> None:

@@ -113,6 +113,7 @@ def test_a_stage_too_short_for_any_change_is_warned_of() -> None:
     assert "WARNING: that is more than the stage has" in check_outlook(schedule("stages.pencil.epochs=2"), 10)
 
 
+@pytest.mark.slow
 def test_numbers_that_change_no_label_are_refused_with_numbers_that_do() -> None:
     with pytest.raises(OutlookError, match=r"try stages.pencil.alpha=0.01, or set .*allow_fixed_labels"):
         check_outlook(schedule(CIFAR100, 100), 100)
@@ -124,6 +125,7 @@ def test_the_papers_cifar100_run_can_be_asked_for_all_the_same() -> None:
     assert "WARNING: no label changes" in said
 
 
+@pytest.mark.slow
 def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
     for overrides, why in (
         (CIFAR10_50, "stays at 0.49"),

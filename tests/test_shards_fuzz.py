@@ -72,6 +72,7 @@ def pieces(data: bytes) -> list[Piece]:
     return list(TarWalk(Window(MemorySource(data))).pieces())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([USTAR, PAX, GNU]), edits)
 def test_the_pieces_tile_any_file_whatever_was_done_to_it(data: bytes, steps: list[Edit]) -> None:
@@ -83,6 +84,7 @@ def test_the_pieces_tile_any_file_whatever_was_done_to_it(data: bytes, steps: li
     assert position == len(edited(data, steps))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(edits)
 def test_a_member_that_was_there_is_found_again_or_lies_in_damage(steps: list[Edit]) -> None:
@@ -106,6 +108,7 @@ def test_arbitrary_bytes_are_damage_and_give_no_sample(data: bytes) -> None:
     assert found or not data.strip(b"\0")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([USTAR, PAX, GNU]), edits)
 def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> None:
@@ -119,6 +122,7 @@ def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> N
                     assert len(reader.data(member)) == member.size
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(edits)
 def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Edit]) -> None:
