@@ -8,6 +8,7 @@ worker or device that computes it.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Recipe)
     """Pad, take a random crop, mirror every other image, and normalise."""
     _require_room(images, recipe.crop, recipe.pad)
     padded = pad(images, [recipe.pad] * 4)
-    bits = _bits(rows.to(images.device), seed, epoch)
+    bits = _bits(rows.to(images.device, non_blocking=True), seed, epoch)
     room_y = padded.shape[-2] - recipe.crop + 1
     room_x = padded.shape[-1] - recipe.crop + 1
     top = (bits & 0xFFFFF) % room_y
@@ -64,9 +65,14 @@ def centre(images: Tensor, recipe: Recipe) -> Tensor:
 
 def normalise(images: Tensor, recipe: Recipe) -> Tensor:
     """Bring bytes to [0, 1], subtract the mean and divide by the deviation of each channel."""
-    mean = torch.tensor(recipe.mean, device=images.device)[:, None, None]
-    std = torch.tensor(recipe.std, device=images.device)[:, None, None]
+    mean, std = _a_channel(recipe.mean, images.device), _a_channel(recipe.std, images.device)
     return (images.float() / 255 - mean) / std
+
+
+@lru_cache
+def _a_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    """Numbers a channel, kept on the device: to bring them there is to wait until it has nothing to do."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 def _bits(rows: Tensor, seed: int, epoch: int) -> Tensor:

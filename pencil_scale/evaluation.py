@@ -87,17 +87,18 @@ def count_right(
 ) -> tuple[int, int]:
     """Count the samples of this rank whose class the network finds, and all it could read."""
     right = torch.zeros((), dtype=torch.int64, device=device)
-    seen = 0
+    seen = torch.zeros((), dtype=torch.int64, device=device)
     training, _ = model.training, model.eval()
     for batch in clean.batches():
         images = centre(batch.images.to(device, non_blocking=True), recipe)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             predicted = model(images).argmax(-1)
-        readable = batch.weight.to(device) > 0
-        right += ((predicted == batch.true_class.to(device)) & readable).sum()
-        seen += int((batch.weight > 0).sum())
+        readable = batch.weight.to(device, non_blocking=True) > 0
+        true_class = batch.true_class.to(device, non_blocking=True)
+        right += ((predicted == true_class) & readable).sum()
+        seen += readable.sum()
     model.train(training)
-    return int(right), seen
+    return int(right), int(seen)
 
 
 def accuracy(right: float, seen: float) -> float:

@@ -38,6 +38,7 @@ from pencil_scale.settings import Config
 
 BATCHES_AHEAD = 3
 PATIENCE_S = 10.0
+CLEAN_BATCH = 4  # times the batch of training: without gradients there is room for it
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class StreamSpec:
         return cls(
             storage=config.run.storage,
             version=version,
-            batch=config.optimizer.batch_per_worker,
+            batch=config.optimizer.batch_per_worker * (1 if part == "" else CLEAN_BATCH),
             part=part,
             seed=config.run.seed,
             window_mb=config.data.window_mb,
