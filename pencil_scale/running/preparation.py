@@ -1,5 +1,6 @@
 """What happens on the device before a step: the network built, images decoded, augmented and padded."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +15,15 @@ from pencil_scale.owners import Batch
 from pencil_scale.reading.gpu_decoding import decode_on_gpu
 from pencil_scale.settings import Config
 
+SWITCH_S = 0.0005
 FEWEST_ROWS = 2  # batch norm cannot learn from one sample
 
 
 def settle(config: Config, device: torch.device) -> None:
     """Set what is global to the process: seed, and fast or repeatable arithmetic."""
     torch.manual_seed(config.run.seed)
+    # Reading and carrying labels are threads of this process too: a step that waits 5 ms for each is late.
+    sys.setswitchinterval(SWITCH_S)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
