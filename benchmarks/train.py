@@ -1,7 +1,7 @@
 """How near training comes to its two limits: reading alone, and computing alone, measured in the same run.
 
     python benchmarks/train.py configs/demo.yaml                      # shards must be indexed
-    python benchmarks/train.py configs/cifar10.yaml --gpu --profile optimizer.compile=reduce-overhead
+    python benchmarks/train.py configs/cifar10.yaml --gpu --profile optimizer.cuda_graph=true
 
 One worker. Reading goes through Ray Data, computing goes over batches kept in memory, both with the labels'
 owners; end to end does both at once. On a GPU the limit is the slower of the two; on a CPU, where both share
@@ -27,11 +27,10 @@ from pencil_scale.labels.start_labels import fresh_table
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Batch, Owners
 from pencil_scale.running.local_ray import ensure_ray
-from pencil_scale.running.preparation import Preparation, build_model, settle, wrapped
+from pencil_scale.running.preparation import Preparation, build_model, build_optimizer, build_stepper, settle
 from pencil_scale.running.training import with_absolute_storage
 from pencil_scale.schedule import Schedule
 from pencil_scale.settings import Config
-from pencil_scale.step import Stepper
 from pencil_scale.stream import Stream, StreamSpec
 
 
@@ -46,15 +45,11 @@ class Bench:
     table: LabelTable
 
     def __post_init__(self) -> None:
-        options = self.config.optimizer
         settle(self.config, self.device)
         self.num_classes = self.catalogue.num_classes
         model = build_model(self.config, self.num_classes, self.device)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=options.momentum, fused=self.device.type == "cuda"
-        )
-        network = wrapped(model, options.compile, self.device, world=1)
-        self.stepper = Stepper(network, optimizer, bf16=options.precision == "bf16")
+        optimizer = build_optimizer(self.config, model, self.device)
+        self.stepper = build_stepper(self.config, model, optimizer, self.device, world=1)
         self.preparation = Preparation(self.config, self.device, self.stream.name_problem)
         self.owners = Owners(self.table, device=self.device)
         self.epoch = 0

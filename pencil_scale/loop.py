@@ -16,6 +16,7 @@ from pencil_scale.owners import Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
 from pencil_scale.step import Stepper
+from pencil_scale.step_graph import StepGraph
 
 LOG_EVERY_STEPS = 50
 NAMED_PROBLEMS = 20
@@ -101,7 +102,13 @@ class Loop:
     """Trains from one point of progress to the schedule's end, or to where it is asked to stop."""
 
     def __init__(
-        self, stepper: Stepper, schedule: Schedule, owners: Owners, hooks: Hooks, pace: Pace, seed: int
+        self,
+        stepper: Stepper | StepGraph,
+        schedule: Schedule,
+        owners: Owners,
+        hooks: Hooks,
+        pace: Pace,
+        seed: int,
     ) -> None:
         self.stepper, self.schedule, self.owners = stepper, schedule, owners
         self.hooks, self.pace, self.seed = hooks, pace, seed

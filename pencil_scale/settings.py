@@ -81,6 +81,7 @@ class Optimizer(Settings):
     weight_decay: float = key("of SGD", 1e-4, ge=0)
     precision: Literal["fp32", "bf16"] = key("of the forward pass", "fp32")
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = key("torch.compile's mode", "off")
+    cuda_graph: bool = key("record a step and replay it: faster for small networks; one GPU worker", False)
     warmup_steps: int = key("the learning rate rises linearly over these first steps", 0, ge=0, unit="steps")
     sync_batch_norm: bool = key("batch norm over all workers' samples, not each worker's own", False)
 
@@ -186,3 +187,13 @@ class Config(Settings):
     pin: PinJob = key("what pipelines.pin_labels takes", PinJob())
     report: ReportJob = key("what pipelines.review_report shows", ReportJob())
     nightly: NightlyJob = key("what pipelines.reclean_nightly does, and when it holds a night", NightlyJob())
+
+    @model_validator(mode="after")
+    def _recordable(self) -> Self:
+        one_gpu = self.workers.gpu and self.workers.count == (1, 1)
+        if self.optimizer.cuda_graph and not (one_gpu and self.optimizer.accumulation == 1):
+            raise ValueError(
+                "optimizer.cuda_graph: true records the step of one GPU worker that adds up no batches; set "
+                "workers.gpu: true, workers.count: 1 and optimizer.accumulation: 1, or cuda_graph: false"
+            )
+        return self

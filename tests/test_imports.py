@@ -26,8 +26,8 @@ LAYERS = {
         narrator label_traces judged_file page_copy
         regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
         examining""",
-    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step evaluation
-        prediction export export_rows
+    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph
+        evaluation prediction export export_rows
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
     "jobs": """local_ray control ranks scratch run_lock checkpoint_store checks preparation estimate worker

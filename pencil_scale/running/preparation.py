@@ -14,6 +14,8 @@ from pencil_scale.backbones import build_backbone
 from pencil_scale.owners import Batch
 from pencil_scale.reading.gpu_decoding import decode_on_gpu
 from pencil_scale.settings import Config
+from pencil_scale.step import Stepper
+from pencil_scale.step_graph import StepGraph
 
 SWITCH_S = 0.0005
 FEWEST_ROWS = 2  # batch norm cannot learn from one sample
@@ -41,15 +43,30 @@ def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Mo
     return model.to(device)
 
 
-def wrapped(model: nn.Module, compile_mode: str, device: torch.device, world: int) -> nn.Module:
+def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=0.0,  # set at every step
+        momentum=config.optimizer.momentum,
+        weight_decay=config.optimizer.weight_decay,
+        fused=device.type == "cuda",
+    )
+
+
+def build_stepper(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, world: int
+) -> Stepper | StepGraph:
     """Compile the network where asked, and share gradients where there are others to share with."""
-    wrapped: Any = model
-    if compile_mode != "off":
-        wrapped = torch.compile(model, mode=compile_mode, dynamic=False)
+    options = config.optimizer
+    network: Any = model
+    if options.compile != "off":
+        network = torch.compile(model, mode=options.compile, dynamic=False)
     if world > 1:
-        wrapped = DistributedDataParallel(wrapped, device_ids=[device] if device.type == "cuda" else None)
-    assert isinstance(wrapped, nn.Module)
-    return wrapped
+        network = DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
+    plain = Stepper(network, optimizer, options.precision == "bf16", options.accumulation)
+    if not options.cuda_graph:
+        return plain
+    return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-import torch
 
 from pencil_scale.augment import Recipe
 from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_checkpoint
@@ -26,13 +25,20 @@ from pencil_scale.labels.snapshot import visited
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Owners, owned_parts
 from pencil_scale.running.control import StopWatch
-from pencil_scale.running.preparation import Preparation, build_model, settle, wrapped
+from pencil_scale.running.preparation import (
+    Preparation,
+    build_model,
+    build_optimizer,
+    build_stepper,
+    settle,
+)
 from pencil_scale.running.ranks import Ranks
 from pencil_scale.running.scratch import claim
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
 from pencil_scale.step import Stepper
+from pencil_scale.step_graph import StepGraph
 from pencil_scale.stream import Stream, StreamSpec
 
 STOP_EVERY = 8  # steps between two questions whether to stop: each is a word between all ranks
@@ -107,25 +113,13 @@ class Worker:
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
 
-    def _stepper(self, saved: Saved | None) -> Stepper:
-        options = self.job.config.optimizer
+    def _stepper(self, saved: Saved | None) -> Stepper | StepGraph:
         if saved:
             self.model.load_state_dict(saved.weights)
-        optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            lr=0.0,  # set at every step
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        optimizer = build_optimizer(self.job.config, self.model, self.device)
         if saved:
             optimizer.load_state_dict(saved.optimizer)
-        return Stepper(
-            wrapped(self.model, options.compile, self.device, self.ranks.world),
-            optimizer,
-            bf16=options.precision == "bf16",
-            accumulation=options.accumulation,
-        )
+        return build_stepper(self.job.config, self.model, optimizer, self.device, self.ranks.world)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to where everybody was asked to stop."""
