@@ -1,8 +1,8 @@
 """A whole step as one CUDA graph: recorded once, then replayed for every full batch.
 
 A small network keeps the GPU waiting for Python, which launches hundreds of kernels a step; a replay launches
-them all at once. The numbers are those of a plain step: the first steps of a stage are plain ones, a recording
-computes nothing, and what it recorded is then replayed with the batch it was recorded for.
+them all at once. The numbers are those of a plain step: a stage begins with plain ones, a recording computes
+nothing, and it is then replayed for the batch it was made with.
 
     stepper = StepGraph(stepper, odd=stepper, full_batch=128)
     result = stepper.step(batch, stage, nth, of)             # batches of other sizes take plain steps
