@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pencil_scale.config import load_config, masked
 from pencil_scale.config_help import help_page
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.schema import PencilError
 from pencil_scale.versions import check_versions
 
@@ -48,6 +49,8 @@ def run_job(
     def work() -> None:
         config = load_config(path, overrides)
         try:
+            refuse_lost("run.storage", config.run.storage)
+            refuse_lost("tracking.uri", config.tracking.uri)
             run(config, **given)
         except PencilError as error:
             raise PencilError(masked(str(error), config)) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pencil_scale.command import exit_code
 from pencil_scale.config import load_config
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.running.local_ray import ensure_ray
 from pencil_scale.running.training import train
 from pipelines import export_labels, index_shards, make_shards, review_report
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> dict[str, object]:
     """Make, index, train twice, export, show, compare."""
+    refuse_lost("the demo, which is for one machine", str(FOLDER))
     shutil.rmtree(FOLDER, ignore_errors=True)
     ensure_ray()
     _headline("1. Shards: 1,437 digits for training, 40 % of their labels drawn anew at random")

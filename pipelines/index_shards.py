@@ -31,6 +31,7 @@ from pencil_scale.indexing.identity import shard_stem
 from pencil_scale.indexing.index_rules import make_overlay, make_rules
 from pencil_scale.indexing.shard_index import IndexRules
 from pencil_scale.indexing.staging import ShardReport
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.shard_urls import Listing, Shard, expand_urls, list_shards
 from pencil_scale.settings import Config
@@ -96,6 +97,8 @@ def index(part: Part) -> Summary:
     manifest = read_manifest(folder)
     old = Catalogue(folder, manifest) if manifest else None
     _check_identity(old, part)
+    # A catalogue names its shards for life. (A file of patterns may be sent along with a job.)
+    refuse_lost(f"data.{part.name or 'shards'}", *(one for one in part.shards if not one.startswith("@")))
     listing = list_shards(part.shards, part.img2dataset)
     changes = compare(listing, old, part.rules_name)
     _say_changes(part, listing, changes, old)

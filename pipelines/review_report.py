@@ -24,6 +24,7 @@ from rich.table import Table
 
 from pencil_scale.command import run_job
 from pencil_scale.export_rows import Source, find_source, stretches
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.label_traces import Traces, read_traces
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
@@ -73,6 +74,7 @@ def run(config: Config) -> Summary:
         return _tell_audit(config.report.judged)
     if config.report.page is not None and not config.report.page.endswith(".html"):
         raise ReportError(f"report.page: {config.report.page} is no page; name a file that ends in .html")
+    refuse_lost("report.page", config.report.page)
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
     named = config.report.labels or config.run.name
     source = find_source(storage, named, config.data.exclude, TOP_K, model=None)

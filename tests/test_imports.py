@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. Rooms may span layers: what counts is what a module needs.
 LAYERS = {
     "words": """schema curves shapes section job_settings settings config config_problems config_help
-        versions command""",
+        versions job_folder command""",
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
         gpu_decoding augment backbones noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_pieces tar_search tar_walk
