@@ -35,7 +35,7 @@ def ensure_ray() -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAMESPACE, log_to_driver=False)
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
         # A run has more small actors than a laptop has processors: Ray would warn whenever they start.
