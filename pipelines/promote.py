@@ -8,13 +8,14 @@ begins from there. It takes seconds, and may be run again.
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.command import run_job
-from pencil_scale.export_files import read_manifest
+from pencil_scale.export_files import ExportError, read_manifest
 from pencil_scale.nights.night_files import Night, NightFiles
 from pencil_scale.settings import Config
 
@@ -25,7 +26,7 @@ class Summary:
 
     night: Night
     before: str | None
-    has_export: bool
+    export: str | None  # of these labels, by the night itself or by hand
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +63,18 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
         nights.close(other.name, other.verdict)
     nights.move_current(night, expected=name)
     tell_current(config, night, before)
-    return Summary(night, name, night.export is not None and read_manifest(night.export) is not None)
+    return Summary(night, name, _find_export(config, night))
+
+
+def _find_export(config: Config, night: Night) -> str | None:
+    """A training run that nights go on from made no export itself; somebody may have made one since."""
+    folders = (night.export, f"{config.run.storage}/exports/{night.name}", config.export.folder)
+    for folder in filter(None, folders):
+        with suppress(ExportError):  # CURRENT has moved: what else lies there is no reason to fail
+            found = read_manifest(folder)
+            if found is not None and found.labels == night.labels:
+                return folder
+    return None
 
 
 def print_summary(summary: Summary) -> None:
@@ -75,11 +87,10 @@ def print_summary(summary: Summary) -> None:
         table.add_row("  held because", reason)
     Console(markup=False, highlight=False).print(table)
     for what in ("labels", "model", "export", "report"):
-        print(f"{what:<8} {getattr(night, what) or '-'}")
-    if not summary.has_export:
-        print(
-            f"{night.name} has no export; make one: pipelines.export_labels CONFIG export.labels={night.name}"
-        )
+        print(f"{what:<8} {getattr(summary if what == 'export' else night, what) or '-'}")
+    if summary.export is None:
+        command = f"python -m pipelines.export_labels CONFIG export.labels={night.name}"
+        print(f"no export of these labels was found; to make one: {command}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from catalogue_making import REST
 
+from pencil_scale.export_files import ExportManifest, publish
 from pencil_scale.nights.night_files import Night, NightFiles, Plan, night_name
 from pipelines.promote import main
 
@@ -68,6 +69,17 @@ def test_a_night_killed_before_its_last_step_does_not_undo_a_rollback(nights: Ni
     assert nights.unclosed() is not None  # it would go on, and take CURRENT
     assert promote(nights, "night-0002") == 0
     assert nights.unclosed() is None
+
+
+@pytest.mark.slow
+def test_an_export_that_was_made_by_hand_is_found_and_one_of_other_labels_is_not(
+    nights: NightFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = f"{nights.storage}/exports/night-0001"
+    for labels, told in (("others", "no export of these labels was found"), ("labels", f"export   {folder}")):
+        publish(folder, ExportManifest(labels, 1, "run", ("a", "b"), 0, 0, ()))
+        assert promote(nights, "night-0001") == 0
+        assert told in capsys.readouterr().out
 
 
 def test_the_night_is_asked_for(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
