@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.command import exit_code
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.noise import CIFAR10_FLIPS, NoisyLabels, asymmetric_noise, next_class_flips, symmetric_noise
 from pencil_scale.running.local_ray import ensure_ray, num_processors
 from pencil_scale.schema import PencilError
@@ -141,12 +142,34 @@ def _refuse_other(out: OutFolder, record_name: str, record: dict[str, object]) -
             f"{out.url}/{record_name}: damaged; delete it with its shards, and run again"
         ) from None
     changed = [name for name in record if before.get(name) != json.loads(json.dumps(record[name]))]
-    if changed:
-        said = ", ".join(f"{name} {before.get(name)!r}, now {record[name]!r}" for name in changed)
+    asked = [name for name in changed if name not in ("samples", "source", "labels")]
+    if asked:
+        said = ", ".join(_said(name, before.get(name), record[name]) for name in asked)
         raise OutError(
             f"{out.url}: its shards were made with {said}; repeat the first arguments to go on, "
             "or use another folder"
         )
+    if changed:
+        raise OutError(
+            f"{out.url}: its shards were made when the source had {_differs(changed, before, record)}; "
+            "bring it back to go on, or use another folder"
+        )
+
+
+def _said(name: str, before: object, now: object) -> str:
+    """One argument as it was and is, as people write it."""
+    if name == "shuffle":
+        return "a shuffle, now --no-shuffle" if before else "--no-shuffle, now a shuffle"
+    spelt = name.upper() if name in ("kind", "src") else f"--{name.replace('_', '-')}"
+    was, is_now = ("none" if value is None else value for value in (before, now))
+    return f"{spelt} {was}, now {is_now}"
+
+
+def _differs(changed: Sequence[str], before: dict[str, object], now: dict[str, object]) -> str:
+    """What is another in a source, the plainest first: where samples came or went, all else follows."""
+    if "samples" in changed:
+        return f"{before.get('samples')} samples, now {now['samples']}"
+    return "other files, or in another order" if "source" in changed else "other labels"
 
 
 def _write_classes(out: OutFolder, files: dict[str, int], classes: Sequence[str]) -> None:
@@ -243,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
 
     def work() -> None:
+        refuse_lost("OUT", arguments.out)
         for job in jobs_of(arguments):
             print_summary(run(job))
 

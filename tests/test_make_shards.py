@@ -476,12 +476,17 @@ def test_other_shards_in_the_folder_are_refused_by_name(
     assert make_shards.main(["folder", str(source), str(out), "--seed", "3"]) == 0
     capsys.readouterr()
     before = bytes_in(out)
-    assert "seed 3, now 4" in refusal(capsys, "folder", source, out, "--seed", 4)
-    assert "noise None, now 'symmetric:0.2'" in refusal(
+    assert "made with --seed 3, now 4; repeat" in refusal(capsys, "folder", source, out, "--seed", 4)
+    assert "made with --noise none, now symmetric:0.2; repeat" in refusal(
         capsys, "folder", source, out, "--seed", 3, "--noise", "symmetric:0.2"
     )
+    assert "made with a shuffle, now --no-shuffle; repeat" in refusal(
+        capsys, "folder", source, out, "--seed", 3, "--no-shuffle"
+    )
     (source / "cat" / "another.png").write_bytes(image(999))
-    assert "samples 12, now 13" in refusal(capsys, "folder", source, out, "--seed", 3)
+    assert "the source had 12 samples, now 13; bring" in refusal(capsys, "folder", source, out, "--seed", 3)
+    (source / "dog" / "dog.1.png").unlink()
+    assert "had other files" in refusal(capsys, "folder", source, out, "--seed", 3)
     classes = class_folders(tmp_path / "other", classes=("ant", "bee"))
     assert "classes.txt: lists other classes" in refusal(capsys, "folder", classes, out, "--prefix", "test")
     (out / "train.make_shards.json").unlink()
