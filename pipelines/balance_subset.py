@@ -239,7 +239,7 @@ def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, 
 def print_summary(summary: Summary, names: Sequence[str]) -> None:
     """Print the end table."""
     words = summary.words
-    table = Table(title=f"subset {summary.folder}", show_header=False)
+    table = Table(title="subset", show_header=False)
     table.add_row("samples", f"{words.num_members:,} of {int(summary.available.sum()):,}")
     table.add_row(
         "classes", f"{len(names):,}, {min(words.class_counts):,} to {max(words.class_counts):,} each"
@@ -247,9 +247,11 @@ def print_summary(summary: Summary, names: Sequence[str]) -> None:
     table.add_row("catalogue version", str(words.catalogue_version))
     table.add_row("drawn", "now" if summary.drawn else "before; nothing has changed")
     if words.shards:
-        table.add_row("shards", f"{words.shards} ({summary.num_shards_written:,} written now)")
-    table.add_row("to train on it", f"data.subset={summary.folder}")
+        table.add_row("shards written now", f"{summary.num_shards_written:,}")
     Console(markup=False, highlight=False).print(table)
+    if words.shards:  # a path is never cut to the width of a table
+        print(f"shards of its own: {words.shards}")
+    print(f"to train on it: data.subset={summary.folder}")
 
 
 if __name__ == "__main__":

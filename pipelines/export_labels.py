@@ -20,6 +20,7 @@ from rich.table import Table
 from pencil_scale.command import run_job
 from pencil_scale.export_files import ExportError, ExportManifest, publish, read_manifest, sweep
 from pencil_scale.export_rows import Model, Source, find_source, stretches
+from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import find_published
 from pencil_scale.reading.byte_source import filesystem_of
@@ -65,6 +66,7 @@ def run(config: Config) -> Summary:
     model = _model(config, storage, find_published(storage, named).name)
     source = find_source(storage, named, config.data.exclude, config.export.top_k, model)
     folder = config.export.folder or f"{storage}/exports/{source.published.name}"
+    refuse_lost("export.folder", folder)
     folder = PartStore(folder).url
     before = read_manifest(folder)
     job = Job(source, folder, frozenset(before.files() if before else ()), config.data.label)
@@ -160,7 +162,7 @@ def _added(counts: Sequence[dict[str, int]]) -> dict[str, int]:
 def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
     """Print the end table."""
     manifest = summary.manifest
-    table = Table(title=f"export {summary.folder}", show_header=False)
+    table = Table(title="export", show_header=False)
     table.add_row("samples", f"{manifest.num_samples:,}")
     table.add_row("label issues", f"{manifest.num_label_issues:,}")
     for name, num in summary.predicted_by.items():
@@ -175,6 +177,7 @@ def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
         table.add_row("  damaged stretches", f"{sum(each.num_damaged for each in done):,}")
     table.add_row("outdated, removed", f"{summary.num_swept:,} files")
     Console(markup=False, highlight=False).print(table)
+    print(f"export: {summary.folder}")  # a path is never cut to the width of a table
 
 
 if __name__ == "__main__":
