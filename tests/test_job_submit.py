@@ -1,4 +1,4 @@
-"""The main job as people submit it: to a head node that stands already, with `ray job submit`."""
+"""Jobs as people submit them: to a head node that stands already, with `ray job submit`."""
 
 import os
 import signal
@@ -8,13 +8,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from training_runs import ROOT, TinyData, descendants, started
+from tar_making import python_tar
+from training_runs import ROOT, TinyData, descendants, sample, started
+
+from pencil_scale.nights.night_files import NightFiles
+from pencil_scale.subset_files import read_words
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RAY = str(Path(sys.executable).parent / "ray")
 ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
+SHORT_NIGHT = [*ONE_EPOCH, "workers.count=1", "workers.in_process=true", "report.mlflow=false"]
+SHORT_NIGHT += ["nightly.max_class_ratio=2"]
 
 
 def free_ports(number: int) -> list[int]:
@@ -53,31 +61,77 @@ def is_alive(pid: int) -> bool:
     )
 
 
-def submit(address: str, *words: str) -> "subprocess.CompletedProcess[str]":
-    """`ray job submit --working-dir . -- python -m pencil_scale.train ...`, as the README has it."""
+def submit(address: str, job: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    """`ray job submit --working-dir . -- python -m JOB ...`, as the README has it."""
     command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
-    command += ["python", "-m", "pencil_scale.train", *words]
+    command += ["python", "-m", job, *words]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "NO_COLOR": "1"}
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
 
 
-def test_a_submitted_job_trains_on_the_cluster_and_is_refused_the_second_time(
-    address: str, tmp_path: Path
-) -> None:
-    data = TinyData.make(tmp_path)
-    config = str(tmp_path / "config.yaml")
-    first = submit(address, config, *ONE_EPOCH)
+def printed(found: "subprocess.CompletedProcess[str]") -> str:
+    """What the job itself printed, without what is said around it."""
+    job = found.stdout.partition("Running entrypoint for job")[2].partition("\n")[2]
+    return "\n".join(line for line in job.splitlines() if " cli.py:" not in line)
+
+
+@pytest.fixture(scope="module")
+def data(address: str, tmp_path_factory: pytest.TempPathFactory) -> TinyData:
+    """Shards on which a submitted job has trained."""
+    data = TinyData.make(tmp_path_factory.mktemp("tiny"))
+    first = submit(address, "pencil_scale.train", str(data.folder / "config.yaml"), *ONE_EPOCH)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "run tiny begins, on catalogue version 1" in first.stdout
+    return data
+
+
+def test_a_submitted_job_trains_on_the_cluster_and_is_refused_the_second_time(
+    address: str, data: TinyData
+) -> None:
     assert data.summary()["coverage"] == [1.0]
     assert (data.storage / "mlflow.db").exists()  # it fails to appear where a job's folder is taken away
-    again = submit(address, config, *ONE_EPOCH)
+    again = submit(address, "pencil_scale.train", str(data.folder / "config.yaml"), *ONE_EPOCH)
     assert again.returncode != 0
     assert "error: run tiny is finished" in again.stdout
 
 
-def test_a_submitted_job_with_a_broken_config_fails_and_says_what_is_wrong(address: str) -> None:
-    found = submit(address, "configs/demo.yaml", "stages.pencil.epoch=3")
+def test_the_jobs_around_it_leave_their_work_and_a_readable_log(address: str, data: TinyData) -> None:
+    config = str(data.folder / "config.yaml")
+    subset = submit(address, "pipelines.balance_subset", config, "subset.per_class=20")
+    export = submit(address, "pipelines.export_labels", config, "export.corrected_shards=true")
+    report = submit(address, "pipelines.review_report", config, "report.mlflow=false")
+    for found in (subset, export, report):
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert not {"\x1b", "\r"} & set(printed(found)), printed(found)
+    words = read_words(str(data.storage / "subsets" / "balanced"))
+    assert words is not None
+    assert words.class_counts == (20, 20, 20, 20)
+    assert f"to train on it: data.subset={data.storage}/subsets/balanced" in printed(subset)
+    assert len(pq.read_table(data.storage / "exports" / "tiny" / "table")) == data.num_samples
+    assert "correcting shards: 2 of 2" in printed(export)  # two tasks, on the cluster
+    assert "</html>" in (data.storage / "reports" / "tiny.html").read_text()
+    assert f"page: {data.storage}/reports/tiny.html" in printed(report)
+
+
+def test_a_submitted_night_that_is_held_is_a_failed_job(address: str, data: TinyData) -> None:
+    chance = np.random.default_rng(5)
+    pictures = [sample(number, chance)[0] for number in range(1000, 1080)]
+    poisoned = [(name.replace(".png", ".cls"), b"0") for name, _ in pictures]
+    (data.folder / "002.tar").write_bytes(python_tar(sorted(pictures + poisoned)))
+    night = submit(address, "pipelines.reclean_nightly", str(data.folder / "config.yaml"), *SHORT_NIGHT)
+    assert night.returncode != 0
+    assert "exit code 3" in night.stdout
+    assert "HELD: the class balance jumped" in printed(night)
+    assert not {"\x1b", "\r"} & set(printed(night)), printed(night)
+    nights = NightFiles(str(data.storage))
+    current = nights.current()
+    assert current is not None
+    assert current.name == "tiny"  # the night before the first
+    assert nights.must_find("night-0001").held
+
+
+def test_a_job_that_would_write_where_ray_removes_it_fails_and_says_so(address: str) -> None:
+    found = submit(address, "pipelines.reclean_nightly", "configs/demo.yaml")
     assert found.returncode != 0
-    assert "stages.pencil.epoch" in found.stdout
-    assert "Traceback" not in found.stdout.split("stages.pencil.epoch")[0]
+    assert "error: run.storage: runs/demo lies in the folder of this job" in printed(found)
+    assert "Traceback" not in printed(found)
