@@ -16,6 +16,7 @@ trials and small evaluation sets. With `shuffle=False` the rows come in the cata
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ from pencil_scale.reading.window_reader import (
 from pencil_scale.settings import Config
 
 BATCHES_AHEAD = 3
+PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
 CLEAN_BATCH = 4  # times the batch of training: without gradients there is room for it
 
@@ -106,9 +108,15 @@ class Stream:
         self.image_size = self._image_size(read)  # height, width
         self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
         evaluates = not spec.shuffle  # while the next epoch of the training stream is begun already
-        self._blocks = None if in_process else RayBlocks(self._read, world, spec.worker_cpus, evaluates)
+        self._blocks = (
+            None
+            if in_process
+            else RayBlocks(self._read, world, spec.worker_cpus, evaluates, 2 * self._epoch_bytes())
+        )
         self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
         self._running: Prefetch[StreamBatch] | None = None
+        self._coming: Iterator[StreamBatch] = iter(())
+        self._num_batches: dict[int, int] = {}  # of every epoch that is coming
         self._begun: int | None = None  # the epoch that is being read before anybody asked for it
 
     @property
@@ -130,6 +138,7 @@ class Stream:
         cuts = deal(left, self.world)[self.rank]
         steps = num_steps(int(left.sum()), spec.batch, self.world)
         sizes = batch_sizes(sum(cut.stop - cut.start for cut in cuts), spec.batch, steps)
+        sizes = sizes if spec.shuffle else [size for size in sizes if size]
         return Share([order.piece(cut, visited, selection.mask) for cut in cuts], sizes)
 
     def batches(self, epoch: int, visited: Mask | None = None) -> Iterator[StreamBatch]:
@@ -140,19 +149,29 @@ class Stream:
         """
         if visited is not None or self._begun != epoch:
             self._begin(epoch, visited)
-        assert self._running is not None
         self._begun = None
-        yield from self._running
+        yield from islice(self._coming, self._num_batches[epoch])
+        if epoch == max(self._num_batches):
+            yield from self._coming  # nothing, or what went wrong at the very end
         # The first batches of the next epoch arrive while this one is evaluated and saved.
         if epoch + 1 < self.spec.num_epochs:
-            self._begin(epoch + 1)
+            if epoch + 1 not in self._num_batches:
+                self._begin(epoch + 1)
             self._begun = epoch + 1
 
     def _begin(self, epoch: int, visited: Mask | None = None) -> None:
+        """Start to read an epoch, and those after it where they are short."""
         self._finish()
-        share = self.plan(epoch, visited)
-        sizes = share.sizes if self.spec.shuffle else [size for size in share.sizes if size]
-        self._running = Prefetch(self._cutter.cut(self._tables(share.pieces), sizes), BATCHES_AHEAD)
+        shares = [self.plan(epoch, visited)]
+        while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
+            if epoch + len(shares) >= self.spec.num_epochs:
+                break
+            shares.append(self.plan(epoch + len(shares)))
+        self._num_batches = {epoch + number: len(share.sizes) for number, share in enumerate(shares)}
+        pieces = [piece for share in shares for piece in share.pieces]
+        sizes = [size for share in shares for size in share.sizes]
+        self._running = Prefetch(self._cutter.cut(self._tables(pieces), sizes), BATCHES_AHEAD)
+        self._coming = iter(self._running)
 
     def name_problem(self, row: int, reason: str) -> str:
         """Name a sample that could not be decoded here, as the read tasks name theirs."""
@@ -172,6 +191,12 @@ class Stream:
         if self._running is not None:
             self._running.join(timeout_s)
             self._running = None
+
+    def _epoch_bytes(self) -> int:
+        """What this rank's part of an epoch is when it has been read."""
+        if self._read.size is None:
+            return int(self._selection.counts.num_bytes.sum()) // self.world
+        return self.num_rows * 3 * self._read.size[0] * self._read.size[1] // self.world
 
     def _image_size(self, read: ReadSpec) -> tuple[int, int]:
         if self.num_rows == 0:

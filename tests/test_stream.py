@@ -232,7 +232,11 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
-def test_the_next_epoch_is_read_while_this_one_ends(shards: Shards) -> None:
+@pytest.mark.parametrize("pieces_at_once", [1, 8, 256])
+def test_the_next_epoch_is_read_while_this_one_ends(
+    shards: Shards, pieces_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pencil_scale.stream.PIECES_AT_ONCE", pieces_at_once)
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
     for epoch in range(3):
         assert stream._begun == (epoch or None)

@@ -27,6 +27,7 @@ from pencil_scale.reading.window_reader import ReadSpec, StreamError, read_piece
 from pencil_scale.schema import PencilError
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
+FEWEST_AHEAD = 256 << 20  # bytes
 
 
 @ray.remote(num_cpus=0)
@@ -75,9 +76,16 @@ class RayBlocks:
     """The blocks of one rank, from epoch to epoch."""
 
     def __init__(
-        self, spec: ReadSpec, world: int = 1, worker_cpus: float = 0.0, beside_another: bool = False
+        self,
+        spec: ReadSpec,
+        world: int = 1,
+        worker_cpus: float = 0.0,
+        beside_another: bool = False,
+        ahead_bytes: float = math.inf,
     ) -> None:
         """`worker_cpus` is what each of `world` training processes keeps for itself.
+
+        About `ahead_bytes` are read before they are asked for, if the object store has room for them.
 
         `beside_another` stream that is begun but not read, as while a run evaluates: its tasks hold on to
         their processors until somebody takes their blocks, so these must not ask for any.
@@ -90,7 +98,7 @@ class RayBlocks:
             override_num_blocks=1,
             **(_modest(0.0, int(free_cpus)) if beside_another else _modest(free_cpus)),
         )
-        _limit(dataset.context, spec, world, max(1.0, free_cpus))
+        _limit(dataset.context, spec, max(1.0, free_cpus), min(_store(world), max(FEWEST_AHEAD, ahead_bytes)))
         (self._iterator,) = dataset.streaming_split(1)
 
     def blocks(self, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
@@ -125,9 +133,13 @@ def _modest(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
     return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
 
 
-def _limit(context: DataContext, spec: ReadSpec, world: int, cpus: float) -> None:
+def _store(world: int) -> float:
+    """One rank's share of the object store, in bytes."""
+    return STORE_SHARE * _cluster("object_store_memory", 1 << 30) / world
+
+
+def _limit(context: DataContext, spec: ReadSpec, cpus: float, store_bytes: float) -> None:
     """Keep one rank's reading to its share of what is free, in order, and without a report every epoch."""
-    store_bytes = STORE_SHARE * _cluster("object_store_memory", 1 << 30) / world
     context.execution_options = ExecutionOptions(
         resource_limits=ExecutionResources.for_limits(cpu=cpus, object_store_memory=store_bytes),
         preserve_order=True,
