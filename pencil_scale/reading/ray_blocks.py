@@ -27,7 +27,7 @@ from pencil_scale.reading.window_reader import ReadSpec, StreamError, read_piece
 from pencil_scale.schema import PencilError
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
-FEWEST_AHEAD = 256 << 20  # bytes
+FEWEST_AHEAD = 1 << 30  # bytes
 
 
 @ray.remote(num_cpus=0)
