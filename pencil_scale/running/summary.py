@@ -38,6 +38,7 @@ class Summary:
             "samples": "samples",
             "corrected": "labels changed",
             "images_per_s": "images/s",
+            "epoch_s": "seconds an epoch",
             "model": "model",
             "labels": "labels",
         }
@@ -92,12 +93,12 @@ def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
         "unreadable": last["rows_unreadable"],
         "seconds": sum(figures["epoch_s"] for figures in record),
     }
-    for key in ("images_per_s", "data_wait_share", "label_wait_share"):
+    for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
         facts[key] = median(figures[key] for figures in record)
     return facts
 
 
 def _spelled(value: Any) -> str:
-    if isinstance(value, float) and value <= 1:
-        return f"{value:.4f}"
+    if isinstance(value, float) and value < 100:
+        return f"{value:.4f}" if value <= 1 else f"{value:.2f}"
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
