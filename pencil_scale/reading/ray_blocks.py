@@ -96,7 +96,7 @@ class RayBlocks:
             PieceSource(self._pieces, spec),
             # One block asked for: else Ray would cut the blocks of few tasks into hundreds, even single rows.
             override_num_blocks=1,
-            **(_modest(0.0, int(free_cpus)) if beside_another else _modest(free_cpus)),
+            **(_asked(0.0, int(free_cpus)) if beside_another else _asked(free_cpus)),
         )
         _limit(dataset.context, spec, max(1.0, free_cpus), min(_store(world), max(FEWEST_AHEAD, ahead_bytes)))
         (self._iterator,) = dataset.streaming_split(1)
@@ -123,13 +123,14 @@ def _cluster(resource: str, unknown: float) -> float:
     return resources().get(resource, unknown)
 
 
-def _modest(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
-    """Where the workers leave less than a processor each, read with what there is.
+def _asked(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
+    """What a task asks for: one more of them runs than there are processors, so none idles between two.
 
-    A task that asked for a whole one would wait for it for ever, and the training for the task.
+    Where the workers leave less than a processor, tasks read with what there is: one that asked for a whole
+    one would wait for it for ever, and the training for the task.
     """
     if free_cpus >= 1:
-        return {}
+        return {"num_cpus": math.floor(100 * free_cpus / (math.floor(free_cpus) + 1)) / 100}
     return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
 
 
