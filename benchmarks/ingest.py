@@ -18,7 +18,7 @@ import statistics
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
         return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU an image"
 
 
-Turn = Callable[[], Iterator[int]]  # reads some epochs, and counts the images of every batch
+Turn = Callable[[], Generator[tuple[int, int], None, None]]  # gives every batch's epoch and number of images
 
 
 def main() -> None:
@@ -79,13 +79,13 @@ def main() -> None:
         urls = [str(path) for path in sorted(Path(folder, "shards").glob("*.tar"))]
         loader = web_loader(urls, options)
         readers: dict[str, Turn] = {
-            "pencil_scale": partial(turn_of_stream, replace(spec, num_epochs=options.epochs)),
-            "webdataset": partial(turn_of_loader, loader, options.epochs),
+            "pencil_scale": partial(turn_of_stream, replace(spec, num_epochs=options.epochs + 1)),
+            "webdataset": partial(turn_of_loader, loader, options.epochs + 1),
         }
         print(
             f"{len(urls)} shards, {options.epochs} epochs a turn, {options.cpus} cores, batch {options.batch}"
         )
-        found = take_turns(readers, options.rounds)
+        found = take_turns(readers, options.rounds, options.epochs)
         limit = options.cpus * decoding_alone(urls[0], options.size)
     report(found, limit)
 
@@ -154,36 +154,52 @@ def scaled(image: Image.Image, size: int) -> torch.Tensor:
     return torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR)))
 
 
-def turn_of_stream(spec: StreamSpec) -> Iterator[int]:
+def turn_of_stream(spec: StreamSpec) -> Generator[tuple[int, int], None, None]:
     """Read some epochs of ours."""
     stream = Stream(spec)
-    for epoch in range(spec.num_epochs):
-        for batch in stream.batches(epoch):
-            yield int(batch.weight.sum())
-    stream.close()
+    try:
+        for epoch in range(spec.num_epochs):
+            for batch in stream.batches(epoch):
+                yield epoch, int(batch.weight.sum())
+    finally:
+        stream.close()
 
 
-def turn_of_loader(loader: Any, num_epochs: int) -> Iterator[int]:
+def turn_of_loader(loader: Any, num_epochs: int) -> Generator[tuple[int, int], None, None]:
     """Read some epochs of theirs."""
-    for _ in range(num_epochs):
+    for epoch in range(num_epochs):
         for images, _ in loader:
-            yield len(images)
+            yield epoch, len(images)
 
 
-def take_turns(readers: dict[str, Turn], rounds: int) -> dict[str, list[Measured]]:
+def take_turns(readers: dict[str, Turn], rounds: int, num_epochs: int) -> dict[str, list[Measured]]:
     """Measure each reader in turn, after a turn that does not count."""
     found: dict[str, list[Measured]] = {name: [] for name in readers}
     for number in range(rounds + 1):
         for name, read in readers.items():
             with_ray = name == "pencil_scale"
-            batches = read()
-            next(batches)  # what begins once a run is not measured, for neither
-            start, cpu_start = time.perf_counter(), cpu_seconds(with_ray)
-            images = sum(batches)
-            seconds, cpu = time.perf_counter() - start, cpu_seconds(with_ray) - cpu_start
+            images, seconds, cpu = measured(read(), num_epochs, partial(cpu_seconds, with_ray))
             if number:
                 found[name].append(Measured(images / seconds, 1000 * cpu / images))
                 print(f"  round {number}: {name:<13} {found[name][-1]}", flush=True)
+    return found
+
+
+def measured(
+    batches: Generator[tuple[int, int], None, None], num_epochs: int, cpu_seconds: Callable[[], float]
+) -> tuple[int, float, float]:
+    """Images, seconds and CPU seconds from the first batch of one epoch to that of another.
+
+    What had been made when the first one came is as much as is left when the last one does.
+    """
+    next(batches)
+    start, cpu_start, images = time.perf_counter(), cpu_seconds(), 0
+    for epoch, num in batches:
+        images += num
+        if epoch == num_epochs:
+            break
+    found = images, time.perf_counter() - start, cpu_seconds() - cpu_start
+    batches.close()
     return found
 
 

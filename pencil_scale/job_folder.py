@@ -12,7 +12,7 @@ from pathlib import Path
 from pencil_scale.schema import PencilError
 
 UNPACKED = "working_dir_files"  # Ray's own name for the folder that has those of all jobs
-LOCAL = re.compile(r"(file|local)://|sqlite:///")
+LOCAL = re.compile(r"^((file|local)://|sqlite(\+\w+)?:///)")
 
 
 class JobFolderError(PencilError):

@@ -191,9 +191,15 @@ class Config(Settings):
     @model_validator(mode="after")
     def _recordable(self) -> Self:
         one_gpu = self.workers.gpu and self.workers.count == (1, 1)
-        if self.optimizer.cuda_graph and not (one_gpu and self.optimizer.accumulation == 1):
+        options = self.optimizer
+        plain = options.accumulation == 1 and options.compile in (
+            "off",
+            "default",
+        )  # others record by themselves
+        if options.cuda_graph and not (one_gpu and plain):
             raise ValueError(
                 "optimizer.cuda_graph: true records the step of one GPU worker that adds up no batches; set "
-                "workers.gpu: true, workers.count: 1 and optimizer.accumulation: 1, or cuda_graph: false"
+                "workers.gpu: true, workers.count: 1, optimizer.accumulation: 1 and optimizer.compile: off "
+                "or default, or cuda_graph: false"
             )
         return self

@@ -7,7 +7,8 @@ nothing, and it is then replayed for the batch it was made with.
     stepper = StepGraph(stepper, odd=stepper, full_batch=128)
     result = stepper.step(batch, stage, nth, of)             # batches of other sizes take plain steps
 
-For one worker, and weights that move at every step: gradients that others wait for are not recorded.
+For one worker, and weights that move at every step: gradients that others wait for are not recorded. A lambda
+that changes with every epoch is recorded anew as often.
 """
 
 from dataclasses import replace
@@ -31,20 +32,20 @@ class StepGraph:
         self.optimizer = stepper.optimizer
         self._stepper, self._odd, self._full_batch = stepper, odd, full_batch
         self._rate = torch.zeros((), device=next(stepper.model.parameters()).device)
-        self._recorded: tuple[str, float] | None = None  # what differs between recordings; the rate does not
-        self._num_plain = 0
+        self._kind: tuple[str, float] | None = None  # what differs between recordings; the rate does not
+        self._num_taken = 0
 
     def step(self, batch: Batch, stage: Stage, nth: int, of: int) -> StepResult:
         """Replay the step on this batch; what it leaves is overwritten by the next one."""
         if len(batch.weight) != self._full_batch:
             return self._odd.step(batch, stage, nth, of)
-        kind = stage.name, stage.label_rate
-        if kind != self._recorded:
-            if self._num_plain < PLAIN_STEPS:
-                self._num_plain += 1
-                return self._stepper.step(batch, stage, nth, of)
+        if self._kind != (stage.name, stage.label_rate):
+            self._kind, self._num_taken = (stage.name, stage.label_rate), 0
+        self._num_taken += 1
+        if self._num_taken <= PLAIN_STEPS:
+            return self._stepper.step(batch, stage, nth, of)
+        if self._num_taken == PLAIN_STEPS + 1:
             self._record(batch, stage)
-            self._recorded, self._num_plain = kind, 0
         for still, coming in zip(_tensors(self._batch), _tensors(batch), strict=True):
             still.copy_(coming, non_blocking=True)
         self._rate.fill_(self.optimizer.param_groups[0]["lr"])

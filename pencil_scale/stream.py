@@ -40,7 +40,9 @@ from pencil_scale.settings import Config
 BATCHES_AHEAD = 3
 PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
-CLEAN_BATCH = 4  # times the batch of training: without gradients there is room for it
+CLEAN_PIXELS = (
+    2**22
+)  # a batch to evaluate: small images in larger batches than for training, which needs more
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class StreamSpec:
         return cls(
             storage=config.run.storage,
             version=version,
-            batch=config.optimizer.batch_per_worker * (1 if part == "" else CLEAN_BATCH),
+            batch=config.optimizer.batch_per_worker if part == "" else _clean_batch(config),
             part=part,
             seed=config.run.seed,
             window_mb=config.data.window_mb,
@@ -160,7 +162,10 @@ class Stream:
             self._begun = epoch + 1
 
     def _begin(self, epoch: int, visited: Mask | None = None) -> None:
-        """Start to read an epoch, and those after it where they are short."""
+        """Start to read an epoch, and those after it where they are short.
+
+        What cannot be read of a later one may end the run in an earlier one: Ray tells of it at once.
+        """
         self._finish()
         shares = [self.plan(epoch, visited)]
         while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
@@ -168,10 +173,13 @@ class Stream:
                 break
             shares.append(self.plan(epoch + len(shares)))
         self._num_batches = {epoch + number: len(share.sizes) for number, share in enumerate(shares)}
-        pieces = [piece for share in shares for piece in share.pieces]
-        sizes = [size for share in shares for size in share.sizes]
-        self._running = Prefetch(self._cutter.cut(self._tables(pieces), sizes), BATCHES_AHEAD)
+        self._running = Prefetch(self._cut(shares), BATCHES_AHEAD)
         self._coming = iter(self._running)
+
+    def _cut(self, shares: list[Share]) -> Iterator[StreamBatch]:
+        blocks = self._tables([piece for share in shares for piece in share.pieces])
+        for share in shares:
+            yield from self._cutter.cut(blocks, share.sizes, is_last=share is shares[-1])
 
     def name_problem(self, row: int, reason: str) -> str:
         """Name a sample that could not be decoded here, as the read tasks name theirs."""
@@ -205,3 +213,8 @@ class Stream:
             )
         resize = self.spec.resize
         return (resize, resize) if resize is not None else common_size(read, self._selection)
+
+
+def _clean_batch(config: Config) -> int:
+    batch = config.optimizer.batch_per_worker
+    return max(batch, min(4 * batch, CLEAN_PIXELS // config.images.crop**2))

@@ -1,6 +1,7 @@
 """A replayed step does what a plain one does."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -50,26 +51,36 @@ def train(stepper: Stepper | StepGraph, stages: list[Stage]) -> list[Tensor]:
     return moved
 
 
-def stepper_of(model: nn.Module) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True))
+def stepper_of(model: nn.Module, bf16: bool) -> Stepper:
+    return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True), bf16)
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_weights_and_labels_end_where_plain_steps_bring_them() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_and_labels_end_where_plain_steps_bring_them(repeatable: None, bf16: bool) -> None:
     torch.manual_seed(1)
     schedule = Schedule.from_config(STAGES, Optimizer(tuned_batch=32, batch_per_worker=32), 10, 32)
     stages = [schedule.stage_at(epoch) for epoch in range(4)]
-    plain = stepper_of(build_backbone("preact_resnet32", 10).cuda())
-    other = stepper_of(copy.deepcopy(plain.model))
+    plain = stepper_of(build_backbone("preact_resnet32", 10).cuda(), bf16)
+    other = stepper_of(copy.deepcopy(plain.model), bf16)
     expected = train(plain, stages)
     found = train(StepGraph(other, odd=replace(other), full_batch=32), stages)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(other.model.state_dict(), plain.model.state_dict(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("override", ["workers.gpu=false", "workers.count=2", "optimizer.accumulation=2"])
+@pytest.mark.parametrize(
+    "override",
+    ["workers.gpu=false", "workers.count=2", "optimizer.accumulation=2", "optimizer.compile=reduce-overhead"],
+)
 def test_what_cannot_be_recorded_is_refused(override: str) -> None:
     overrides = ["workers.gpu=true", "optimizer.cuda_graph=true", override]
     with pytest.raises(ConfigError, match="cuda_graph"):

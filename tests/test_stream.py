@@ -232,16 +232,25 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
-@pytest.mark.parametrize("pieces_at_once", [1, 8, 256])
+@pytest.mark.parametrize(("pieces_at_once", "begun_with"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
 def test_the_next_epoch_is_read_while_this_one_ends(
-    shards: Shards, pieces_at_once: int, monkeypatch: pytest.MonkeyPatch
+    shards: Shards, pieces_at_once: int, begun_with: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[int] = []
+    begin = Stream._begin
+
+    def noted(stream: Stream, epoch: int, visited: Any = None) -> None:
+        begun.append(epoch)
+        begin(stream, epoch, visited)
+
+    monkeypatch.setattr(Stream, "_begin", noted)
     monkeypatch.setattr("pencil_scale.stream.PIECES_AT_ONCE", pieces_at_once)
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
     for epoch in range(3):
         assert stream._begun == (epoch or None)
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
     assert stream._begun is None  # nobody will ask for a fourth
+    assert begun == begun_with
     stream.close()
 
 
@@ -251,6 +260,10 @@ def test_an_epoch_read_too_early_is_dropped_when_another_is_wanted(shards: Shard
     visited = np.zeros(NUM_ROWS, np.bool_)
     visited[::3] = True
     assert np.array_equal(rows_of(list(stream.batches(1, visited))), planned(stream, 1, visited))
+    assert np.array_equal(rows_of(list(stream.batches(2))), planned(stream, 2))
+    for _ in stream.batches(3):
+        break
+    assert np.array_equal(rows_of(list(stream.batches(3))), planned(stream, 3))
     assert np.array_equal(rows_of(list(stream.batches(7))), planned(stream, 7))
     stream.close()
 
@@ -376,8 +389,9 @@ def test_through_ray_reading_goes_on_where_workers_leave_less_than_one_processor
     num_cpus = ray.cluster_resources()["CPU"] - 0.5
     worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them all the while
     assert ray.get(worker.is_there.remote())
-    stream = Stream(shards.spec(worker_cpus=num_cpus))
-    assert np.array_equal(np.sort(rows_of(list(stream.batches(0)))), np.arange(NUM_ROWS))
+    stream = Stream(shards.spec(worker_cpus=num_cpus, num_epochs=3))
+    for epoch in range(3):  # which are read in a row
+        assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
     stream.close()
 
 

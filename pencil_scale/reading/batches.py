@@ -44,8 +44,13 @@ class BatchCutter:
         self._size = size
         self._pin_memory = pin_memory
 
-    def cut(self, blocks: Iterator[pa.Table], sizes: list[int]) -> Iterator[StreamBatch]:
-        """Yield a batch of each size; too few rows, or too many, are an error and never a shorter epoch."""
+    def cut(
+        self, blocks: Iterator[pa.Table], sizes: list[int], is_last: bool = True
+    ) -> Iterator[StreamBatch]:
+        """Yield a batch of each size; too few rows, or too many, are an error and never a shorter epoch.
+
+        Where this epoch `is_last`, no block may be left; else those of the next one follow.
+        """
         ready: deque[pa.Table] = deque()
         num_ready = 0
         for number, size in enumerate(sizes):
@@ -59,7 +64,7 @@ class BatchCutter:
                 num_ready += len(block)
             yield self._batch(_take(ready, size), size)
             num_ready -= size
-        if num_ready or any(len(block) for block in blocks):
+        if num_ready or (is_last and any(len(block) for block in blocks)):
             raise StreamError("the stream has more rows than were planned")
 
     def _batch(self, tables: list[pa.Table], size: int) -> StreamBatch:

@@ -1,4 +1,4 @@
-"""Ray blocks: the pieces of an epoch, read by Ray Data in other processes, as Arrow tables in their order.
+"""Ray blocks: pieces of one epoch or several, read by Ray Data in other processes, as tables in their order.
 
 One `streaming_split(1)` iterator is made and kept over the epochs: its executor lives in an actor, out of the
 training process, and a new epoch costs tenths of a second. Each time it starts, Ray asks our Datasource for
@@ -27,12 +27,12 @@ from pencil_scale.reading.window_reader import ReadSpec, StreamError, read_piece
 from pencil_scale.schema import PencilError
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
-FEWEST_AHEAD = 1 << 30  # bytes
+LEAST_AHEAD_BYTES = 1 << 30  # all processors must find something to read, however small an epoch is
 
 
 @ray.remote(num_cpus=0)
 class Pieces:
-    """Holds what the next epoch of one rank reads."""
+    """Holds what one rank reads next."""
 
     def __init__(self) -> None:
         self._pieces: Sequence[Piece] = ()
@@ -85,7 +85,8 @@ class RayBlocks:
     ) -> None:
         """`worker_cpus` is what each of `world` training processes keeps for itself.
 
-        About `ahead_bytes` are read before they are asked for, if the object store has room for them.
+        About `ahead_bytes`, but never less than a gigabyte, may be read before anybody asks for them, if the
+        object store has room for them.
 
         `beside_another` stream that is begun but not read, as while a run evaluates: its tasks hold on to
         their processors until somebody takes their blocks, so these must not ask for any.
@@ -98,7 +99,12 @@ class RayBlocks:
             override_num_blocks=1,
             **(_asked(0.0, int(free_cpus)) if beside_another else _asked(free_cpus)),
         )
-        _limit(dataset.context, spec, max(1.0, free_cpus), min(_store(world), max(FEWEST_AHEAD, ahead_bytes)))
+        _limit(
+            dataset.context,
+            spec,
+            max(1.0, free_cpus),
+            min(_store(world), max(LEAST_AHEAD_BYTES, ahead_bytes)),
+        )
         (self._iterator,) = dataset.streaming_split(1)
 
     def blocks(self, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
@@ -124,12 +130,15 @@ def _cluster(resource: str, unknown: float) -> float:
 
 
 def _asked(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
-    """What a task asks for: one more of them runs than there are processors, so none idles between two.
+    """What a task of a rank asks for.
 
-    Where the workers leave less than a processor, tasks read with what there is: one that asked for a whole
-    one would wait for it for ever, and the training for the task.
+    One more task runs than the rank has processors, so that none idles between two of them. Where the workers
+    leave less than a processor, tasks read with what there is: one that asked for a whole one would wait for
+    it for ever, and the training for the task.
     """
-    if free_cpus >= 1:
+    if 1 <= free_cpus < 2:
+        return {}
+    if free_cpus >= 2:
         return {"num_cpus": math.floor(100 * free_cpus / (math.floor(free_cpus) + 1)) / 100}
     return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
 

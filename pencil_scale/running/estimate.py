@@ -22,9 +22,9 @@ from pencil_scale.checkpoint import Saved
 from pencil_scale.labels.part_files import NARROW_BYTES
 from pencil_scale.owners import Batch
 from pencil_scale.running.checks import Checked
+from pencil_scale.running.preparation import build_model, build_optimizer, build_stepper
 from pencil_scale.schedule import Schedule
 from pencil_scale.settings import Config
-from pencil_scale.step import Stepper
 from pencil_scale.stream import Stream, StreamSpec
 
 READING_S = COMPUTING_S = 15.0
@@ -166,15 +166,19 @@ def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule)
     read_per_s = num_read / (time.perf_counter() - started)
     stream.close()
     device = torch.device("cuda" if config.workers.gpu else "cpu")
-    model = build_backbone(config.model.backbone, num_classes, config.model.weights).to(device)
+    # Not compiled: that takes longer than the whole trial.
+    options = config.optimizer.model_copy(update={"compile": "off"})
+    config = config.model_copy(update={"optimizer": options})
+    model = build_model(config, num_classes, device)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     prepared = [_prepared(batch, config, num_classes, device) for batch in batches if len(batch.rows) > 1]
     return Trial(read_per_s, _computed_per_s(config, model, prepared, schedule), weight_bytes)
 
 
 def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], schedule: Schedule) -> float:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    stepper, stage = Stepper(model, optimizer, config.optimizer.precision == "bf16"), schedule.stage_at(0)
+    device = next(model.parameters()).device
+    optimizer, stage = build_optimizer(config, model, device), schedule.stage_at(0)
+    stepper = build_stepper(config, model, optimizer, device, world=1)
     for batch in batches:
         stepper.step(batch, stage, 0, 1)  # the first steps find kernels and fill caches
     num_done, started = 0, time.perf_counter()

@@ -17,12 +17,12 @@ from pencil_scale.settings import Config
 from pencil_scale.step import Stepper
 from pencil_scale.step_graph import StepGraph
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
 FEWEST_ROWS = 2  # batch norm cannot learn from one sample
 
 
 def settle(config: Config, device: torch.device) -> None:
-    """Set what is global to the process: seed, and fast or repeatable arithmetic."""
+    """Set what is global to the process: seed, turns of threads, and fast or repeatable arithmetic."""
     torch.manual_seed(config.run.seed)
     # Reading and carrying labels are threads of this process too: a step that waits 5 ms for each is late.
     sys.setswitchinterval(SWITCH_S)
