@@ -26,7 +26,7 @@ demo: install  ## see it work: digits with 40 % wrong labels
 	@$(BIN)/python -m pipelines.demo
 
 test: install browser  ## every test this machine can run
-	$(BIN)/pytest -m ''
+	$(BIN)/pytest -m '' --durations=15
 
 # Tests of the review page drive a browser of the system; without one they are skipped, by name.
 browser:
