@@ -64,9 +64,8 @@ Turn = Callable[[], Generator[tuple[int, int], None, None]]  # gives every batch
 def main() -> None:
     """Print images a second of both, and their ratio."""
     options = parse()
-    os.environ.setdefault(
-        "RAY_idle_worker_killing_time_threshold_ms", "600000"
-    )  # the other one's turn is long
+    # Readers outlive the other one's turn.
+    os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     ray.init(
         address="local",
         num_cpus=options.cpus,

@@ -190,13 +190,9 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _recordable(self) -> Self:
-        one_gpu = self.workers.gpu and self.workers.count == (1, 1)
-        options = self.optimizer
-        plain = options.accumulation == 1 and options.compile in (
-            "off",
-            "default",
-        )  # others record by themselves
-        if options.cuda_graph and not (one_gpu and plain):
+        options, one_gpu = self.optimizer, self.workers.gpu and self.workers.count == (1, 1)
+        torch_records = options.compile in ("reduce-overhead", "max-autotune")
+        if options.cuda_graph and (torch_records or options.accumulation > 1 or not one_gpu):
             raise ValueError(
                 "optimizer.cuda_graph: true records the step of one GPU worker that adds up no batches; set "
                 "workers.gpu: true, workers.count: 1, optimizer.accumulation: 1 and optimizer.compile: off "

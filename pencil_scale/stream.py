@@ -40,9 +40,7 @@ from pencil_scale.settings import Config
 BATCHES_AHEAD = 3
 PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
-CLEAN_PIXELS = (
-    2**22
-)  # a batch to evaluate: small images in larger batches than for training, which needs more
+CLEAN_PIXELS = 2**22  # of a batch to evaluate: without gradients there is room for more small images
 
 
 @dataclass(frozen=True)

@@ -265,3 +265,10 @@ def test_a_source_that_cannot_be_used_ends_with_one_line(
     assert line.startswith("error: ")
     assert said in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pattern_that_the_shell_took_apart_is_told_to_be_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        job_of("table", "train-0.parquet", "train-1.parquet", "out")
+    assert caught.value.code == 2
+    assert "unrecognized arguments: out; a pattern needs quotes" in capsys.readouterr().err

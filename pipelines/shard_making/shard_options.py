@@ -79,7 +79,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     _table_options(kinds.add_parser("table", help="CSV or Parquet with image bytes or paths, and labels"))
     _clothing1m_options(kinds.add_parser("clothing1m", help="the Clothing1M download, unpacked"))
     _common_options(kinds.add_parser("digits", help="scikit-learn's digits as PNG, for a first try"))
-    return parser.parse_args(argv)
+    arguments, others = parser.parse_known_args(argv)
+    if others:
+        words = " ".join(others)
+        parser.error(f"unrecognized arguments: {words}; a pattern needs quotes, as in 'train-*.parquet'")
+    return arguments
 
 
 def _folder_options(parser: argparse.ArgumentParser) -> None:
