@@ -6,6 +6,7 @@ refused while the first one lives, and never afterwards.
 """
 
 import hashlib
+import pickle
 import threading
 import time
 from typing import Any
@@ -24,15 +25,15 @@ class Control:
     """News in order, and one wish."""
 
     def __init__(self) -> None:
-        self._news: list[dict[str, Any]] = []
+        self._news: list[bytes] = []
         self._stop = False
         self._refusal = ""
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def tell(self, sealed: bytes) -> None:
         """Leave word for the driver."""
-        self._news.append(event)
+        self._news.append(sealed)
 
-    def take_news(self) -> list[dict[str, Any]]:
+    def take_news(self) -> list[bytes]:
         """Take all words left since the last time."""
         news, self._news = self._news, []
         return news
@@ -52,6 +53,16 @@ class Control:
     def stop_wanted(self) -> bool:
         """Tell whether the driver wants the run to stop."""
         return self._stop
+
+
+def tell(control: Any, event: dict[str, Any]) -> None:
+    """Send word, sealed: an actor that only passes it on must not import all it speaks of, such as torch."""
+    control.tell.remote(pickle.dumps(event))
+
+
+def take_news(control: Any) -> list[dict[str, Any]]:
+    """Take all words left since the last time, in order."""
+    return [pickle.loads(sealed) for sealed in ray.get(control.take_news.remote())]
 
 
 def start_control(storage: str, name: str) -> Any:

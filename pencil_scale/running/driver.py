@@ -15,6 +15,7 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pencil_scale.running.checkpoint_store import checkpoint_store, sweep_checkpoints
+from pencil_scale.running.control import take_news
 from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
 
@@ -55,7 +56,7 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
 
 
 def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None]) -> None:
-    for event in ray.get(job.control.take_news.remote()):
+    for event in take_news(job.control):
         on_news(event)
 
 

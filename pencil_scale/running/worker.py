@@ -24,7 +24,7 @@ from pencil_scale.labels.manifest import Manifest, merge
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Owners, owned_parts
-from pencil_scale.running.control import StopWatch
+from pencil_scale.running.control import StopWatch, tell
 from pencil_scale.running.preparation import (
     Preparation,
     build_model,
@@ -206,7 +206,7 @@ class Worker:
     def tell(self, kind: str, **what: Any) -> None:
         """Send word to the driver; only rank 0 speaks."""
         if self.ranks.rank == 0:
-            self.job.control.tell.remote({"kind": kind, **what})
+            tell(self.job.control, {"kind": kind, **what})
 
     def close(self) -> None:
         """Let go of threads, streams and the working copy."""
