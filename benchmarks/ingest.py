@@ -29,6 +29,7 @@ import ray
 import torch
 import webdataset as wds
 from PIL import Image
+from processes import family
 
 from pencil_scale.config import load_config
 from pencil_scale.reading.decoding import decode
@@ -207,18 +208,14 @@ def cpu_seconds(with_ray: bool) -> float:
 
     The loader's workers are forks of this process and bear its command line; Ray's processes do not.
     """
-    parent, ticks, command = {}, {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            number, fields = int(path.parent.name), path.read_text().rpartition(")")[2].split()
-            command[number] = path.with_name("cmdline").read_bytes()
-            parent[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])
-    me = os.getpid()
-    ours = {me}
-    while more := {child for child, of in parent.items() if of in ours and child in command} - ours:
-        ours |= more
-    counted = {process for process in ours if (command[process] != command[me]) == with_ray} | {me}
-    return sum(ticks[process] for process in counted) / os.sysconf("SC_CLK_TCK")
+    me, ticks = os.getpid(), 0
+    running = family(me)
+    for process, command in running.items():
+        if process == me or (command != running[me]) == with_ray:
+            with contextlib.suppress(OSError):  # it ended while we looked
+                fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def photos_of(url: str) -> Iterator[bytes]:

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from PIL import Image
+from processes import family
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
@@ -177,9 +178,9 @@ def measure(
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{num_rows:,} rows: {(folder / f'{num_rows}.log').read_text()[-2000:]}")
             time.sleep(0.1)
-        below = descendants(process.pid)
-        found = [Memory.of(pid) for pid, words in below if "RayTrainWorker" in words]
-        others = [Memory.of(pid) for pid, words in below if "ray::" in words and "TrainWorker" not in words]
+        running = family(process.pid).items()
+        found = [Memory.of(pid) for pid, words in running if "RayTrainWorker" in words]
+        others = [Memory.of(pid) for pid, words in running if "ray::" in words and "TrainWorker" not in words]
     return found, max(others, key=lambda memory: memory.peak)
 
 
@@ -192,22 +193,10 @@ def started(config: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     try:
         yield process
     finally:
-        for pid in [process.pid, *(pid for pid, _ in descendants(process.pid))]:
+        for pid in family(process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def descendants(ancestor: int) -> list[tuple[int, str]]:
-    """Every process below one, with its command line."""
-    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    below, found = {ancestor}, []
-    for pid, parent, words in sorted((int(r[0]), int(r[1]), r[2] if len(r) > 2 else "") for r in rows):
-        if parent in below:
-            below.add(pid)
-            found.append((pid, words))
-    return found
 
 
 if __name__ == "__main__":

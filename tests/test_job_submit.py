@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from tar_making import python_tar
-from training_runs import ROOT, TinyData, descendants, sample, started
+from training_runs import ROOT, TinyData, sample, started
 
+from benchmarks.processes import family
 from pencil_scale.nights.night_files import NightFiles
 from pencil_scale.subset_files import read_words
 
@@ -44,11 +45,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     words += ["--port", str(port), "--dashboard-port", str(dashboard), "--stop-wait-s", "60"]
     with started(words, tmp_path_factory.mktemp("cluster") / "cluster.log") as cluster:
         cluster.wait_for("ready;")
-        below = [pid for pid, _ in descendants(cluster.process.pid)]
+        nodes = family(cluster.process.pid)
         yield f"http://127.0.0.1:{dashboard}"
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.wait() == 0, cluster.output
-        assert not [pid for pid in below if is_alive(pid)], "it left nodes behind"
+        assert not [pid for pid in nodes if is_alive(pid)], "it left nodes behind"
 
 
 def is_alive(pid: int) -> bool:

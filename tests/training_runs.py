@@ -29,6 +29,7 @@ import numpy.typing as npt
 from PIL import Image
 from tar_making import python_tar
 
+from benchmarks.processes import family
 from pencil_scale.config import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import get_ledger
@@ -164,7 +165,7 @@ class Command:
 
     def workers(self) -> list[int]:
         """The training processes, by their process ids."""
-        return [pid for pid, words in descendants(self.process.pid) if "RayTrainWorker" in words]
+        return [pid for pid, words in family(self.process.pid).items() if "RayTrainWorker" in words]
 
     def kill_worker(self) -> None:
         """SIGKILL one training process."""
@@ -188,8 +189,7 @@ def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -
         try:
             yield Command(process, log)
         finally:
-            left = [process.pid, *(pid for pid, _ in descendants(process.pid))]
-            for pid in left if process.poll() is None else []:
+            for pid in family(process.pid) if process.poll() is None else ():
                 kill_quietly(pid)
             process.wait()
 
@@ -197,15 +197,3 @@ def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -
 def kill_quietly(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def descendants(ancestor: int) -> list[tuple[int, str]]:
-    """Every process below one, with its command line."""
-    listed = subprocess.run(["ps", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    below, found = {ancestor}, []
-    for pid, parent, words in sorted((int(r[0]), int(r[1]), r[2] if len(r) > 2 else "") for r in rows):
-        if parent in below:
-            below.add(pid)
-            found.append((pid, words))
-    return found
