@@ -1,76 +1,37 @@
 """The stream against the plan: every row once, in its order, with its own pixels; damage named."""
 
-import os
-import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
-from catalogue_making import Bench, image, sample, samples
+from catalogue_making import image, sample, samples
+from stream_making import (
+    CHANGED,
+    NUM_ROWS,
+    Shards,
+    assert_damage_named,
+    assert_own_pixels,
+    damaged,
+    five_shards,
+    planned,
+    rows_of,
+    touched,
+)
 from tar_making import python_tar
 
-from pencil_scale.reading.batches import Prefetch, StreamBatch
+from pencil_scale.reading.batches import Prefetch
 from pencil_scale.reading.byte_source import ShardError
 from pencil_scale.reading.window_reader import StreamError, read_piece
-from pencil_scale.stream import Stream, StreamSpec
-from pipelines.index_shards import Summary
-
-NUM_ROWS = 500
-
-
-class Shards(Bench):
-    """Shards of small images, whose red and green tell the number; the catalogue copied to disk."""
-
-    def index(self, **data: Any) -> Summary:
-        summary = super().index(**data)
-        fsspec.filesystem("memory").get(f"{self.storage}/catalogue", f"{self.disk}/catalogue", recursive=True)
-        return summary
-
-    @property
-    def disk(self) -> str:
-        """Where processes on a cluster find the catalogue too."""
-        return str(self.folder / "storage")
-
-    def spec(self, **options: Any) -> StreamSpec:
-        return StreamSpec(self.disk, **{"version": 1, "batch": 64, "window_mb": 1, **options})
+from pencil_scale.stream import Stream
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    bench = Shards(tmp_path_factory.mktemp("stream"))
-    for number in range(5):
-        bench.shard(f"{number}.tar", samples(range(number * 100, number * 100 + 100)))
-    bench.index()
-    return bench
-
-
-def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np.ndarray:
-    members = stream._selection.members
-    pieces = [piece.rows(members) for piece in stream.plan(epoch, visited).pieces]
-    return np.concatenate([np.empty(0, np.int64), *pieces])
-
-
-def rows_of(batches: list[StreamBatch]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *[batch.rows.numpy() for batch in batches]])
-
-
-def assert_own_pixels(batch: StreamBatch) -> None:
-    """Row n holds the image of number n: red n % 256, green n // 256, blue 7; class n % 3."""
-    rows = batch.rows.numpy()
-    assert batch.images.shape == (len(rows), 3, 4, 4)
-    assert np.array_equal(batch.images[:, 0, 0, 0].numpy(), rows % 256)
-    assert np.array_equal(batch.images[:, 1, 3, 3].numpy(), rows // 256)
-    assert np.all(batch.images[:, 2].numpy() == 7)
-    assert np.array_equal(batch.noisy_class.numpy(), rows % 3)
-    assert batch.weight.tolist() == [1.0] * len(rows)
-
-
-# -- in one process ---------------------------------------------------------------------------------------
+    return five_shards(tmp_path_factory.mktemp("stream"))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -149,47 +110,9 @@ def test_resizing_makes_one_size_of_many(tmp_path: Path) -> None:
     assert not any(batch.problems for batch in batches)
 
 
-def damaged(folder: Path) -> Shards:
-    """Row 5 claims to be a PNG and is none; row 9 has another size than all others."""
-    bench = Shards(folder)
-    members = samples(range(30))
-    broken = image(5)[:41] + bytes(40)
-    members = [(name, broken if name == "000005.png" else data) for name, data in members]
-    members = [(name, image(9, size=5) if name == "000009.png" else data) for name, data in members]
-    bench.shard("0.tar", members)
-    bench.index()
-    return bench
-
-
-def assert_damage_named(batches: list[StreamBatch], folder: Path) -> None:
-    problems = sorted(problem for batch in batches for problem in batch.problems)
-    assert len(problems) == 2
-    assert problems[0].startswith(f"row 5 ('000005', {folder}/0.tar at byte ")
-    assert "png of 81 bytes: " in problems[0]
-    assert problems[1].endswith("5 x 5 pixels among images of 4 x 4; set images.resize")
-    for batch in batches:
-        bad = np.isin(batch.rows.numpy(), [5, 9])
-        assert np.array_equal(batch.weight.numpy(), 1.0 - bad)
-        assert np.all(batch.images[bad].numpy() == 0)
-
-
 def test_an_image_that_does_not_decode_weighs_nothing_and_is_named(tmp_path: Path) -> None:
     stream = Stream(damaged(tmp_path).spec(), in_process=True)
     assert_damage_named(list(stream.batches(0)), tmp_path)
-
-
-def touched(folder: Path) -> Shards:
-    bench = Shards(folder)
-    for number in range(2):
-        bench.shard(f"{number}.tar", samples(range(number * 20, number * 20 + 20)))
-    bench.index()
-    os.utime(folder / "1.tar", ns=(1, 1))
-    return bench
-
-
-CHANGED = (
-    r"^shard .*/1\.tar changed since it was indexed: mtime:\d+ then, mtime:1 now; run index_shards again$"
-)
 
 
 def test_a_changed_shard_stops_the_stream_by_name(tmp_path: Path) -> None:
@@ -334,77 +257,3 @@ def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_pat
     s3.rm_file("crawl/1.tar")
     with pytest.raises(ShardError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
         list(stream.batches(2))
-
-
-# -- through Ray Data -------------------------------------------------------------------------------------
-
-
-def read_epochs(spec: StreamSpec, rank: int, world: int, visited: np.ndarray) -> dict[str, np.ndarray]:
-    """What a training process does, in a process of its own; an epoch in between is left early."""
-    stream = Stream(spec, rank, world)
-    found = {"first": rows_of(list(stream.batches(0)))}
-    for _ in stream.batches(1):
-        break
-    batches = list(stream.batches(2))
-    for batch in batches:
-        assert_own_pixels(batch)
-    assert len(batches) == stream.num_steps(2)
-    found["second"] = rows_of(batches)
-    found["resumed"] = rows_of(list(stream.batches(2, visited)))
-    stream.close()
-    return found
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("world", [1, 2])
-def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
-    ray_session: None, shards: Shards, world: int
-) -> None:
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers know no tests
-    spec = shards.spec(worker_cpus=1.0)
-    visited = np.arange(NUM_ROWS) % 3 == 0
-    task = ray.remote(num_cpus=1)(read_epochs)
-    found = ray.get([task.remote(spec, rank, world, visited) for rank in range(world)])
-    for rank, read in enumerate(found):
-        alone = Stream(spec, rank, world, in_process=True)
-        assert np.array_equal(read["first"], planned(alone, 0))
-        assert np.array_equal(read["second"], planned(alone, 2))
-        assert np.array_equal(read["resumed"], planned(alone, 2, visited))
-    for name, expected in (("first", np.arange(NUM_ROWS)), ("resumed", np.flatnonzero(~visited))):
-        assert np.array_equal(np.sort(np.concatenate([read[name] for read in found])), expected)
-
-
-@pytest.mark.ray
-def test_through_ray_reading_goes_on_where_workers_leave_less_than_one_processor(
-    ray_session: None, shards: Shards
-) -> None:
-    import ray
-
-    class Worker:
-        def is_there(self) -> bool:
-            return True
-
-    num_cpus = ray.cluster_resources()["CPU"] - 0.5
-    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them all the while
-    assert ray.get(worker.is_there.remote())
-    stream = Stream(shards.spec(worker_cpus=num_cpus, num_epochs=3))
-    for epoch in range(3):  # which are read in a row
-        assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
-    stream.close()
-
-
-@pytest.mark.ray
-def test_through_ray_damage_is_named_and_a_changed_shard_stops_the_run_in_one_line(
-    ray_session: None, tmp_path: Path
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    stream = Stream(damaged(tmp_path / "a").spec())
-    assert_damage_named(list(stream.batches(0)), tmp_path / "a")
-    stream.close()
-    stream = Stream(touched(tmp_path / "b").spec(resize=4))
-    with pytest.raises(ShardError, match=CHANGED):
-        list(stream.batches(0))
-    stream.close()
