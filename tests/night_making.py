@@ -1,13 +1,19 @@
-"""A growing crawl for tests of the nights: coloured pictures, some under a wrong name, one shard a night."""
+"""For tests of the nights: a catalogue in memory that nobody trains on, and a crawl that grows nightly."""
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from catalogue_making import Bench
 from PIL import Image
 from tar_making import python_tar
 
+from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.nights.night_files import NightFiles
 from pencil_scale.settings import Config
 
@@ -78,3 +84,20 @@ def shard(numbers: range, noise: float = 0.25, renamed: dict[str, str] | None = 
         text = (renamed or {}).get(given, given)
         members += [(f"{number:06d}.png", buffer.getvalue()), (f"{number:06d}.txt", text.encode())]
     return python_tar(members)
+
+
+class Nights(Bench):
+    """A catalogue in memory, versions of it, and labels over it."""
+
+    def version(self, **data: Any) -> Catalogue:
+        return self.index(**data).catalogue
+
+    def labels(self, catalogue: Catalogue) -> Manifest:
+        return start_labels(catalogue, self.storage, 10.0, str(self.folder))
+
+    def table(self, manifest: Manifest) -> LabelTable:
+        return LabelTable.restore(manifest, self.folder / f"table-{len(list(self.folder.iterdir()))}")
+
+    @property
+    def nights(self) -> NightFiles:
+        return NightFiles(self.storage)

@@ -1,8 +1,6 @@
-"""Nights without their training: what is new, what is carried over, what is held, what is kept."""
+"""Nights without their training: what is new, and what is carried over, also to another class list."""
 
 import io
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,47 +8,21 @@ import numpy as np
 import pytest
 import torch
 from catalogue_making import Bench, sample, samples
+from night_making import Nights
 
-from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
-from pencil_scale.job_settings import NightlyJob
-from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.label_report import Share
-from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import PINS, add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.regiving import regive
-from pencil_scale.labels.start_labels import start_labels
-from pencil_scale.nights.beginning import adopt, clean_set, resumable
+from pencil_scale.nights.beginning import clean_set
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
-from pencil_scale.nights.guard_rails import Accuracy, Balance, Moves, count_moves, judge
-from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name
+from pencil_scale.nights.night_files import Night, NightError, Plan
 from pencil_scale.nights.preparing import prepare, remapped_head
-from pencil_scale.nights.retention import remove_old
-from pencil_scale.running.run_record import RunRecord, write_record
 
 SAME = [[0], [1], [2]]
-LIMITS = NightlyJob()
-
-
-class Nights(Bench):
-    """A catalogue in memory, versions of it, and labels over it."""
-
-    def version(self, **data: Any) -> Catalogue:
-        return self.index(**data).catalogue
-
-    def labels(self, catalogue: Catalogue) -> Manifest:
-        return start_labels(catalogue, self.storage, 10.0, str(self.folder))
-
-    def table(self, manifest: Manifest) -> LabelTable:
-        return LabelTable.restore(manifest, self.folder / f"table-{len(list(self.folder.iterdir()))}")
-
-    @property
-    def nights(self) -> NightFiles:
-        return NightFiles(self.storage)
 
 
 @pytest.fixture
@@ -247,165 +219,6 @@ def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says
     assert moved["fc.weight"].tolist() == [[0.0], [2.0]]
     assert moved["fc.bias"].tolist() == [0.0, 1.0]
     assert moved["w"].tolist() == [1.0] * 4
-
-
-# --- guard rails -------------------------------------------------------------------------------------
-
-
-def test_moves_are_counted_apart_for_old_and_new_rows_and_never_for_pinned_ones(bench: Nights) -> None:
-    bench.shard("a.tar", samples(range(6)))
-    table = bench.table(bench.labels(bench.version()))
-    table.pin([5], [0])
-    carried = table.snapshot(f"{bench.storage}/labels")
-    table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), epoch=0)
-    labels = table.snapshot(f"{bench.storage}/labels")
-    rows, is_new = np.array([0, 1, 4, 5]), np.array([False, False, True, False])
-    moves = count_moves(carried, labels, rows, is_new)
-    assert (moves.old_changed, moves.old_repaired) == (Share(1, 2), Share(0, 2))
-    assert moves.new_repaired == Share(1, 1)
-    assert moves.between == {(0, 1): 1}
-
-
-EVEN = Balance(("a", "b"), np.array([500, 500, 0]), np.array([50, 50, 0]))
-CALM = Moves(Share(1, 100), Share(20, 100), Share(25, 100))
-
-
-@pytest.mark.parametrize(
-    ("moves", "balance", "accuracy", "said"),
-    [
-        (CALM, EVEN, Accuracy(0.9, 0.89), None),
-        (CALM, EVEN, Accuracy(None, 0.1), None),
-        (CALM, EVEN, Accuracy(0.9, 0.8), "accuracy on the clean set fell from 0.9000 to 0.8000"),
-        (
-            replace(CALM, old_changed=Share(40, 100)),
-            EVEN,
-            Accuracy(None, None),
-            "40 of 100 old labels changed",
-        ),
-        (replace(CALM, new_repaired=Share(80, 100)), EVEN, Accuracy(None, None), "80.0% of 100 new labels"),
-        (
-            CALM,
-            replace(EVEN, tonight=np.array([500, 0, 0])),
-            Accuracy(None, None),
-            "b 0 where about 250 were",
-        ),
-        (
-            CALM,
-            replace(EVEN, tonight=np.array([50, 0, 50])),
-            Accuracy(None, None),
-            "no usable label 50 where",
-        ),
-        (CALM, replace(EVEN, tonight=np.array([2, 0, 0])), Accuracy(None, None), None),  # chance, of so few
-        (
-            CALM,
-            Balance(("a", "b"), np.array([900, 0, 0]), np.array([50, 50, 0]), frozenset({1})),
-            Accuracy(None, None),
-            None,  # a class that the list has only now
-        ),
-    ],
-)
-def test_a_night_is_held_for_what_is_beyond_the_limits_and_for_nothing_else(
-    moves: Moves, balance: Balance, accuracy: Accuracy, said: str | None
-) -> None:
-    reasons = judge(LIMITS, moves, balance, accuracy)
-    assert len(reasons) == (said is not None)
-    assert said is None or reasons[0].startswith(said) or said in reasons[0]
-
-
-# --- nights and CURRENT ------------------------------------------------------------------------------
-
-
-def night(number: int, parent: str | None, **more: Any) -> Night:
-    return Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run", **more)
-
-
-def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
-    nights = bench.nights
-    assert nights.current() is None
-    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
-        nights.save(night(number, parent, reasons=("why",)))
-    nights.move_current(nights.must_find("night-0001"), expected=None)
-    nights.move_current(nights.must_find("night-0002"), expected="night-0001")
-    nights.move_current(nights.must_find("night-0002"), expected="night-0001")  # again, after a kill
-    with pytest.raises(
-        NightError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
-    ):
-        nights.move_current(nights.must_find("night-0003"), expected="night-0001")
-    current = nights.current()
-    assert current is not None
-    assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
-    with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
-        nights.must_find("night-0007")
-
-
-def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:
-    bench.shard("a.tar", samples(range(3)))
-    bench.version()
-    nights, said = bench.nights, []
-    plan = nights.begin(Plan("night-0001", 1, None, 1, {"run.seed": "1"}))
-    assert resumable(nights, {"run.seed": "1"}, said.append) == plan
-    assert "goes on where it stopped" in said[-1]
-    nights.close(plan.name, "passed")
-    assert resumable(nights, {"run.seed": "1"}, said.append) is None
-    assert nights.next_number() == 2
-
-
-@pytest.mark.parametrize("why", ["settings", "parent", "shard"])
-def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
-    bench.shard("a.tar", samples(range(3)))
-    bench.version()
-    nights, said = bench.nights, []
-    nights.save(night(1, None))
-    nights.begin(Plan("night-0001", 1, None, 1, {}))
-    nights.close("night-0001", "passed")
-    nights.move_current(nights.must_find("night-0001"), expected=None)
-    nights.begin(Plan("night-0002", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"}))
-    if why == "shard":
-        bench.shard("a.tar", samples(range(4)))
-    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, said.append) is None
-    assert "abandoned" in said[-1]
-    assert nights.unclosed() is None
-    assert nights.next_number() == 3  # no name means two nights
-
-
-def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
-    nights = bench.nights
-    for number in range(1, 8):
-        nights.begin(Plan(night_name(number), number, None, 1, {}))
-        nights.save(night(number, night_name(number - 1)))
-        PartStore(f"{bench.storage}/exports/{night_name(number)}").put("manifest.json", b"{}")
-        PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
-    nights.move_current(nights.must_find("night-0003"), expected=None)
-    assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
-    kept = ["night-0002", "night-0003", "night-0006", "night-0007"]
-    assert [one.name for one in nights.nights()] == kept
-    assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
-    assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
-    assert remove_old(nights, keep=2) == []
-
-
-def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
-    bench.shard("a.tar", samples(range(6)))
-    bench.version()
-    nights = bench.nights
-    assert adopt(nights, None, "") is None
-    for name, status in (("big", "finished"), ("half", "running")):
-        write_record(bench.storage, RunRecord(name, {}, 1, "labels", status=status))
-        facts = json.dumps({"test_accuracy": 0.75}).encode()
-        PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
-    with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
-        adopt(nights, "half", "")
-    taken = adopt(nights, None, "test 1")
-    assert taken is not None
-    assert (taken.name, taken.figures, taken.class_names) == (
-        "big",
-        {"clean_accuracy": 0.75},
-        ("ant", "bee", "cat"),
-    )
-    assert nights.current() == taken
-    write_record(bench.storage, RunRecord("small", {}, 1, "labels", status="finished"))
-    with pytest.raises(NightError, match=r"nightly.start_from: which run"):
-        adopt(nights, None, "")
 
 
 def _saved(weights: dict[str, torch.Tensor]) -> bytes:

@@ -1,0 +1,113 @@
+"""Nights and CURRENT: begun, found again or abandoned, used, rolled back, and removed when they are old."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catalogue_making import samples
+from night_making import Nights
+
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.nights.beginning import adopt, resumable
+from pencil_scale.nights.night_files import Night, NightError, Plan, night_name
+from pencil_scale.nights.retention import remove_old
+from pencil_scale.running.run_record import RunRecord, write_record
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Nights:
+    return Nights(tmp_path)
+
+
+def night(number: int, parent: str | None, **more: Any) -> Night:
+    return Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run", **more)
+
+
+def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    assert nights.current() is None
+    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
+        nights.save(night(number, parent, reasons=("why",)))
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")  # again, after a kill
+    with pytest.raises(
+        NightError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
+    ):
+        nights.move_current(nights.must_find("night-0003"), expected="night-0001")
+    current = nights.current()
+    assert current is not None
+    assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
+    with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
+        nights.must_find("night-0007")
+
+
+def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    plan = nights.begin(Plan("night-0001", 1, None, 1, {"run.seed": "1"}))
+    assert resumable(nights, {"run.seed": "1"}, said.append) == plan
+    assert "goes on where it stopped" in said[-1]
+    nights.close(plan.name, "passed")
+    assert resumable(nights, {"run.seed": "1"}, said.append) is None
+    assert nights.next_number() == 2
+
+
+@pytest.mark.parametrize("why", ["settings", "parent", "shard"])
+def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    nights.save(night(1, None))
+    nights.begin(Plan("night-0001", 1, None, 1, {}))
+    nights.close("night-0001", "passed")
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.begin(Plan("night-0002", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"}))
+    if why == "shard":
+        bench.shard("a.tar", samples(range(4)))
+    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, said.append) is None
+    assert "abandoned" in said[-1]
+    assert nights.unclosed() is None
+    assert nights.next_number() == 3  # no name means two nights
+
+
+def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    for number in range(1, 8):
+        nights.begin(Plan(night_name(number), number, None, 1, {}))
+        nights.save(night(number, night_name(number - 1)))
+        PartStore(f"{bench.storage}/exports/{night_name(number)}").put("manifest.json", b"{}")
+        PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
+    nights.move_current(nights.must_find("night-0003"), expected=None)
+    assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
+    kept = ["night-0002", "night-0003", "night-0006", "night-0007"]
+    assert [one.name for one in nights.nights()] == kept
+    assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
+    assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
+    assert remove_old(nights, keep=2) == []
+
+
+def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    bench.version()
+    nights = bench.nights
+    assert adopt(nights, None, "") is None
+    for name, status in (("big", "finished"), ("half", "running")):
+        write_record(bench.storage, RunRecord(name, {}, 1, "labels", status=status))
+        facts = json.dumps({"test_accuracy": 0.75}).encode()
+        PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
+    with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
+        adopt(nights, "half", "")
+    taken = adopt(nights, None, "test 1")
+    assert taken is not None
+    assert (taken.name, taken.figures, taken.class_names) == (
+        "big",
+        {"clean_accuracy": 0.75},
+        ("ant", "bee", "cat"),
+    )
+    assert nights.current() == taken
+    write_record(bench.storage, RunRecord("small", {}, 1, "labels", status="finished"))
+    with pytest.raises(NightError, match=r"nightly.start_from: which run"):
+        adopt(nights, None, "")
