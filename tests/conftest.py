@@ -46,6 +46,14 @@ def s3_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
+@pytest.fixture
+def mlflow_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server but the one a test names, and no long wait for one that is away."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; `make test` runs all that this machine can."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

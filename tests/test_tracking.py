@@ -2,87 +2,21 @@
 
 import json
 import math
-import os
-import pickle
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import mlflow
 import pytest
 import torch
 from mlflow import MlflowClient
+from mlflow_server import NAMES, Server, plan_of, steps_of, tracker_of, wait_for
 
 from pencil_scale.backbones import build_backbone
-from pencil_scale.config import load_config
-from pencil_scale.settings import Config
-from pencil_scale.telling.tracked_run import TrackedRun, TrackingError, git_commit, plan_tracking
-from pencil_scale.telling.tracker import Tracker
+from pencil_scale.telling.tracked_run import git_commit
 from pencil_scale.tracking import check_server
-from pencil_scale.versions import VersionError
 
-
-def answering(text: str) -> HTTPServer:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    Thread(target=server.serve_forever, daemon=True).start()
-    return server
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-class Server:
-    """A real `mlflow server` that can be frozen, killed and started again on the same store."""
-
-    def __init__(self, folder: Path) -> None:
-        self.uri = f"http://127.0.0.1:{free_port()}"
-        self.artifacts = folder / "artifacts"
-        self._store = f"sqlite:///{folder}/mlflow.db"
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--port", self.uri.rpartition(":")[2]]
-        store = ["--backend-store-uri", self._store, "--workers", "1"]
-        artifacts = ["--artifacts-destination", str(self.artifacts)]
-        # Its eight processes for background jobs have nothing to do here, and take long to start.
-        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self._process = subprocess.Popen(
-            [*command, *store, *artifacts], env=environment, start_new_session=True
-        )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{self.uri}/version", timeout=1)
-                return
-            except OSError:
-                time.sleep(0.25)
-        self.kill()
-        raise AssertionError("the MLflow server did not start")
-
-    def signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.wait()
+pytestmark = pytest.mark.usefixtures("mlflow_of_tests")
 
 
 @pytest.fixture(scope="module")
@@ -98,68 +32,6 @@ def test_the_server_we_were_tested_with_is_taken(
 ) -> None:
     check_server(real_server.uri)
     assert not caplog.records
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["2.22.0", "4.0.0", "3.16.9"])
-def test_a_server_outside_the_range_stops_the_job(version: str) -> None:
-    server = answering(version)
-    uri = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(VersionError, match=rf"MLflow server {uri} {version} found; .*>=3.17,<4 is supported"):
-        check_server(uri)
-    server.shutdown()
-
-
-def test_a_server_that_is_away_is_logged_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
-    check_server(f"http://me:hush-hush@127.0.0.1:{free_port()}")
-    assert "did not tell its version" in caplog.text
-    assert "hush" not in caplog.records[-1].getMessage()
-
-
-def test_a_database_is_no_server() -> None:
-    check_server("sqlite:///mlflow.db")
-
-
-# --- what a run tells it -------------------------------------------------------------------------------
-
-NAMES = [f"class {number}" for number in range(10)]
-
-
-def config_of(folder: Path, *overrides: str) -> Config:
-    text = f"""
-run: {{name: demo, storage: "{folder}/store", seed: 3}}
-data: {{shards: x.tar, classes: classes.txt}}
-images: {{crop: 8}}
-model: {{backbone: small_convnet}}
-optimizer: {{tuned_batch: 32, batch_per_worker: 32}}
-stages:
-  backbone: {{epochs: 1, rate: 0.1}}
-  pencil: {{epochs: 1, rate: 0.1, lambda: 100, tuned_classes: 10}}
-  finetune: {{epochs: 1, rate: 0.1}}
-"""
-    (folder / "run.yaml").write_text(text)
-    return load_config(folder / "run.yaml", list(overrides))
-
-
-def plan_of(folder: Path, server: Server | None = None, *overrides: str, **more: Any) -> TrackedRun:
-    where = [f"tracking.uri={server.uri}", f"tracking.experiment={folder.name}"] if server else []
-    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version="7", **more)
-
-
-def tracker_of(folder: Path, plan: TrackedRun) -> Tracker:
-    # As it is handed to another process.
-    return Tracker(pickle.loads(pickle.dumps(plan)), str(folder / "outbox"), every_s=0.1)
-
-
-def steps_of(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
-    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, key)]
-
-
-@pytest.fixture(autouse=True)
-def settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
 @pytest.mark.slow
@@ -391,69 +263,3 @@ def test_a_run_begun_anew_ends_the_one_it_finds_unfinished(real_server: Server, 
     assert runs["parent"] != dead.state()["runs"]["parent"]
     assert {client.get_run(run).info.status for run in dead.state()["runs"].values()} == {"KILLED"}
     assert steps_of(client, runs["backbone"], "step/loss") == [(1, 2.0)]
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    for _ in range(1200):
-        if true():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came true")
-
-
-# --- where, and what is known beforehand ---------------------------------------------------------------
-
-
-def test_remote_storage_without_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = "run.storage=memory://lake/demo"
-    with pytest.raises(
-        TrackingError, match=r"memory://lake/demo is no local folder.*tracking\.uri or MLFLOW"
-    ):
-        plan_of(tmp_path, None, remote)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
-    plan = plan_of(tmp_path, None, remote)
-    assert (plan.uri, plan.artifacts) == ("http://tracking:5000", None)
-    assert plan_of(tmp_path, None, remote, "tracking.uri=https://other").uri == "https://other"
-
-
-def test_a_folder_is_no_place_for_runs(tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match=r"tracking\.uri: './mlruns' is neither a server nor a database"):
-        plan_of(tmp_path, None, "tracking.uri=./mlruns")
-
-
-def test_no_password_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PASSWORD", "hush-hush")
-    plan = plan_of(
-        tmp_path, None, "tracking.uri=https://me:${PASSWORD}@tracking", "run.storage=s3://k:hush-hush@lake/x"
-    )
-    assert plan.uri == "https://me:hush-hush@tracking"
-    assert "hush" not in json.dumps([plan.params, plan.tags, plan.artifacts, plan.experiment])
-
-
-def test_the_commit_is_absent_outside_a_checkout_and_without_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert git_commit(str(tmp_path)) is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_commit() is None
-
-
-@pytest.mark.parametrize("alias", ["latest", "Latest", "v3", "two words", ""])
-def test_an_alias_that_mlflow_keeps_for_itself_is_refused_at_once(alias: str, tmp_path: Path) -> None:
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, None, "tracking.uri=http://127.0.0.1:1"))
-    with pytest.raises(TrackingError, match="MLflow keeps for itself"):
-        tracker.log_model("small_convnet", {}, NAMES, 8, alias=alias)
-    assert tracker.finish(wait_s=0) == 3  # start, config, end
-
-
-def test_training_never_waits_for_a_server_that_is_away(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    uri = f"http://me:hush-hush@127.0.0.1:{free_port()}"
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, None, f"tracking.uri={uri}"))
-    for step in range(200):
-        tracker.log_step("backbone", step, {"loss": 1.0})
-    wait_for(lambda: "is away" in caplog.text)
-    assert tracker.finish(wait_s=0.1) == 205  # start and config, start and steps, two ends
-    assert tracker.state()["runs"] == {}
-    assert "hush" not in caplog.text
