@@ -1,7 +1,6 @@
 import pytest
 import torch
-from catalogue_making import samples
-from test_stream import Shards
+from stream_making import Shards, five_shards
 from torch import nn
 
 from pencil_scale import evaluation
@@ -56,11 +55,7 @@ class RedModuloThree(nn.Module):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    bench = Shards(tmp_path_factory.mktemp("clean"))
-    for number in range(5):
-        bench.shard(f"{number}.tar", samples(range(number * 100, number * 100 + 100)))
-    bench.index()
-    return bench
+    return five_shards(tmp_path_factory.mktemp("clean"))
 
 
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
