@@ -77,7 +77,7 @@ def preact_resnet32(num_classes: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(128, num_classes),
     ]
-    return _with_he_weights(nn.Sequential(*layers, *head))
+    return nn.Sequential(*layers, *head)
 
 
 def cifar_resnet34(num_classes: int) -> nn.Module:
@@ -85,7 +85,7 @@ def cifar_resnet34(num_classes: int) -> nn.Module:
     model: nn.Module = _torchvision().resnet34(num_classes=num_classes)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
-    return _with_he_weights(model)
+    return model
 
 
 def small_convnet(num_classes: int) -> nn.Module:
@@ -95,17 +95,6 @@ def small_convnet(num_classes: int) -> nn.Module:
         convolution = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
         layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
-
-
-def _with_he_weights(model: nn.Module) -> nn.Module:
-    """Draw the convolutions as He et al. do: normal, of variance 2 / fan-in; torch's is a sixth of that.
-
-    A norm behind a convolution hides the scale of its weights, but how fast they turn depends on it.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-    return model
 
 
 OURS: dict[str, Callable[[int], nn.Module]] = {
