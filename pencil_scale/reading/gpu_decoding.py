@@ -10,6 +10,8 @@ their headers and decoded by `decoding.py`, with the same conventions. On a devi
 everything goes that way, so the same call serves a trial on a laptop.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +34,28 @@ def decode_on_gpu(
         size = resize, resize
     if size is None:
         raise ValueError("either resize or size is needed: a batch has one size")
+    if device.type != "cuda":
+        return _batch(images, device, resize, size)
+    # nvJPEG writes on a stream of its own, without waiting for ours, into memory our stream has been given:
+    # there a step still under way may be reading what was freed behind it. So decoding has its own stream, and
+    # memory of its own with it, and begins when nothing is left to do there.
+    decoding, training = _decoding_stream(device), torch.cuda.current_stream(device)
+    decoding.synchronize()
+    with torch.cuda.stream(decoding):
+        pixels, weight, problems = _batch(images, device, resize, size)
+    training.wait_stream(decoding)
+    pixels.record_stream(training)
+    return pixels, weight, problems
+
+
+@lru_cache
+def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _batch(
+    images: list[bytes], device: torch.device, resize: int | None, size: tuple[int, int]
+) -> tuple[Tensor, Tensor, dict[int, str]]:
     decoded, problems = _decode_all(images, device, resize)
     pixels = torch.zeros((len(images), *size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
     for place, image in decoded.items():
@@ -84,6 +108,7 @@ def _on_gpu(images: list[bytes], device: torch.device) -> list[Tensor | None]:
     try:
         return list(decode_jpeg(encoded, mode=ImageReadMode.RGB, device=device))
     except RuntimeError:
+        torch.cuda.synchronize(device)  # what it had begun is still being written
         if len(images) == 1:
             return [None]
     middle = len(images) // 2
