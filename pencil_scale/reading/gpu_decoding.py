@@ -36,8 +36,8 @@ def decode_on_gpu(
         raise ValueError("either resize or size is needed: a batch has one size")
     if device.type != "cuda":
         return _batch(images, device, resize, size)
-    # nvJPEG writes on a stream of its own, without waiting for ours, into memory our stream has been given:
-    # there a step still under way may be reading what was freed behind it. So decoding has its own stream, and
+    # nvJPEG writes on a stream of its own, without waiting for ours, into memory that ours was given: a step
+    # under way may still be reading there what was freed behind it. So decoding has a stream of its own, and
     # memory of its own with it, and begins when nothing is left to do there.
     decoding, training = _decoding_stream(device), torch.cuda.current_stream(device)
     decoding.synchronize()
