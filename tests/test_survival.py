@@ -116,18 +116,17 @@ ALONE = ("workers.count=1", "run.deterministic=true")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
-    """A run that nobody touched."""
-    data = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
-    with data.start(*ALONE) as command:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyData, dict[str, Any]]:
+    """A run that nobody touched, and beside it the same run with all that `disturb` does to it."""
+    untouched = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
+    with untouched.start(*ALONE) as command:
+        disturbed = disturb(TinyData.make(tmp_path_factory.mktemp("stopped")))
         assert command.wait() == 0, command.output
-    return data
+    return untouched, disturbed
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same run, its worker killed in the middle of an epoch; then asked to stop, and gone on with."""
-    data = TinyData.make(tmp_path_factory.mktemp("stopped"))
+def disturb(data: TinyData) -> dict[str, Any]:
+    """Kill the worker in the middle of an epoch; then ask the command to stop, and go on with it."""
     with data.start(*ALONE) as first:
         # Thirty steps make an epoch: three steps into the second one, with all of it still to come.
         first.wait_until(lambda: data.has_checkpoint(33), "checkpoint in the middle of an epoch")
@@ -140,6 +139,16 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with data.start(*ALONE) as second:
         last = second.wait()
     return {**found, "second": second.output, "last": last, "changed": changed}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: tuple[TinyData, dict[str, Any]]) -> TinyData:
+    return pair[0]
+
+
+@pytest.fixture(scope="module")
+def stopped(pair: tuple[TinyData, dict[str, Any]]) -> dict[str, Any]:
+    return pair[1]
 
 
 def test_a_command_asked_to_stop_saves_and_names_the_command_that_goes_on(stopped: dict[str, Any]) -> None:
