@@ -98,14 +98,16 @@ def test_nvjpeg_gives_what_the_cpu_gives() -> None:
 @needs_cuda
 def test_nvjpeg_leaves_alone_what_a_step_under_way_still_reads() -> None:
     images = [spelled(photo(640, 640, n), quality=92) for n in range(16)]
-    expected = decode_on_gpu(images, "cuda", resize=64)[0].clone()
-    ones = [torch.ones(3, 640, 640, dtype=torch.uint8, device="cuda") for _ in images]
+    expected = decode_on_gpu(images, "cuda", resize=64)[0].cpu()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second; all that follows waits behind it
-    sums = [one.sum() for one in ones]
-    del ones  # their memory is given to whoever asks next on this stream
+    torch.cuda.empty_cache()  # so that the memory of `ones` is all there is for whoever comes next
+    ones = [torch.ones(3, 640, 640, dtype=torch.uint8, device="cuda") for _ in images]
+    totals = torch.zeros(len(images), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second; what follows waits behind it
+    for n, one in enumerate(ones):
+        totals[n] = one.sum()
+    del ones, one
     pixels = decode_on_gpu(images, "cuda", resize=64)[0]
-    busy = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device="cuda") + 1
-    assert [int(total) for total in sums] == [3 * 640 * 640] * len(images)
-    assert torch.equal(pixels, expected)
-    assert int(busy.sum()) == busy.numel()
+    assert totals.tolist() == [3 * 640 * 640] * len(images)
+    assert torch.equal(pixels.cpu(), expected)

@@ -58,11 +58,11 @@ def _batch(
 ) -> tuple[Tensor, Tensor, dict[int, str]]:
     decoded, problems = _decode_all(images, device, resize)
     pixels = torch.zeros((len(images), *size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
-    for place, image in decoded.items():
-        try:
-            pixels[place] = _checked(image, size) if resize is None else _scaled(image, size)
-        except UndecodableError as problem:
-            problems[place] = str(problem)
+    if resize is None:
+        problems |= _drop_other_sizes(decoded, size)
+    if decoded:
+        scaled = torch.cat([_scaled(image, size) for image in decoded.values()])
+        pixels[list(decoded)] = scaled.round_().to(torch.uint8)
     weight = torch.ones(len(images))
     weight[list(problems)] = 0.0
     return pixels, weight, problems
@@ -116,13 +116,20 @@ def _on_gpu(images: list[bytes], device: torch.device) -> list[Tensor | None]:
 
 
 def _scaled(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale bilinearly with antialiasing, as on the CPU."""
-    if tuple(image.shape[1:]) == size:
-        return image
-    scaled = interpolate(image[None].float(), size=size, mode="bilinear", antialias=True)[0]
-    return scaled.round_().clamp_(0, 255).to(torch.uint8)
+    """Scale bilinearly with antialiasing, as on the CPU; the batch is rounded as a whole.   [1, 3, H, W]"""
+    pixels = image[None].float()
+    if pixels.shape[2:] == size:
+        return pixels
+    return interpolate(pixels, size=size, mode="bilinear", antialias=True)
 
 
-def _checked(image: Tensor, size: tuple[int, int]) -> Tensor:
-    check_size(tuple(image.shape[1:]), size)
-    return image
+def _drop_other_sizes(decoded: dict[int, Tensor], size: tuple[int, int]) -> dict[int, str]:
+    """Take out the images that are not of the dataset's size, and give their reasons."""
+    problems: dict[int, str] = {}
+    for place, image in list(decoded.items()):
+        try:
+            check_size(tuple(image.shape[1:]), size)
+        except UndecodableError as problem:
+            problems[place] = str(problem)
+            del decoded[place]
+    return problems
