@@ -37,7 +37,10 @@ from pencil_scale.reading.window_reader import (
 )
 from pencil_scale.settings import Config
 
-BATCHES_AHEAD = 3
+FEWEST_AHEAD = 3  # batches
+AHEAD_BYTES = (
+    256 << 20
+)  # of batches: for a second or more, in which Ray Data ends one epoch and begins the next
 PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # of a batch to evaluate: without gradients there is room for more small images
@@ -116,8 +119,7 @@ class Stream:
         self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
         self._running: Prefetch[StreamBatch] | None = None
         self._coming: Iterator[StreamBatch] = iter(())
-        self._num_batches: dict[int, int] = {}  # of every epoch that is coming
-        self._begun: int | None = None  # the epoch that is being read before anybody asked for it
+        self._next_epoch: int | None = None  # the one whose batches come next, asked for or not
 
     @property
     def num_rows(self) -> int:
@@ -147,37 +149,42 @@ class Stream:
         Ranks that train get as many batches as `num_steps` says, empty ones at the end where rows ran out.
         In evaluation nobody waits for anybody, and empty batches are left out.
         """
-        if visited is not None or self._begun != epoch:
+        if visited is not None or self._next_epoch != epoch:
             self._begin(epoch, visited)
-        self._begun = None
-        yield from islice(self._coming, self._num_batches[epoch])
-        if epoch == max(self._num_batches):
-            yield from self._coming  # nothing, or what went wrong at the very end
-        # The first batches of the next epoch arrive while this one is evaluated and saved.
+        self._next_epoch = None
         if epoch + 1 < self.spec.num_epochs:
-            if epoch + 1 not in self._num_batches:
-                self._begin(epoch + 1)
-            self._begun = epoch + 1
+            yield from islice(self._coming, self.num_steps(epoch, visited))
+            self._next_epoch = epoch + 1  # its batches arrive while this one is evaluated and saved
+        else:
+            yield from self._coming
 
     def _begin(self, epoch: int, visited: Mask | None = None) -> None:
-        """Start to read an epoch, and those after it where they are short.
+        """Start to read an epoch, and all that come after it."""
+        self._finish()
+        bytes_a_batch = self.spec.batch * self._epoch_bytes() * self.world // self.num_rows
+        ahead = max(FEWEST_AHEAD, AHEAD_BYTES // max(bytes_a_batch, 1))
+        self._running = Prefetch(self._cut(epoch, self._shares(epoch, visited)), ahead)
+        self._coming = iter(self._running)
+
+    def _cut(self, epoch: int, shares: list[Share]) -> Iterator[StreamBatch]:
+        while shares:
+            blocks = self._tables([piece for share in shares for piece in share.pieces])
+            for share in shares:
+                yield from self._cutter.cut(blocks, share.sizes, is_last=share is shares[-1])
+            epoch += len(shares)
+            shares = self._shares(epoch) if epoch < self.spec.num_epochs else []
+
+    def _shares(self, epoch: int, visited: Mask | None = None) -> list[Share]:
+        """Plan an epoch, and those after it where they are short: they are handed to the readers together.
 
         What cannot be read of a later one may end the run in an earlier one: Ray tells of it at once.
         """
-        self._finish()
         shares = [self.plan(epoch, visited)]
         while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
             if epoch + len(shares) >= self.spec.num_epochs:
                 break
             shares.append(self.plan(epoch + len(shares)))
-        self._num_batches = {epoch + number: len(share.sizes) for number, share in enumerate(shares)}
-        self._running = Prefetch(self._cut(shares), BATCHES_AHEAD)
-        self._coming = iter(self._running)
-
-    def _cut(self, shares: list[Share]) -> Iterator[StreamBatch]:
-        blocks = self._tables([piece for share in shares for piece in share.pieces])
-        for share in shares:
-            yield from self._cutter.cut(blocks, share.sizes, is_last=share is shares[-1])
+        return shares
 
     def name_problem(self, row: int, reason: str) -> str:
         """Name a sample that could not be decoded here, as the read tasks name theirs."""

@@ -26,7 +26,7 @@ from tar_making import python_tar
 from pencil_scale.reading.batches import Prefetch
 from pencil_scale.reading.byte_source import ShardError
 from pencil_scale.reading.window_reader import StreamError, read_piece
-from pencil_scale.stream import Stream
+from pencil_scale.stream import FEWEST_AHEAD, Stream
 
 
 @pytest.fixture(scope="module")
@@ -155,25 +155,48 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
-@pytest.mark.parametrize(("pieces_at_once", "begun_with"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
-def test_the_next_epoch_is_read_while_this_one_ends(
-    shards: Shards, pieces_at_once: int, begun_with: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
+def test_the_next_epoch_is_read_while_this_one_is_trained(
+    shards: Shards, pieces_at_once: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
-    begin = Stream._begin
+    shares = Stream._shares
 
-    def noted(stream: Stream, epoch: int, visited: Any = None) -> None:
+    def noted(stream: Stream, epoch: int, visited: Any = None) -> Any:
         begun.append(epoch)
-        begin(stream, epoch, visited)
+        return shares(stream, epoch, visited)
 
-    monkeypatch.setattr(Stream, "_begin", noted)
+    monkeypatch.setattr(Stream, "_shares", noted)
     monkeypatch.setattr("pencil_scale.stream.PIECES_AT_ONCE", pieces_at_once)
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
-    for epoch in range(3):
-        assert stream._begun == (epoch or None)
+    coming = stream.batches(0)
+    first = next(coming)
+    for _ in range(3000):  # all three fit into what may lie ready, though nobody has asked for them
+        if begun == together:
+            break
+        time.sleep(0.01)
+    assert begun == together
+    assert np.array_equal(rows_of([first, *coming]), planned(stream, 0))
+    for epoch in (1, 2):
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
-    assert stream._begun is None  # nobody will ask for a fourth
-    assert begun == begun_with
+    stream.close()
+
+
+def test_what_lies_ready_is_bounded_by_its_bytes(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+
+    class Noted(Prefetch):  # type: ignore[type-arg]
+        def __init__(self, items: Iterator[Any], depth: int) -> None:
+            depths.append(depth)
+            super().__init__(items, depth)
+
+    monkeypatch.setattr("pencil_scale.stream.Prefetch", Noted)
+    stream = Stream(shards.spec(batch=8), in_process=True)
+    height, width = stream.image_size
+    for ahead_bytes in (8 * 3 * height * width * 7, 1):
+        monkeypatch.setattr("pencil_scale.stream.AHEAD_BYTES", ahead_bytes)
+        list(stream.batches(0))
+    assert depths == [7, FEWEST_AHEAD]
     stream.close()
 
 
