@@ -8,6 +8,7 @@ import pytest
 
 # Loopback tests need no token, and must not leave one in the home folder of whoever runs them.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "60000")
 

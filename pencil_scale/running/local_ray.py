@@ -40,6 +40,8 @@ def ensure_ray() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in anybody's home
         # A run has more small actors than a laptop has processors: Ray would warn whenever they start.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
+        # Nothing of anybody's data is told to Ray's makers; gathering it took an actor, and a query an epoch.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Nobody takes this machine away with notice; the actor that would watch for it costs 2 s of CPU.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         start_local(namespace=NAMESPACE, logging_level=logging.ERROR)
