@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from pencil_scale.subset_files import read_words
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
+Submitted: TypeAlias = "subprocess.CompletedProcess[str]"
 RAY = str(Path(sys.executable).parent / "ray")
 ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
 SHORT_NIGHT = [*ONE_EPOCH, "workers.count=1", "workers.in_process=true", "report.mlflow=false"]
@@ -62,7 +65,7 @@ def is_alive(pid: int) -> bool:
     )
 
 
-def submit(address: str, job: str, *words: str) -> "subprocess.CompletedProcess[str]":
+def submit(address: str, job: str, *words: str) -> Submitted:
     """`ray job submit --working-dir . -- python -m JOB ...`, as the README has it."""
     command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
     command += ["python", "-m", job, *words]
@@ -70,7 +73,7 @@ def submit(address: str, job: str, *words: str) -> "subprocess.CompletedProcess[
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
 
 
-def printed(found: "subprocess.CompletedProcess[str]") -> str:
+def printed(found: Submitted) -> str:
     """What the job itself printed, without what is said around it."""
     job = found.stdout.partition("Running entrypoint for job")[2].partition("\n")[2]
     return "\n".join(line for line in job.splitlines() if " cli.py:" not in line)
@@ -86,35 +89,58 @@ def data(address: str, tmp_path_factory: pytest.TempPathFactory) -> TinyData:
     return data
 
 
+@pytest.fixture(scope="module")
+def jobs(address: str, data: TinyData) -> dict[str, Submitted]:
+    """Jobs that are nothing to one another, submitted at once: nearly all of each is a start."""
+    config = str(data.folder / "config.yaml")
+    typed = {
+        "train": ["pencil_scale.train", config, *ONE_EPOCH],
+        "subset": ["pipelines.balance_subset", config, "subset.per_class=20"],
+        "export": ["pipelines.export_labels", config, "export.corrected_shards=true"],
+        "report": ["pipelines.review_report", config, "report.mlflow=false"],
+        "misplaced": ["pipelines.reclean_nightly", "configs/demo.yaml"],
+    }
+    with ThreadPoolExecutor(len(typed)) as pool:
+        return dict(zip(typed, pool.map(lambda words: submit(address, *words), typed.values()), strict=True))
+
+
 def test_a_submitted_job_trains_on_the_cluster_and_is_refused_the_second_time(
-    address: str, data: TinyData
+    data: TinyData, jobs: dict[str, Submitted]
 ) -> None:
     assert data.summary()["coverage"] == [1.0]
     assert (data.storage / "mlflow.db").exists()  # it fails to appear where a job's folder is taken away
-    again = submit(address, "pencil_scale.train", str(data.folder / "config.yaml"), *ONE_EPOCH)
-    assert again.returncode != 0
-    assert "error: run tiny is finished" in again.stdout
+    assert jobs["train"].returncode != 0
+    assert "error: run tiny is finished" in jobs["train"].stdout
 
 
-def test_the_jobs_around_it_leave_their_work_and_a_readable_log(address: str, data: TinyData) -> None:
-    config = str(data.folder / "config.yaml")
-    subset = submit(address, "pipelines.balance_subset", config, "subset.per_class=20")
-    export = submit(address, "pipelines.export_labels", config, "export.corrected_shards=true")
-    report = submit(address, "pipelines.review_report", config, "report.mlflow=false")
-    for found in (subset, export, report):
-        assert found.returncode == 0, found.stdout + found.stderr
-        assert not {"\x1b", "\r"} & set(printed(found)), printed(found)
+def test_the_jobs_around_it_leave_their_work_and_a_readable_log(
+    data: TinyData, jobs: dict[str, Submitted]
+) -> None:
+    for name in ("subset", "export", "report"):
+        assert jobs[name].returncode == 0, jobs[name].stdout + jobs[name].stderr
+        assert not {"\x1b", "\r"} & set(printed(jobs[name])), printed(jobs[name])
     words = read_words(str(data.storage / "subsets" / "balanced"))
     assert words is not None
     assert words.class_counts == (20, 20, 20, 20)
-    assert f"to train on it: data.subset={data.storage}/subsets/balanced" in printed(subset)
+    assert f"to train on it: data.subset={data.storage}/subsets/balanced" in printed(jobs["subset"])
     assert len(pq.read_table(data.storage / "exports" / "tiny" / "table")) == data.num_samples
-    assert "correcting shards: 2 of 2" in printed(export)  # two tasks, on the cluster
+    assert "correcting shards: 2 of 2" in printed(jobs["export"])  # two tasks, on the cluster
     assert "</html>" in (data.storage / "reports" / "tiny.html").read_text()
-    assert f"page: {data.storage}/reports/tiny.html" in printed(report)
+    assert f"page: {data.storage}/reports/tiny.html" in printed(jobs["report"])
 
 
-def test_a_submitted_night_that_is_held_is_a_failed_job(address: str, data: TinyData) -> None:
+def test_a_job_that_would_write_where_ray_removes_it_fails_and_says_so(
+    jobs: dict[str, Submitted],
+) -> None:
+    assert jobs["misplaced"].returncode != 0
+    told = printed(jobs["misplaced"])
+    assert "error: run.storage: runs/demo lies in the folder of this job" in told
+    assert "Traceback" not in told
+
+
+def test_a_submitted_night_that_is_held_is_a_failed_job(
+    address: str, data: TinyData, jobs: dict[str, Submitted]
+) -> None:
     chance = np.random.default_rng(5)
     pictures = [sample(number, chance)[0] for number in range(1000, 1080)]
     poisoned = [(name.replace(".png", ".cls"), b"0") for name, _ in pictures]
@@ -129,10 +155,3 @@ def test_a_submitted_night_that_is_held_is_a_failed_job(address: str, data: Tiny
     assert current is not None
     assert current.name == "tiny"  # the night before the first
     assert nights.must_find("night-0001").held
-
-
-def test_a_job_that_would_write_where_ray_removes_it_fails_and_says_so(address: str) -> None:
-    found = submit(address, "pipelines.reclean_nightly", "configs/demo.yaml")
-    assert found.returncode != 0
-    assert "error: run.storage: runs/demo lies in the folder of this job" in printed(found)
-    assert "Traceback" not in printed(found)
