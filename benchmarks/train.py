@@ -114,7 +114,7 @@ class Bench:
         """Train an epoch of the pencil stage."""
         figures: dict[str, float] = {}
         hooks = Hooks(
-            epoch=lambda _: Epoch(self.num_steps, batches),
+            epoch=lambda _: Epoch(self.num_steps, self.preparation.ahead(iter(batches))),
             prepare=self.preparation.prepare,
             save=lambda progress: None,
             close_epoch=lambda stage, progress, found: figures.update(found),

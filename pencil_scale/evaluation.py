@@ -3,7 +3,7 @@
 Each rank reads its own share of a clean set, every sample once. A share that fits into memory is read by
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
-    clean = CleanSet(CleanReader(spec, rank, world, preparation.decode))
+    clean = CleanSet(CleanReader(spec, rank, world, preparation.bring))
     right, seen = count_right(model, clean, recipe, device, bf16=False)      # of this rank: add up all ranks
 """
 
@@ -37,11 +37,11 @@ class CleanReader:
         spec: StreamSpec,
         rank: int,
         world: int,
-        decode: Callable[[Batch], Batch],
+        bring: Callable[[Batch], Batch],
         in_process: bool = False,
     ) -> None:
         """`in_process` keeps large sets from Ray too, for a run that trains in the command's own process."""
-        self._decode = decode
+        self._bring = bring
         self.stream = Stream(spec, rank, world, in_process=True)
         height, width = self.stream.image_size
         self.is_large = self.stream.num_rows / world * 3 * height * width > CACHE_BYTES
@@ -50,8 +50,8 @@ class CleanReader:
 
     def __call__(self) -> Iterator[CleanBatch]:
         for batch in self.stream.batches(0):
-            decoded = self._decode(batch)
-            yield CleanBatch(decoded.images, decoded.weight, batch.noisy_class)
+            brought = self._bring(batch)
+            yield CleanBatch(brought.images, brought.weight, batch.noisy_class)
 
     def close(self) -> None:
         """End reading, and let go of what it held."""

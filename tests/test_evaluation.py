@@ -60,7 +60,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
     """What two evaluations in a row counted, which must agree, and whether the set was taken for large."""
-    reader = CleanReader(shards.spec(shuffle=False, batch=48), rank, world, decode=lambda batch: batch)
+    reader = CleanReader(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
     clean = CleanSet(reader)
     first, again = (
         count_right(RedModuloThree(), clean, RECIPE, torch.device("cpu"), bf16=False) for _ in range(2)

@@ -38,13 +38,12 @@ def decode_on_gpu(
         return _batch(images, device, resize, size)
     # nvJPEG writes on a stream of its own, without waiting for ours, into memory that ours was given: a step
     # under way may still be reading there what was freed behind it. So decoding has a stream of its own, and
-    # memory of its own with it, and begins when nothing is left to do there.
-    decoding, training = _decoding_stream(device), torch.cuda.current_stream(device)
-    decoding.synchronize()
+    # memory of its own with it, and leaves nothing undone there.
+    decoding = _decoding_stream(device)
     with torch.cuda.stream(decoding):
         pixels, weight, problems = _batch(images, device, resize, size)
-    training.wait_stream(decoding)
-    pixels.record_stream(training)
+    decoding.synchronize()
+    pixels.record_stream(torch.cuda.current_stream(device))
     return pixels, weight, problems
 
 

@@ -1,7 +1,7 @@
 """What happens on the device before a step: the network built, images decoded, augmented and padded."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from pencil_scale.augment import Recipe, augment
 from pencil_scale.backbones import build_backbone
 from pencil_scale.owners import Batch
+from pencil_scale.reading.batches import Prefetch
 from pencil_scale.reading.gpu_decoding import decode_on_gpu
 from pencil_scale.settings import Config
 from pencil_scale.step import Stepper
 from pencil_scale.step_graph import StepGraph
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
+DECODED_AHEAD = 2  # batches, each of which is hundreds of photos in the GPU's memory
+PATIENCE_S = 10.0
 FEWEST_ROWS = 2  # batch norm cannot learn from one sample
 
 
@@ -77,24 +80,43 @@ class Preparation:
     device: torch.device
     name_problem: Callable[[int, str], str]
 
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Pass batches on; those that come encoded are decoded by a thread, while the GPU trains."""
+        if self.config.images.decode == "cpu":
+            yield from batches
+            return
+        coming = Prefetch((self.decode(batch) for batch in batches), DECODED_AHEAD)
+        try:
+            yield from coming
+        finally:
+            coming.join(PATIENCE_S)  # else two would read from one stream
+
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """Decode what is not yet, augment, and never leave a batch without any sample."""
+        """Bring a batch over, augment it, and never leave it without any sample."""
         recipe = Recipe.from_config(self.config.images)
-        decoded = self.decode(batch)
-        images = augment(decoded.images, batch.rows, self.config.run.seed, epoch, recipe)
+        brought = self.bring(batch)
+        images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)
-        prepared = replace(decoded, images=images)
+        prepared = replace(brought, images=images)
         return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, recipe.crop)
 
+    def bring(self, batch: Batch) -> Batch:
+        """Bring images, decoded, and weights to the device."""
+        decoded = self.decode(batch)
+        images = decoded.images.to(self.device, non_blocking=True)
+        return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
+
     def decode(self, batch: Batch) -> Batch:
-        """Bring images and weights over; those that come encoded are decoded by the GPU."""
+        """Decode images that come encoded, on the GPU; the weights stay here.
+
+        To bring them over is to wait for the step under way, which this must not.
+        """
         if isinstance(batch.images, torch.Tensor):
-            images, weight = batch.images.to(self.device, non_blocking=True), batch.weight
-            return replace(batch, images=images, weight=weight.to(self.device, non_blocking=True))
+            return batch
         images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)
         named = (self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
-        return replace(batch, images=images, weight=weight.to(self.device), problems=tuple(named))
+        return replace(batch, images=images, weight=weight, problems=tuple(named))
 
 
 def _padded(batch: Batch, side: int) -> Batch:

@@ -105,7 +105,7 @@ class Worker:
         self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world, in_process=local)
         self.preparation = Preparation(config, self.device, self.stream.name_problem)
         self.clean_readers = {
-            name: CleanReader(spec, self.ranks.rank, self.ranks.world, self.preparation.decode, local)
+            name: CleanReader(spec, self.ranks.rank, self.ranks.world, self.preparation.bring, local)
             for name, spec in job.clean.items()
         }
         self.clean = {name: CleanSet(reader) for name, reader in self.clean_readers.items()}
@@ -152,7 +152,8 @@ class Worker:
         """This rank's batches; rows that a run before a crash has visited are left out."""
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
-        return Epoch(self.stream.num_steps(epoch, seen), self.stream.batches(epoch, seen))
+        batches = self.preparation.ahead(self.stream.batches(epoch, seen))
+        return Epoch(self.stream.num_steps(epoch, seen), batches)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
