@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config, dry_run: bool = False) -> object:
     """Train to the end, publish the model and the labels, and give the summary."""
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
+    from pencil_scale.running.agreement import require_agreement
     from pencil_scale.running.training import foretell, train
 
+    require_agreement(config)
     return foretell(config) if dry_run else train(config)
 
 

@@ -129,7 +129,7 @@ def _publish(
     update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
     written = update.write([missing_damage(listing.missing)])
     version = old.version if old else 0
-    manifest = describe(store, written, entries, part.rules, part.overlay.name, version + 1)
+    manifest = describe(store, written, entries, part.rules, part.overlay, version + 1)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)

@@ -15,7 +15,7 @@ from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_files import put_table
 from pencil_scale.indexing.catalogue_schema import DAMAGE, DAMAGED_STATUSES, damage_line
 from pencil_scale.indexing.catalogue_statistics import Statistics, measure
-from pencil_scale.indexing.catalogue_update import Written
+from pencil_scale.indexing.catalogue_update import Overlay, Written
 from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.indexing.shard_index import IndexRules
 from pencil_scale.labels.part_store import PartStore
@@ -30,7 +30,7 @@ def describe(
     written: Written,
     shards: Sequence[ShardEntry],
     rules: IndexRules,
-    overlay: str,
+    overlay: Overlay,
     version: int,
 ) -> dict[str, Any]:
     """Measure what was written, and give the manifest that will publish it."""
@@ -44,7 +44,8 @@ def describe(
         "num_rows": written.num_rows,
         "num_ok": 0,
         "num_classes": len(rules.classes),
-        "overlay": overlay,
+        "overlay": overlay.name,
+        "exclude": overlay.exclude,
         "shards": [asdict(entry) for entry in shards],
         "segments": [asdict(segment) for segment in written.segments],
         "alias_tables": list(written.alias_tables),

@@ -5,6 +5,7 @@ vanished keeps its row and moves to where the id was found; found nowhere, it st
 files are written under new names first; until the manifest is replaced the old catalogue is whole.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +51,11 @@ class Overlay:
     held_out: Keys
     name: str
     num_listed: int = 0  # ids on the list of those to exclude, as people count them
+
+    @property
+    def exclude(self) -> str:
+        """Tell two lists of ids to exclude apart."""
+        return hashlib.sha256(self.excluded.tobytes()).hexdigest()[:32]
 
     def statuses(self, found: Any, keys: Any) -> pa.Array:
         """Lay the two lists over what the shards said."""

@@ -71,7 +71,7 @@ def expand_urls(patterns: Sequence[str]) -> list[str]:
     """Spell out every URL, in order; a URL that comes twice is an error."""
     urls: list[str] = []
     for pattern in patterns:
-        for line in _lines(pattern[1:]) if pattern.startswith("@") else [pattern]:
+        for line in lines_of(pattern[1:]) if pattern.startswith("@") else [pattern]:
             for url in expand_braces(line):
                 urls.extend(_matching(url))
                 if len(urls) > MAX_SHARDS:
@@ -111,7 +111,8 @@ def _choices(text: str, pattern: str) -> Sequence[str]:
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
 
-def _lines(url: str) -> list[str]:
+def lines_of(url: str) -> list[str]:
+    """Read a file of patterns; blank lines and comments are left out."""
     try:
         with fsspec.open(url, "rt", encoding="utf-8") as file:
             lines = [line.strip() for line in file]
