@@ -127,7 +127,13 @@ def _from_factory(name: str, num_classes: int) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), factory_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise BackboneError(f"model.backbone: '{name}' cannot be imported: {error}") from error
-    model = factory(num_classes)
+    try:
+        model = factory(num_classes)
+    except Exception as error:
+        raise BackboneError(
+            f"model.backbone: {name}({num_classes}) failed with {type(error).__name__}: {error}; a function "
+            "that takes the number of classes and gives a torch Module was expected"
+        ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise BackboneError(f"model.backbone: {name}({num_classes}) gave {kind}; a torch Module was expected")

@@ -40,6 +40,8 @@ def check_run(config: Config) -> Checked:
     names = read_class_names(config.data.classes)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
     schedule = Schedule.from_config(config.stages, config.optimizer, len(names), batch)
+    if schedule.epochs == 0:
+        raise RunRefusedError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
     size = sum(parameter.numel() for parameter in model.parameters())
     outlook = check_outlook(schedule, len(names))

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from pencil_scale.schema import PencilError
+from pencil_scale.settings import Workers
 
 NAMESPACE = "pencil_scale"
 ATTEMPTS = 3
@@ -67,7 +68,32 @@ def start_local(**options: Any) -> None:
             print("Ray did not start within its 30 s: the machine is busy; trying again", flush=True)
 
 
+def require_room(workers: Workers) -> None:
+    """Refuse workers that this machine can never hold; a cluster may grow: say what is waited for."""
+    missing = what_is_missing(workers)
+    if missing and os.environ.get("RAY_ADDRESS"):
+        print(f"workers: {missing}; the run waits until the cluster has grown", flush=True)
+    elif missing:
+        raise LocalRayError(
+            f"workers: {missing}; lower workers.count or workers.cpus, set workers.gpu=false, or submit the "
+            "run to a cluster"
+        )
+
+
+def what_is_missing(workers: Workers) -> str:
+    """Say what these workers need that Ray does not have; nothing if it has all."""
+    num = workers.count[0]
+    wanted = {"GPUs": float(num * workers.gpu), "CPUs": 0.0 if workers.in_process else num * workers.cpus}
+    there = {kind: _resources().get(kind[:-1], 0.0) for kind in wanted}
+    few = [kind for kind in wanted if wanted[kind] > there[kind]]
+    return ", ".join(f"{num} need {wanted[kind]:g} {kind}, {there[kind]:g} are there" for kind in few)
+
+
 def num_processors() -> int:
     """Count the processors of the whole cluster."""
+    return max(1, int(_resources().get("CPU", 1)))
+
+
+def _resources() -> dict[str, float]:
     resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    return max(1, int(resources().get("CPU", 1)))
+    return resources()

@@ -19,7 +19,7 @@ from pencil_scale.running.checks import Checked, check_run
 from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
-from pencil_scale.running.local_ray import ensure_ray
+from pencil_scale.running.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.running.run_lock import alone, run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
@@ -51,6 +51,7 @@ def train(config: Config, labels: Manifest | None = None, alias: str | None = "c
 def _train_locked(config: Config, checked: Checked, labels: Manifest | None, alias: str | None) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
+    require_room(config.workers)
     control = start_control(config.run.storage, config.run.name)
     if record is None:
         record = _begin(config, checked, labels)
@@ -94,6 +95,9 @@ def foretell(config: Config) -> Estimate:
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
     ensure_ray()
+    missing = what_is_missing(config.workers)
+    if missing:
+        print(f"workers: {missing}; what follows is for a cluster that has them", flush=True)
     expected = estimate(config, checked, run_trial(config, checked))
     print(expected.table())
     return expected
