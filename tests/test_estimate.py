@@ -10,7 +10,7 @@ from pencil_scale.checkpoint import Progress, Saved
 from pencil_scale.config import load_config
 from pencil_scale.label_table import LabelTable
 from pencil_scale.running import estimate as estimating
-from pencil_scale.running.checks import check_run
+from pencil_scale.running.checks import RunRefusedError, check_run
 from pencil_scale.running.estimate import Trial, count, estimate, estimate_beside_outcome, joined_rate
 from pencil_scale.stream import StreamSpec
 
@@ -37,6 +37,15 @@ def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
     assert found.cost == pytest.approx(2 * found.hours * 3)
     assert "set cost" not in found.table()
     assert count(config, checked, weight_bytes=1000).facts().items() <= found.facts().items()
+
+
+def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(4)))
+    bench.index()
+    none = [f"stages.{name}.epochs=0" for name in ("backbone", "pencil", "finetune")]
+    with pytest.raises(RunRefusedError, match="0 epochs; nothing would be trained"):
+        check_run(load_config(tmp_path / "config.yaml", [*none, "images.crop=4"]))
 
 
 @pytest.mark.slow
