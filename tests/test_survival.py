@@ -116,17 +116,21 @@ ALONE = ("workers.count=1", "run.deterministic=true")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyData, dict[str, Any]]:
-    """A run that nobody touched, and beside it the same run with all that `disturb` does to it."""
-    untouched = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
-    with untouched.start(*ALONE) as command:
-        disturbed = disturb(TinyData.make(tmp_path_factory.mktemp("stopped")))
-        assert command.wait() == 0, command.output
-    return untouched, disturbed
+def undisturbed(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyData]:
+    """A run that nobody touched, in this process, on one thread as a worker has."""
+    data = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train.main([str(data.folder / "config.yaml"), *ALONE, "workers.in_process=true"]) == 0
+    yield data
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(False)
 
 
-def disturb(data: TinyData) -> dict[str, Any]:
-    """Kill the worker in the middle of an epoch; then ask the command to stop, and go on with it."""
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same run, its worker killed in the middle of an epoch; then asked to stop, and gone on with."""
+    data = TinyData.make(tmp_path_factory.mktemp("stopped"))
     with data.start(*ALONE) as first:
         # Thirty steps make an epoch: three steps into the second one, with all of it still to come.
         first.wait_until(lambda: data.has_checkpoint(33), "checkpoint in the middle of an epoch")
@@ -139,16 +143,6 @@ def disturb(data: TinyData) -> dict[str, Any]:
     with data.start(*ALONE) as second:
         last = second.wait()
     return {**found, "second": second.output, "last": last, "changed": changed}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pair: tuple[TinyData, dict[str, Any]]) -> TinyData:
-    return pair[0]
-
-
-@pytest.fixture(scope="module")
-def stopped(pair: tuple[TinyData, dict[str, Any]]) -> dict[str, Any]:
-    return pair[1]
 
 
 def test_a_command_asked_to_stop_saves_and_names_the_command_that_goes_on(stopped: dict[str, Any]) -> None:
@@ -169,17 +163,18 @@ def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped
     assert stopped["changed"] == 2
 
 
-def test_a_finished_run_leaves_no_label_part_that_nothing_names(undisturbed: TinyData) -> None:
-    manifests = manifests_of(str(undisturbed.storage))
+def test_a_finished_run_leaves_no_label_part_that_nothing_names(stopped: dict[str, Any]) -> None:
+    storage = stopped["data"].storage
+    manifests = manifests_of(str(storage))
     assert len(manifests) == 2 + 2  # the run's own beginning, what it published, and the checkpoints it keeps
     entries = [entry for manifest in manifests for entry in manifest.parts.values()]
     named = {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
-    labels = undisturbed.storage / "labels"
+    labels = storage / "labels"
     assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).iterdir()} == named
 
 
-def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(undisturbed: TinyData) -> None:
-    summary = undisturbed.summary()
+def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(stopped: dict[str, Any]) -> None:
+    summary = stopped["data"].summary()
     for what in ("samples", "epochs", "steps_an_epoch"):
         assert summary["estimate"][what] == summary["came_to"][what], what
     for what in ("table_bytes", "checkpoint_bytes"):
@@ -216,7 +211,8 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     nodes = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
-    started = Cluster(initialize_head=True, head_node_args={**nodes, "num_cpus": 1})
+    head = {**nodes, "num_cpus": 1, "include_dashboard": False}  # nobody looks at its many pages
+    started = Cluster(initialize_head=True, head_node_args=head)
     yield started, [started.add_node(**nodes) for _ in range(2)]
     started.shutdown()
 
