@@ -50,6 +50,11 @@ SCHEMA = pa.schema(
         ("model_version", pa.string()),
     ]
 )
+# What a name alone does not say stands in the files, as metadata of the column.
+MEANINGS = {
+    "last_change_epoch": "epoch of the run, counted from 0 (the console counts from 1), in which the label "
+    "came to its class; null: it changed in none, was never trained on, or no history was kept",
+}
 ROW_GROUP = 4096
 Strings = npt.NDArray[np.object_]
 
@@ -73,7 +78,7 @@ class Facts:
     logits: npt.NDArray[np.float32]  # [B, C], learned or the network's; read only where somebody spoke
     predicted_by: Strings  # PERSON, LABELS, MODEL, GIVEN, or None where nobody can say
     pinned: npt.NDArray[np.bool_]
-    last_change: npt.NDArray[np.int32]  # -1: never, or not known
+    last_change: npt.NDArray[np.int32]  # an epoch, from 0; -1: never, or not known
 
 
 def export_table(facts: Facts, words: Words) -> pa.Table:
@@ -144,8 +149,12 @@ def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
     label = {"names": list(class_names), "_type": "ClassLabel"}
     features = {"info": {"features": {"given_label": label, "predicted_label": label}}}
     sink = io.BytesIO()
-    named = table.replace_schema_metadata({"huggingface": json.dumps(features)})
-    pq.write_table(named, sink, row_group_size=ROW_GROUP, compression="zstd")
+    fields = [
+        field.with_metadata({"description": MEANINGS[field.name]}) if field.name in MEANINGS else field
+        for field in table.schema
+    ]
+    schema = pa.schema(fields, {"huggingface": json.dumps(features)})
+    pq.write_table(pa.table(table.columns, schema=schema), sink, row_group_size=ROW_GROUP, compression="zstd")
     return sink.getvalue()
 
 

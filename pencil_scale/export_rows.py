@@ -128,7 +128,8 @@ class ExportRows:
         last_change = np.full(len(known), NEVER, np.int32)
         if part is not None:
             logits, pinned, visited = self._learned(part, len(known))
-            last_change = self._last_change(part, given)
+            # A row without a given class has some class in the history, too, which nobody learned.
+            last_change = np.where(visited, self._last_change(part, given), NEVER)
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN

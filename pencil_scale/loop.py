@@ -187,8 +187,8 @@ class Loop:
         if num_unreadable > self.pace.max_unreadable_share * visited:
             listed = "; ".join(self._problems[:NAMED_PROBLEMS])
             raise TooManyUnreadableError(
-                f"epoch {progress.epoch}: {num_unreadable:,.0f} of {visited:,.0f} images cannot be decoded, "
-                f"more than data.max_damaged_share allows: {listed}"
+                f"epoch {progress.epoch + 1}: {num_unreadable:,.0f} of {visited:,.0f} images cannot be "
+                f"decoded, more than data.max_damaged_share allows: {listed}"
             )
         figures = clock.figures()
         figures["images_per_s"] = total(figures["images_per_s"])

@@ -106,7 +106,7 @@ def test_only_sidecars_of_shards_whose_labels_changed_are_written_again(bench: E
     assert bench.export().num_sidecars_written == 2
     before = bench.write_times("sidecars")
     again = bench.export()
-    assert (again.num_sidecars_written, again.num_table_written, again.num_swept) == (0, 0, 0)
+    assert (again.num_sidecars_written, again.num_table_written, again.swept) == (0, 0, ())
     bench.publish({1: 2, 7: 1})
     third = bench.export()
     assert third.num_sidecars_written == 1
@@ -207,6 +207,34 @@ def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBenc
     assert [each["last_change_epoch"] for each in bench.table()] == [None, 5] + [None] * 10
 
 
+def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_history_has(
+    tmp_path: Path,
+) -> None:
+    import fsspec
+
+    bench = ExportBench(tmp_path)
+    bench.shard("a.tar", [*samples(range(3)), ("bare.png", image(9))])
+    bench.index()
+    bench.publish({}, visited=range(3))
+    now = np.array([0, 1, 2, 0], np.uint16)  # a table has some class for every row
+    url = f"{history_folder(bench.storage, 't')}/epoch-00008.arrow"
+    with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
+        writer.write_batch(pa.record_batch([pa.array(now), pa.array(np.ones(4, np.float16))], schema=HISTORY))
+    bench.export()
+    assert [(each["given_label"], each["last_change_epoch"]) for each in bench.table()] == [
+        (0, None),
+        (1, None),
+        (2, None),
+        (None, None),
+    ]
+
+
+def test_the_files_say_that_epochs_count_from_0(bench: ExportBench) -> None:
+    bench.export()
+    field = pq.read_schema(next(bench.out.glob("table/*"))).field("last_change_epoch")
+    assert b"counted from 0" in field.metadata[b"description"]
+
+
 def test_duckdb_and_polars_read_the_table(bench: ExportBench) -> None:
     bench.export()
     files = str(bench.out / "table" / "*.parquet")
@@ -263,6 +291,17 @@ def test_corrected_shards_differ_in_their_labels_alone(bench: ExportBench) -> No
     assert [each["cls"] for each in found.values()] == [b"0", b"2", b"2", b"0", b"1", b"2"]
     assert found["000001"]["png"] == image(1)
     assert bench.export("export.corrected_shards=true").num_shards_written == 0
+
+
+def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
+    bench: ExportBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.export("export.corrected_shards=true")
+    capsys.readouterr()
+    bench.export()
+    assert not list(bench.out.glob("shards/*/*.tar"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of corrected shards │ 2; export.corrected_shards=true writes them anew" in said
 
 
 def test_a_label_is_spelled_as_it_was_and_the_rest_of_its_json_stays(tmp_path: Path) -> None:

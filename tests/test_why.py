@@ -71,8 +71,8 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     assert f"  again in   {bench.folder}/00042.tar, key 000001" in told
     assert text.index("night-0001 (in use)") < text.index("night-0002 (held), catalogue version 2")
     assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in told
-    assert "  epochs     4 to 5: bee, share 0.50 to 0.50" in told
-    assert "  epochs     6: cat, share 0.50 to 0.50" in told
+    assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in told  # from 1, as the console counts
+    assert "  epochs     7: cat, share 0.50 to 0.50" in told
     assert "  in the end cat, with 0.80 of the label" in told
     assert any(line.startswith("pin          ant, by ada, at 20") and "(seen twice)" in line for line in told)
     assert "  says       cat, told by labels; a label issue, score 0.100, labels night-0002" in told
@@ -115,6 +115,22 @@ def test_a_label_nobody_trained_on_and_an_export_without_the_sample_are_told_as_
     assert "  in the end bee, as given: no run trained on it" in told
     assert "  epochs     no history of them was kept" in told
     assert told[-1] == f"export       {bench.folder}/out: not in it"
+
+
+def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.shard("00043.tar", [("bare.png", image(9))])
+    bench.index()
+    bench.publish({}, visited=range(6))
+    bench.keep_history({0: [0, 1, 2, 0, 1, 2, 0], 1: [0, 1, 2, 0, 1, 2, 0]})
+    told = bench.why("bare", capsys)
+    assert "  given      no class" in told
+    assert "  in the end no class: it was given none, and no run trained on it" in told
+    assert not any("ant" in line.split() for line in told)  # class 0, of which it knows nothing
+    (bench.folder / "d.csv").write_text("sample_id,class,by,note\nbare,cat,ada,\n")
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    assert any(line.startswith("pin          cat, by ada") for line in bench.why("bare", capsys))
 
 
 def test_an_id_nobody_knows_is_answered_with_those_alike(bench: WhyBench) -> None:

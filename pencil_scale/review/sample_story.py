@@ -42,7 +42,7 @@ class UnknownSampleError(PencilError):
 class Stay:
     """Some epochs in a row in which a label had one class."""
 
-    first_epoch: int
+    first_epoch: int  # of the run, from 0
     last_epoch: int
     class_name: str
     first_share: float
@@ -61,7 +61,7 @@ class Chapter:
     settings: dict[str, str]
     stays: tuple[Stay, ...]
     visited: bool
-    class_name: str
+    class_name: str | None  # None: it was given none, and no run and no person gave it one
     share: float
     pinned: bool
 
@@ -170,26 +170,31 @@ def _chapter(
         model=model if filesystem.exists(path) else None,
         trained_by=trained_by,
         settings=dict(record.settings) if record else {},
-        stays=_stays(published, row, names),
+        stays=() if label is None else _stays(published, row, names),
         visited=visited,
-        class_name=_named(names, label) or "",
+        class_name=_named(names, label),
         share=share,
         pinned=pinned,
     )
 
 
-def _label(published: Published, row: int) -> tuple[int, float, bool, bool]:
-    """The class a row was left with, its share, whether it was pinned, and whether any run trained on it."""
+def _label(published: Published, row: int) -> tuple[int | None, float, bool, bool]:
+    """The class a row was left with, its share, whether it was pinned, and whether any run trained on it.
+
+    The logits of a row without a class that nobody trained on are all alike: they speak for no class.
+    """
     manifest = published.manifest
     part = row >> manifest.layout.shift
     store, slot = PartStore(manifest.store), row - manifest.layout.rows_of(part).start
     batch = get_part(manifest, store, part, LABELS_FOLDER).slice(slot, 1)
     ledger = get_part(manifest, store, part, LEDGER_FOLDER).slice(slot, 1)
     logits = batch.column("label_logits").flatten().to_numpy().reshape(1, -1)
-    found = decide(logits, np.maximum(batch.column("noisy_class").to_numpy(), UNLABELLED))
+    given = np.maximum(batch.column("noisy_class").to_numpy(), UNLABELLED)
+    found = decide(logits, given)
     visited = ledger.column("last_epoch")[0].as_py() > 0
     pinned = batch.column("pinned")[0].as_py() != 0
-    return int(found.corrected_class[0]), float(found.confidence[0]), pinned, visited
+    known = visited or pinned or given[0] != UNLABELLED
+    return int(found.corrected_class[0]) if known else None, float(found.confidence[0]), pinned, visited
 
 
 def _stays(published: Published, row: int, names: tuple[str, ...]) -> tuple[Stay, ...]:

@@ -1,4 +1,7 @@
-"""Story text: the story of one sample in lines a person reads from top to bottom."""
+"""Story text: the story of one sample in lines a person reads from top to bottom.
+
+Epochs count from 1 here, as on the console while a run trains; in files they count from 0.
+"""
 
 import json
 from collections.abc import Iterator
@@ -61,18 +64,26 @@ def _chapter(chapter: Chapter) -> Iterator[str]:
         yield f"  trained by {chapter.trained_by}"
     told = " ".join(f"{key}={chapter.settings[key]}" for key in TOLD if key in chapter.settings)
     yield fill(f"  config     {told or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
+    yield from _label(chapter)
+
+
+def _label(chapter: Chapter) -> Iterator[str]:
+    if chapter.class_name is None:
+        yield "  in the end no class: it was given none, and no run trained on it"
+        return
     for stay in chapter.stays:
-        last = "" if stay.first_epoch == stay.last_epoch else f" to {stay.last_epoch}"
+        last = "" if stay.first_epoch == stay.last_epoch else f" to {stay.last_epoch + 1}"
         shares = f"share {stay.first_share:.2f} to {stay.last_share:.2f}"
-        yield f"  epochs     {stay.first_epoch}{last}: {_plain(stay.class_name)}, {shares}"
+        yield f"  epochs     {stay.first_epoch + 1}{last}: {_plain(stay.class_name)}, {shares}"
     if not chapter.stays:
         yield "  epochs     no history of them was kept"
+    name = _plain(chapter.class_name)
     if chapter.pinned:
-        yield f"  in the end {_plain(chapter.class_name)}, pinned: it did not move"
+        yield f"  in the end {name}, pinned: it did not move"
     elif not chapter.visited:
-        yield f"  in the end {_plain(chapter.class_name)}, as given: no run trained on it"
+        yield f"  in the end {name}, as given: no run trained on it"
     else:
-        yield f"  in the end {_plain(chapter.class_name)}, with {chapter.share:.2f} of the label"
+        yield f"  in the end {name}, with {chapter.share:.2f} of the label"
 
 
 def _pin(story: Story) -> Iterator[str]:
