@@ -50,7 +50,7 @@ class Summary:
     num_table_written: int
     num_sidecars_written: int
     num_shards_written: int
-    num_swept: int
+    swept: tuple[str, ...]
     predicted_by: dict[str, int]
 
 
@@ -83,7 +83,7 @@ def run(config: Config) -> Summary:
         sum(found.is_new for found in table),
         sum(found.is_new for found in sidecars),
         sum(found.rewritten is not None for found in shards),
-        len(swept),
+        tuple(swept),
         _added([found.predicted_by for found in table]),
     )
     print_summary(summary, shards)
@@ -175,7 +175,12 @@ def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
         table.add_row("  labels replaced", f"{sum(each.num_replaced for each in done):,}")
         table.add_row("  samples left out", f"{sum(each.num_left_out for each in done):,}")
         table.add_row("  damaged stretches", f"{sum(each.num_damaged for each in done):,}")
-    table.add_row("outdated, removed", f"{summary.num_swept:,} files")
+    table.add_row("outdated, removed", f"{len(summary.swept):,} files")
+    lost = [name for name in summary.swept if name.startswith("shards/")]
+    if lost and not shards:
+        table.add_row(
+            "  of corrected shards", f"{len(lost):,}; export.corrected_shards=true writes them anew"
+        )
     Console(markup=False, highlight=False).print(table)
     print(f"export: {summary.folder}")  # a path is never cut to the width of a table
 
