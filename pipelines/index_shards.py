@@ -18,7 +18,7 @@ from pencil_scale.command import run_job
 from pencil_scale.indexing.catalogue_changes import Changes, check_damage, compare
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_manifest import describe, missing_damage
-from pencil_scale.indexing.catalogue_report import many, summary_page, summary_text
+from pencil_scale.indexing.catalogue_report import held_out_alarm, many, summary_page, summary_text
 from pencil_scale.indexing.catalogue_update import (
     CatalogueUpdate,
     Overlay,
@@ -105,6 +105,8 @@ def index(part: Part) -> Summary:
     if old is not None and _is_current(old, part, changes, listing):
         _sweep(store)
         _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        if alarm := held_out_alarm(old.manifest):
+            _say(part, f"WARNING: {alarm}")
         return Summary(old, 0, None, published=False)
     shards = _in_listed_order(changes, listing)
     what = f"indexing {part.name or 'training'} shards"

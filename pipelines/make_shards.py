@@ -160,6 +160,8 @@ def _said(name: str, before: object, now: object) -> str:
     """One argument as it was and is, as people write it."""
     if name == "shuffle":
         return "a shuffle, now --no-shuffle" if before else "--no-shuffle, now a shuffle"
+    if name == "key_prefix":
+        return f"keys that do not begin with the prefix, now {now}"
     spelt = name.upper() if name in ("kind", "src") else f"--{name.replace('_', '-')}"
     was, is_now = ("none" if value is None else value for value in (before, now))
     return f"{spelt} {was}, now {is_now}"
@@ -205,7 +207,7 @@ def _plans(job: ShardJob, labels: Labels, names: Sequence[str]) -> Iterator[Shar
     for number, (name, piece) in enumerate(zip(names, job.source.pieces(job.per_shard), strict=True)):
         rows = slice(number * job.per_shard, (number + 1) * job.per_shard)
         true = None if labels.true_class is None else labels.true_class[rows]
-        yield ShardPlan(name, piece, labels.given_class[rows], true)
+        yield ShardPlan(name, piece, labels.given_class[rows], true, job.key_prefix)
 
 
 def _next_result(waiting: "list[ray.ObjectRef[ShardResult]]", progress: Progress) -> ShardResult:

@@ -204,6 +204,23 @@ def test_ids_shared_with_validation_or_test_leave_training(bench: Bench, tmp_pat
     assert Catalogue.open(bench.storage, part="test").num_ok == 2
 
 
+def test_many_held_out_samples_are_told_loudly_every_time_and_few_are_not(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clean").mkdir()
+    bench.shard("a.tar", samples(range(100)))
+    bench.shard("clean/test.tar", samples([5]))
+    assert "held_out" in str(bench.index(test=f"{tmp_path}/clean/*.tar").catalogue.manifest["status"])
+    assert "WARNING" not in "".join(capsys.readouterr())
+    bench.shard("clean/test-2.tar", samples([6]))
+    for _ in range(2):
+        bench.index(test=f"{tmp_path}/clean/*.tar")
+        told = "".join(capsys.readouterr())
+        (line,) = [line for line in told.splitlines() if "WARNING" in line]
+        assert "2 of 100 training samples (2.0%) are NOT trained on (held_out)" in line
+        assert "data.identity: shard_key" in line
+
+
 def test_equal_images_under_different_labels_prove_noise(bench: Bench) -> None:
     labels = [0, 0, 1, 2]
     members = [

@@ -3,6 +3,7 @@
 import json
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 from shard_sources import class_folders, image, job_of, parquet, refusal, written_here
 
 from pencil_scale.noise import symmetric_noise
+from pipelines import make_shards
 from pipelines.shard_making.shard_options import jobs_of, parse_arguments
+from pipelines.shard_making.shard_writing import OutError, OutFolder
 
 
 def test_a_folder_tree_keeps_every_image_bit_for_bit(tmp_path: Path) -> None:
@@ -48,6 +51,32 @@ def test_parquet_rows_land_in_order_across_files_row_groups_and_shards(tmp_path:
     assert [sample["png"] for sample in samples.values()] == [image(row) for row in range(24)]
     assert [int(sample["cls"]) for sample in samples.values()] == [row % 3 for row in range(24)]
     assert [json.loads(sample["json"])["index"] for sample in samples.values()] == list(range(24))
+
+
+def keys_of(*arguments: object) -> list[str]:
+    return list(written_here(job_of(*arguments)))
+
+
+def test_keys_of_another_prefix_carry_it_unless_a_column_names_the_samples(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "t.parquet", range(2), name=["a", "b"])
+    assert keys_of("table", table, tmp_path / "1") == ["000000000", "000000001"]
+    assert keys_of("table", table, tmp_path / "2", "--prefix", "train") == ["000000000", "000000001"]
+    test = ["--prefix", "test"]
+    assert keys_of("table", table, tmp_path / "3", *test) == ["test-000000000", "test-000000001"]
+    assert keys_of("table", table, tmp_path / "4", *test, "--key-column", "name") == ["a", "b"]
+    tree = class_folders(tmp_path / "photos", per_class=1)
+    plain = keys_of("folder", tree, tmp_path / "5")
+    assert keys_of("folder", tree, tmp_path / "6", *test) == [f"test-{key}" for key in plain]
+
+
+def test_shards_made_before_keys_carried_the_prefix_are_not_mixed_with_those_that_do(tmp_path: Path) -> None:
+    table = parquet(tmp_path / "t.parquet", range(2))
+    job = job_of("table", table, tmp_path / "out", "--prefix", "test")
+    before = {name: value for name, value in job.arguments.items() if name != "key_prefix"}
+    labels, out = job.source.labels(), OutFolder(job.out)
+    make_shards.claim(out, replace(job, arguments=before), labels)
+    with pytest.raises(OutError, match="keys that do not begin with the prefix, now test-; repeat"):
+        make_shards.claim(out, job, labels)
 
 
 def test_class_names_are_found_in_a_parquet_schema(tmp_path: Path) -> None:

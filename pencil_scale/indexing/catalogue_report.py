@@ -13,6 +13,7 @@ from pencil_scale.shapes import without_passwords
 
 DAMAGE_SHOWN = 200
 UNKNOWN_SHOWN = 50
+MANY_HELD_OUT = 0.01  # of the rows; a test set that overlaps by so much is an error more often than not
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Catalogue</title>
@@ -116,13 +117,16 @@ def summary_text(catalogue: Catalogue, name: str) -> str:
     if unknown:
         shown = ", ".join(f"{text!a} {count:,}" for text, count in unknown)
         lines.append(f"  labels that match no class: {shown}")
-    lines += [f"  note: {warning}" for warning in warnings(manifest)]
+    alarm = held_out_alarm(manifest)
+    lines += [f"  note: {warning}" for warning in warnings(manifest) if warning != alarm]
+    lines += [f"  WARNING: {alarm}"] if alarm else []
     return "\n".join([*lines, f"  look at it: {catalogue.folder}/summary.html"])
 
 
 def warnings(manifest: dict[str, Any]) -> list[str]:
     """Say what a person should think about before training."""
-    found = []
+    alarm = held_out_alarm(manifest)
+    found = [alarm] if alarm else []
     unlabelled = manifest["status"].get("unlabelled", 0)
     if unlabelled > manifest["num_rows"] / 2:
         found.append(
@@ -151,6 +155,24 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
     if empty:
         found.append(f"{empty:,} of {manifest['num_classes']:,} classes have no ok sample")
     return found
+
+
+def held_out_alarm(manifest: dict[str, Any]) -> str | None:
+    """Say that many samples left training because a clean set has their ids, and how that may be an error."""
+    num, num_rows = manifest["status"].get("held_out", 0), manifest["num_rows"]
+    if num <= MANY_HELD_OUT * num_rows:
+        return None
+    identity = manifest["identity"]
+    said = (
+        f"{num:,} of {num_rows:,} training samples ({num / num_rows:.1%}) are NOT trained on (held_out): "
+        f"validation or test samples have the same ids by data.identity {identity}; "
+    )
+    if identity == "key":
+        return said + (
+            "if keys are only row numbers or file names, different images share them: index with "
+            "data.identity: shard_key into another run.storage; if they are the same images, all is well"
+        )
+    return said + "look at some: if they are other images, choose another data.identity and run.storage"
 
 
 def many(number: int, thing: str) -> str:

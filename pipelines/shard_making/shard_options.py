@@ -63,6 +63,7 @@ class ShardJob:
     prefix: str
     per_shard: int = 1000
     noise: NoiseSpec | None = None
+    key_prefix: str = ""  # begins every key, so that keys of two sets differ
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _folder_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", help="folder whose folders name the classes")
     _common_options(parser)
-    _prefix_option(parser, "train")
+    _prefix_option(parser, "train", "; another one begins the keys, too: test-cat/0012")
     parser.add_argument("--label-names", metavar="FILE|A,B", help="classes in the order of their numbers")
     _shuffle_option(parser)
 
@@ -97,7 +98,8 @@ def _folder_options(parser: argparse.ArgumentParser) -> None:
 def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", help="a .csv or .parquet file, a glob, or a folder of them")
     _common_options(parser)
-    _prefix_option(parser, "train")
+    keys = "; another one begins the keys, too, unless --key-column gives them: test-000000012"
+    _prefix_option(parser, "train", keys)
     parser.add_argument("--image-column", default="image", metavar="NAME", help="bytes or paths (image)")
     parser.add_argument("--label-column", default="label", metavar="NAME", help="names or numbers (label)")
     parser.add_argument("--true-column", metavar="NAME", help="true labels, where the table has them too")
@@ -128,10 +130,11 @@ def _shuffle_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prefix_option(parser: argparse.ArgumentParser, default: str | None) -> None:
+def _prefix_option(parser: argparse.ArgumentParser, default: str | None, keys: str = "") -> None:
     parser.add_argument(
-        "--prefix", default=default, help=f"start of the shards' names ({default or 'the split'})"
+        "--prefix", default=default, help=f"start of the shards' names ({default or 'the split'}){keys}"
     )
+    parser.set_defaults(default_prefix=default)
 
 
 def _common_options(parser: argparse.ArgumentParser) -> None:
@@ -158,12 +161,28 @@ def jobs_of(arguments: argparse.Namespace) -> list[ShardJob]:
     prefix = arguments.prefix or arguments.split
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", prefix):
         raise SourceError(f"--prefix {prefix!r}: letters, digits, - and _ were expected")
-    return [_job(arguments, source_of(arguments), prefix, noise)]
+    return [_job(arguments, source_of(arguments), prefix, noise, key_prefix(arguments))]
 
 
-def _job(arguments: argparse.Namespace, source: Source, prefix: str, noise: NoiseSpec | None) -> ShardJob:
-    recorded = {name: value for name, value in vars(arguments).items() if name not in ("out", "prefix")}
-    return ShardJob(source, absolute_url(arguments.out), prefix, arguments.samples_per_shard, noise, recorded)
+def key_prefix(arguments: argparse.Namespace) -> str:
+    """How every key begins: row numbers and paths of a second set would be those of the first again.
+
+    A column of keys, and Clothing1M's lists, name samples across all sets, and stay as they are.
+    """
+    default = arguments.default_prefix
+    named = default is None or getattr(arguments, "key_column", None)
+    return "" if named or arguments.prefix == default else f"{arguments.prefix}-"
+
+
+def _job(
+    arguments: argparse.Namespace, source: Source, prefix: str, noise: NoiseSpec | None, keys: str = ""
+) -> ShardJob:
+    hidden = ("out", "prefix", "default_prefix")
+    recorded = {name: value for name, value in vars(arguments).items() if name not in hidden}
+    if keys:
+        recorded["key_prefix"] = keys
+    out = absolute_url(arguments.out)
+    return ShardJob(source, out, prefix, arguments.samples_per_shard, noise, keys, recorded)
 
 
 def source_of(arguments: argparse.Namespace) -> Source:

@@ -40,6 +40,7 @@ class ShardPlan:
     piece: Piece
     given_class: Classes
     true_class: Classes | None  # -1 where the truth is not known
+    key_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def write_shard(plan: ShardPlan, classes: Sequence[str], out: str) -> ShardResul
                 suffix, known = image_suffix(sample)
                 about = describe(sample, classes, int(plan.given_class[place]), true)
                 num_unrecognised += not known
-                writer.write({"__key__": sample.key, suffix: sample.image, **about})
+                writer.write({"__key__": plan.key_prefix + sample.key, suffix: sample.image, **about})
         if place + 1 != len(plan.given_class):
             raise OutError(
                 f"shard {plan.name}: {place + 1:,} samples were found where {len(plan.given_class):,} were "
