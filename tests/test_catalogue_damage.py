@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 import zlib
 from pathlib import Path
@@ -250,6 +251,21 @@ def test_too_much_damage_publishes_nothing_and_names_the_worst_shard(tmp_path: P
     with pytest.raises(CatalogueError, match="no catalogue"):
         Catalogue.open(bench.storage)
     assert bench.index(max_damaged_share=0.04).catalogue.num_ok == 30
+
+
+def test_too_much_damage_names_the_first_damaged_samples_a_line_each(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    empty = [(f"bad{number}.png", b"") for number in range(7)]
+    bench.shard("a.tar", [*samples(range(3)), ("spoilt.png", image(1)[:50]), *empty])
+    bench.shard("c.tar", [*samples(range(9, 12)), *sample(9), *samples(range(20, 99))])  # a key again
+    with pytest.raises(TooDamagedError) as raised:
+        bench.index(shards=f"{tmp_path}/a.tar", max_damaged_share=0.01)
+    told = str(raised.value).splitlines()[1:]
+    place = r"a\.tar at byte [\d,]+: the image does not decode; fetch it again"
+    assert re.fullmatch(rf"damaged: 'spoilt', image_unreadable: shard .*{place}", told[0])
+    assert [line.split(":")[1] for line in told[1:]] == [f" 'bad{n}', image_empty" for n in range(4)]
+    with pytest.raises(TooDamagedError, match=r"\ndamaged: '000009', key_repeated: shard .*c\.tar at byte"):
+        bench.index(shards=f"{tmp_path}/c.tar", max_damaged_share=0.01)
 
 
 def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Path) -> None:

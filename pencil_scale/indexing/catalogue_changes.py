@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_schema import DAMAGED_STATUSES
-from pencil_scale.indexing.staging import ShardReport
+from pencil_scale.indexing.staging import NAMED_DAMAGED, ShardReport
 from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.reading.shard_urls import Listing, Shard
 from pencil_scale.schema import PencilError
@@ -91,6 +91,7 @@ def check_early(
             raise TooDamagedError(
                 f"data.max_damaged_share: after {len(shards):,} of the shards damage is {share:.2%} of all "
                 f"samples expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; {_REMEDY}"
+                f"{_named(reports)}"
             )
 
 
@@ -123,13 +124,19 @@ def check_damage(
         return share
     raise TooDamagedError(
         f"data.max_damaged_share: {share:.2%} of the samples are damaged, {limit:.2%} are allowed; "
-        f"{_worst(shards, reports, missing)}; {_REMEDY}"
+        f"{_worst(shards, reports, missing)}; {_REMEDY}{_named(reports)}"
     )
 
 
 def _num_damaged(report: ShardReport) -> int:
     statuses = sum(count for status, count in report.statuses.items() if status in DAMAGED_STATUSES)
     return statuses + report.num_lost
+
+
+def _named(reports: Sequence[ShardReport]) -> str:
+    """Name the first damaged samples, a line each; all of them are named once the catalogue is published."""
+    lines = [line for report in reports for line in report.first_damaged]
+    return "".join(f"\ndamaged: {line}" for line in lines[:NAMED_DAMAGED])
 
 
 def _worst(shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str]) -> str:

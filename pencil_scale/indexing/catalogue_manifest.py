@@ -13,13 +13,11 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue import FORMAT, Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_files import put_table
-from pencil_scale.indexing.catalogue_schema import DAMAGE, DAMAGED_STATUSES, damage_line
+from pencil_scale.indexing.catalogue_schema import DAMAGE, DAMAGED_STATUSES, damage_line, status_line
 from pencil_scale.indexing.catalogue_statistics import Statistics, measure
 from pencil_scale.indexing.catalogue_update import Overlay, Written
-from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.indexing.shard_index import IndexRules
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.shapes import without_passwords
 
 UNKNOWN_LABELS_SHOWN = 1000
 LEAST_MIXED_SHOWN = 10
@@ -139,8 +137,7 @@ def _damaged_samples(catalogue: Catalogue, statistics: Statistics) -> list[dict[
     for status, row in ((status, row) for status, rows in statistics.examples.items() for row in rows):
         if status in DAMAGED_STATUSES:
             (place,) = catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
-            url = without_passwords(catalogue.shards[place["shard"]].url)
-            line = f"shard {to_stored(url)} at byte {place['image_offset']:,}: {DAMAGED_STATUSES[status]}"
+            line = status_line(catalogue.shards[place["shard"]].url, place["image_offset"], status)
             found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
     return found
 

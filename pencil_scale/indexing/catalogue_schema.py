@@ -112,6 +112,11 @@ DAMAGE_KINDS = {
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
 
 
+def status_line(url: str, start: int, status: str) -> str:
+    """Say in one line where a damaged sample is, and what to do."""
+    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {DAMAGED_STATUSES[status]}"
+
+
 def damage_line(url: str, start: int, kind: str, found: str) -> str:
     """Say in one line where damage is, what was found, and what to do."""
     return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"

@@ -16,12 +16,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.indexing.catalogue_files import parquet_bytes
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, FINDING, RECORD, damage_line
+from pencil_scale.indexing.catalogue_schema import (
+    CHUNK_ROWS,
+    DAMAGED_STATUSES,
+    FINDING,
+    RECORD,
+    damage_line,
+    status_line,
+)
 from pencil_scale.indexing.shard_index import IndexRules, ShardIndexer
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.byte_source import ShardError, open_source, version_of
 from pencil_scale.reading.shard_urls import Shard
+
+NAMED_DAMAGED = 5  # samples of a shard, should too much be damaged
 
 # Kinds that take no samples with them, whatever bytes they span.
 HARMLESS = frozenset(("no_end_marker", "uneven_end", "no_samples", "no_key", "stray_extended_header"))
@@ -42,6 +51,7 @@ class ShardReport:
     oddities: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     first_finding: str | None = None  # where, what, and what to do
+    first_damaged: list[str] = field(default_factory=list)  # a line each: key, reason, place, what to do
 
 
 def staged_name(shard: Shard, rules_name: str) -> str:
@@ -72,6 +82,7 @@ def stage_shard(store: PartStore, shard: Shard, rules: IndexRules, name: str) ->
     staged = pa.Table.from_batches(records, RECORD)
     found = pa.Table.from_batches(findings, FINDING)
     _count(report, indexer, staged, found)
+    report.first_damaged = _name_damaged(shard.url, staged, found)
     store.put(f"staging/{name}.records.parquet", parquet_bytes(staged))
     store.put(f"staging/{name}.findings.parquet", parquet_bytes(found))
     store.put(f"staging/{name}.json", json.dumps(asdict(report)).encode())
@@ -111,6 +122,17 @@ def _count(report: ShardReport, indexer: ShardIndexer, records: pa.Table, findin
     for finding in findings.select(["start", "end", "kind", "num_samples"]).to_pylist():
         if finding["num_samples"] == 0 and finding["kind"] not in HARMLESS:
             report.lost_bytes += finding["end"] - finding["start"]
+
+
+def _name_damaged(url: str, records: pa.Table, findings: pa.Table) -> list[str]:
+    """Name the first samples that cannot be used: those with a row, then those that left none."""
+    damaged = pc.is_in(records["found_status"], pa.array(list(DAMAGED_STATUSES)))
+    rows = records.filter(damaged).slice(0, NAMED_DAMAGED).to_pylist()
+    lost = findings.filter(pc.greater(findings["num_samples"], 0)).slice(0, NAMED_DAMAGED).to_pylist()
+    named = [(row["key"], row["found_status"], row["image_offset"]) for row in rows]
+    lines = [f"{key[:200]!a}, {status}: {status_line(url, place, status)}" for key, status, place in named]
+    lines += [f"{(one['key'] or 'no key')[:200]!a}, {one['kind']}: {one['detail']}" for one in lost]
+    return lines[:NAMED_DAMAGED]
 
 
 def _mismatch(shard: Shard, num_samples: int) -> pa.RecordBatch:
