@@ -158,6 +158,7 @@ def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
         report.oddities,
         report.skipped,
         dict(unknown),
+        report.suffixes,
     )
 
 

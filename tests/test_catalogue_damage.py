@@ -15,6 +15,7 @@ from tar_making import BLOCK, END, block, member, pax, python_tar
 
 from pencil_scale.images import ImageFacts, inspect_image
 from pencil_scale.indexing.catalogue_changes import TooDamagedError
+from pencil_scale.indexing.catalogue_report import warnings
 from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGED_STATUSES, OTHER_STATUSES
 
 GOOD = samples(range(20))
@@ -266,6 +267,36 @@ def test_too_much_damage_names_the_first_damaged_samples_a_line_each(tmp_path: P
     assert [line.split(":")[1] for line in told[1:]] == [f" 'bad{n}', image_empty" for n in range(4)]
     with pytest.raises(TooDamagedError, match=r"\ndamaged: '000009', key_repeated: shard .*c\.tar at byte"):
         bench.index(shards=f"{tmp_path}/c.tar", max_damaged_share=0.01)
+
+
+def test_dots_in_names_are_told_with_the_extensions_they_make_and_the_rule(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    photos = [
+        (f"photo.{n:04d}.{kind}", data) for n in range(3) for kind, data in (("png", image(n)), ("cls", b"1"))
+    ]
+    bench.shard("a.tar", photos)
+    with pytest.raises(TooDamagedError) as raised:
+        bench.index(max_damaged_share=0.01)
+    last = str(raised.value).splitlines()[-1]
+    assert last.startswith(
+        "extensions found: 0000.cls, 0000.png, 0001.cls, 0001.png, 0002.cls, ...; WebDataset"
+    )
+    assert "ends a sample's key at the first dot of the file name" in last
+    notes = warnings(bench.index().catalogue.manifest)
+    assert any(
+        "1 of 1 samples have no image or several; extensions found: 0000.cls" in note for note in notes
+    )
+
+
+def test_a_label_behind_another_dot_is_told_by_the_extension_it_has(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard(
+        "a.tar",
+        [(f"p{n}.{kind}", data) for n in range(3) for kind, data in (("png", image(n)), ("v2.txt", b"ant"))],
+    )
+    (note,) = [one for one in warnings(bench.index(label="txt").catalogue.manifest) if "data.label" in one]
+    assert "is data.label txt right? (extensions found: png, v2.txt; WebDataset ends a sample's key" in note
+    assert "KEY.v2.txt is sample KEY with the extension v2.txt" in note
 
 
 def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ that left the list but still stands unchanged in its store keeps its rows; one t
 whoever holds the same ids, or to the status `vanished`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
-from pencil_scale.indexing.catalogue_schema import DAMAGED_STATUSES
+from pencil_scale.indexing.catalogue_schema import DAMAGED_STATUSES, UNCLEAR_IMAGE, extensions_line
 from pencil_scale.indexing.staging import NAMED_DAMAGED, ShardReport
 from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.reading.shard_urls import Listing, Shard
@@ -135,8 +136,12 @@ def _num_damaged(report: ShardReport) -> int:
 
 def _named(reports: Sequence[ShardReport]) -> str:
     """Name the first damaged samples, a line each; all of them are named once the catalogue is published."""
-    lines = [line for report in reports for line in report.first_damaged]
-    return "".join(f"\ndamaged: {line}" for line in lines[:NAMED_DAMAGED])
+    lines = [f"damaged: {line}" for report in reports for line in report.first_damaged][:NAMED_DAMAGED]
+    unclear = [report for report in reports if any(report.statuses.get(one) for one in UNCLEAR_IMAGE)]
+    if unclear:
+        suffixes = sum((Counter(report.suffixes) for report in unclear), Counter[str]())
+        lines.append(extensions_line(suffixes))
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _worst(shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Catalogue entries: what a manifest says of each shard and of each segment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pencil_scale.reading.byte_source import ShardVersion
 
@@ -18,6 +18,7 @@ class ShardEntry:
     oddities: dict[str, int]
     skipped: dict[str, int]
     unknown_labels: dict[str, int]
+    suffixes: dict[str, int] = field(default_factory=dict)  # the commonest of its members
 
     @property
     def version(self) -> ShardVersion:

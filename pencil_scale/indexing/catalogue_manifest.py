@@ -13,7 +13,13 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue import FORMAT, Catalogue
 from pencil_scale.indexing.catalogue_entries import ShardEntry
 from pencil_scale.indexing.catalogue_files import put_table
-from pencil_scale.indexing.catalogue_schema import DAMAGE, DAMAGED_STATUSES, damage_line, status_line
+from pencil_scale.indexing.catalogue_schema import (
+    DAMAGE,
+    DAMAGED_STATUSES,
+    SUFFIXES_SHOWN,
+    damage_line,
+    status_line,
+)
 from pencil_scale.indexing.catalogue_statistics import Statistics, measure
 from pencil_scale.indexing.catalogue_update import Overlay, Written
 from pencil_scale.indexing.shard_index import IndexRules
@@ -146,6 +152,7 @@ def _found_in_shards(shards: Sequence[ShardEntry]) -> dict[str, Any]:
     oddities: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
+    suffixes: Counter[str] = Counter()
     num_samples = 0
     for entry in shards:
         if entry.state == "indexed":
@@ -153,10 +160,12 @@ def _found_in_shards(shards: Sequence[ShardEntry]) -> dict[str, Any]:
             oddities.update(entry.oddities)
             skipped.update(entry.skipped)
             unknown.update(entry.unknown_labels)
+            suffixes.update(entry.suffixes)
     return {
         "num_samples": num_samples,
         "oddities": dict(oddities.most_common()),
         "skipped_members": dict(skipped.most_common()),
+        "suffixes": dict(suffixes.most_common(SUFFIXES_SHOWN + 1)),
         "unknown_labels": dict(unknown.most_common(UNKNOWN_LABELS_SHOWN)),
     }
 

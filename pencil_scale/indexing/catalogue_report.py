@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGED_STATUSES
+from pencil_scale.indexing.catalogue_schema import ADVICE, DAMAGED_STATUSES, UNCLEAR_IMAGE, extensions_line
 from pencil_scale.shapes import without_passwords
 
 DAMAGE_SHOWN = 200
@@ -131,7 +131,14 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
     if unlabelled > manifest["num_rows"] / 2:
         found.append(
             f"{unlabelled:,} of {manifest['num_rows']:,} samples have no label, one of them "
-            f"{manifest['unlabelled_id']!a}; is data.label {without_passwords(manifest['label'])} right?"
+            f"{manifest['unlabelled_id']!a}; is data.label {without_passwords(manifest['label'])} right? "
+            f"({extensions_line(manifest.get('suffixes', {}))})"
+        )
+    unclear = sum(manifest["status"].get(status, 0) for status in UNCLEAR_IMAGE)
+    if unclear > manifest["num_rows"] / 2:
+        found.append(
+            f"{unclear:,} of {manifest['num_rows']:,} samples have no image or several; "
+            f"{extensions_line(manifest.get('suffixes', {}))}"
         )
     others = manifest["num_duplicates_of_other_content"]
     if others:

@@ -4,12 +4,15 @@
 off the exclude list needs no second reading of its shard.
 """
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.shapes import without_passwords
 
 CHUNK_ROWS = 4096
+SUFFIXES_SHOWN = 5
 
 # One record of one sample. Texts are spelled by `raw_text.to_stored`.
 RECORD = pa.schema(
@@ -78,6 +81,9 @@ DAMAGED_STATUSES = {
     "label_unreadable": "its JSON does not parse or is over 1 MiB; mend it",
 }
 
+# Of samples whose members are not what an image's name lets expect.
+UNCLEAR_IMAGE = ("image_missing", "several_images", "repeated_member")
+
 _FETCH = "fetch the shard again"
 
 # Damage that left no row: its place is in the damage table, and this is what to do about it.
@@ -110,6 +116,23 @@ DAMAGE_KINDS = {
 }
 
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
+
+
+def extensions_line(suffixes: Mapping[str, int]) -> str:
+    """Say which extensions members have; where one has a dot, also by which rule it came to be one."""
+    if not suffixes:  # of shards that were indexed before extensions were counted
+        return "extensions were not recorded"
+    most = sorted(suffixes, key=lambda suffix: (-suffixes[suffix], suffix))[:SUFFIXES_SHOWN]
+    others = ", ..." if len(suffixes) > len(most) else ""
+    said = f"extensions found: {', '.join(ascii(suffix[:40])[1:-1] for suffix in most)}{others}"
+    dotted = next((suffix for suffix in most if "." in suffix), None)
+    if dotted is None:
+        return said
+    spelt = ascii(dotted[:40])[1:-1]
+    return (
+        f"{said}; WebDataset ends a sample's key at the first dot of the file name, so KEY.{spelt} is sample "
+        f"KEY with the extension {spelt}: write the shards with names that have no other dot"
+    )
 
 
 def status_line(url: str, start: int, status: str) -> str:

@@ -31,6 +31,7 @@ from pencil_scale.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddit
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 MAX_UNKNOWN_LABELS = 10_000
+MAX_SUFFIXES = 100  # different ones; where keys have dots, every sample brings its own
 _COMES_BACK = {
     "key_repeated": "the key of an earlier sample, with members that one has, too",
     "key_not_contiguous": "more members of an earlier sample, with others in between",
@@ -79,6 +80,7 @@ class ShardIndexer:
         self.num_samples = 0
         self.unknown_labels: Counter[str] = Counter()
         self.oddities: Counter[str] = Counter()
+        self.suffixes: Counter[str] = Counter()
         self._source = source
         self._rules = rules
         self._reader = ShardReader(source)
@@ -126,6 +128,7 @@ class ShardIndexer:
             self._lose(sample, "not_understood", f"{type(error).__name__} while reading it")
 
     def _take(self, sample: Sample) -> None:
+        self._count_suffixes(sample)
         if sample.problem in ("key_repeated", "key_not_contiguous"):
             return self._lose(sample, sample.problem, _COMES_BACK[sample.problem])
         image = self._image(sample)
@@ -154,6 +157,11 @@ class ShardIndexer:
             )
         )
         return None
+
+    def _count_suffixes(self, sample: Sample) -> None:
+        for suffix in sample.members:
+            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
+                self.suffixes[suffix] += 1
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
         self._find(sample.start, sample.end, kind, sample.key, 1, detail)

@@ -21,9 +21,11 @@ from pencil_scale.indexing.catalogue_schema import (
     DAMAGED_STATUSES,
     FINDING,
     RECORD,
+    SUFFIXES_SHOWN,
     damage_line,
     status_line,
 )
+from pencil_scale.indexing.raw_text import to_stored
 from pencil_scale.indexing.shard_index import IndexRules, ShardIndexer
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
@@ -50,6 +52,7 @@ class ShardReport:
     unknown_labels: dict[str, int] = field(default_factory=dict)
     oddities: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    suffixes: dict[str, int] = field(default_factory=dict)  # of members: the commonest
     first_finding: str | None = None  # where, what, and what to do
     first_damaged: list[str] = field(default_factory=list)  # a line each: key, reason, place, what to do
 
@@ -118,6 +121,8 @@ def _count(report: ShardReport, indexer: ShardIndexer, records: pa.Table, findin
     report.unknown_labels = dict(indexer.unknown_labels)
     report.oddities = dict(indexer.oddities)
     report.skipped = dict(indexer.skipped)
+    suffixes = indexer.suffixes.most_common(SUFFIXES_SHOWN + 1)
+    report.suffixes = {to_stored(suffix): count for suffix, count in suffixes}
     report.first_finding = findings["detail"][0].as_py() if len(findings) else None
     for finding in findings.select(["start", "end", "kind", "num_samples"]).to_pylist():
         if finding["num_samples"] == 0 and finding["kind"] not in HARMLESS:
