@@ -8,6 +8,7 @@ own class: the rest of the subset stands.
     members = pick(sample_keys, classes, quotas, seed=1)          # positions, rising
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ def allocate(
     per_class: int | None = None,
     total: int | None = None,
     on_shortage: OnShortage = "error",
+    names: Sequence[str] = (),
 ) -> Counts:
     """Say how many samples each class gives; a total that does not divide leaves one more to the first.
 
@@ -46,10 +48,18 @@ def allocate(
         quotas = total // len(counts) + (np.arange(len(counts)) < total % len(counts)).astype(np.int64)
     short = np.flatnonzero(counts < quotas)
     if len(short) and on_shortage == "error":
-        listed = ", ".join(f"class {c} has {counts[c]:,} of {quotas[c]:,}" for c in short[:10])
-        more = f" and {len(short) - 10} more" if len(short) > 10 else ""
-        raise SubsetError(f"too few samples: {listed}{more}; ask for fewer, or set on_shortage: take_all")
+        raise _too_few(short, counts, quotas, names)
     return np.minimum(quotas, counts)
+
+
+def _too_few(
+    short: npt.NDArray[np.intp], counts: Counts, quotas: Counts, names: Sequence[str]
+) -> SubsetError:
+    called = [f"class {c} ({names[c]})" if c < len(names) else f"class {c}" for c in short[:10]]
+    pairs = zip(called, short.tolist(), strict=False)
+    listed = ", ".join(f"{name} has {counts[c]:,} of {quotas[c]:,}" for name, c in pairs)
+    more = f" and {len(short) - 10} more" if len(short) > 10 else ""
+    return SubsetError(f"too few samples: {listed}{more}; ask for fewer, or set subset.on_shortage: take_all")
 
 
 def seeded_order(sample_keys: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

@@ -162,7 +162,11 @@ def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Co
     if (options.per_class is None) == (options.total is None):
         raise SubsetError("subset.per_class, subset.total: set one of the two, as in subset.total=260000")
     quotas = allocate(
-        available, per_class=options.per_class, total=options.total, on_shortage=options.on_shortage
+        available,
+        per_class=options.per_class,
+        total=options.total,
+        on_shortage=options.on_shortage,
+        names=names,
     )
     table = Table(title=f"allocation: {int(quotas.sum()):,} samples")
     for column in ("class", "may be taken", "taken"):

@@ -93,7 +93,7 @@ def test_a_grown_catalogue_pushes_out_no_more_members_than_newcomers_take(bench:
 def test_a_class_with_too_few_samples_is_named_or_gives_all(bench: SubsetBench) -> None:
     bench.shard("c.tar", [member for number in (60, 61, 62) for member in sample(number, label=0)])
     bench.index()
-    with pytest.raises(SubsetError, match="class 1 has 20 of 23, class 2 has 20 of 23"):
+    with pytest.raises(SubsetError, match=r"class 1 \(bee\) has 20 of 23, class 2 \(cat\) has 20 of 23"):
         bench.draw("subset.per_class=23")
     taken = bench.draw("subset.per_class=23", "subset.on_shortage=take_all")
     assert taken.words.class_counts == (23, 20, 20)

@@ -76,8 +76,11 @@ def test_the_order_uses_every_bit_of_a_key() -> None:
 
 
 def test_a_short_class_is_named_or_gives_all_it_has() -> None:
-    with pytest.raises(SubsetError, match="class 1 has 5 of 10; ask for fewer, or set on_shortage: take_all"):
+    remedy = "; ask for fewer, or set subset.on_shortage: take_all"
+    with pytest.raises(SubsetError, match=f"class 1 has 5 of 10{remedy}"):
         allocate([20, 5], per_class=10)
+    with pytest.raises(SubsetError, match=rf"class 1 \(bee\) has 5 of 10{remedy}"):
+        allocate([20, 5], per_class=10, names=["ant", "bee"])
     assert allocate([20, 5], per_class=10, on_shortage="take_all").tolist() == [10, 5]
 
 
