@@ -4,14 +4,14 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pencil_scale.section import Settings
 from pencil_scale.settings import Config
-from pencil_scale.shapes import without_passwords
+from pencil_scale.shapes import Shape, without_passwords
 
 KeyPath = tuple[str | int, ...]
 
@@ -43,9 +43,9 @@ def problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
         return f"{where}: unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
     if details["type"] == "missing":  # the third of three numbers, say: the list is what is wrong
         at, dotted = at[:-1], spelt(at[:-1])
-    found: Any = tree
-    for name in at:
-        found = found[name]
+    if details["type"] in ("missing", "too_long", "tuple_type") and (listed := _list_of(dotted)):
+        return f"{where}: {dotted}: found {brief(_at(tree, at))}; {listed} were expected"
+    found = _at(tree, at)
     if details["type"] == "model_type":
         return f"{where}: {dotted}: found {brief(found)}; a section with keys of its own was expected"
     expected = re.sub(r"^Value error, ", "", details["msg"])
@@ -53,6 +53,22 @@ def problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
     expected = re.sub(r"^Input should be (.*)$", r"\1 was expected", expected)
     expected = re.sub(r"^Input should (.*)$", r"it should \1", expected)
     return f"{where}: {dotted}: found {brief(found)}; {expected}" if dotted else f"{where}: {expected}"
+
+
+def _at(tree: Any, at: KeyPath) -> Any:
+    for name in at:
+        tree = tree[name]
+    return tree
+
+
+def _list_of(dotted: str) -> str | None:
+    """Say how many values a key takes, and which; None for a key that takes no list of a fixed length."""
+    field = dict(known_keys()).get(dotted)
+    items = get_args(field.annotation) if field and get_origin(field.annotation) is tuple else ()
+    if field is None or not items or ... in items:
+        return None
+    shape = next((f", {item}," for item in field.metadata if isinstance(item, Shape)), "")
+    return f"{len(items)} values{shape}"
 
 
 def _nearest(dotted: str) -> str:
