@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -64,11 +64,16 @@ def _at(tree: Any, at: KeyPath) -> Any:
 def _list_of(dotted: str) -> str | None:
     """Say how many values a key takes, and which; None for a key that takes no list of a fixed length."""
     field = dict(known_keys()).get(dotted)
-    items = get_args(field.annotation) if field and get_origin(field.annotation) is tuple else ()
-    if field is None or not items or ... in items:
-        return None
-    shape = next((f", {item}," for item in field.metadata if isinstance(item, Shape)), "")
-    return f"{len(items)} values{shape}"
+    kinds = [field.annotation, *get_args(field.annotation)] if field else []  # itself, or one of a union
+    for kind in kinds:
+        notes = field.metadata if field else []
+        if get_origin(kind) is Annotated:
+            kind, *notes = get_args(kind)
+        items = get_args(kind) if get_origin(kind) is tuple else ()
+        if items and ... not in items:
+            shape = next((f", {note}," for note in notes if isinstance(note, Shape)), "")
+            return f"{len(items)} values{shape}"
+    return None
 
 
 def _nearest(dotted: str) -> str:

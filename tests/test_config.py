@@ -129,6 +129,7 @@ BROKEN = {
     "a crop larger than the image": (GOOD + "images: {resize: 100, crop: 224}\n", r"run.yaml:15: images: found .*; crop 224 is larger than resize 100"),
     "too few numbers": (GOOD + "images: {mean: [0, 1]}\n", r"run.yaml:15: images.mean: found \[0, 1\]; 3 values, \[red, green, blue\], were expected"),
     "too many numbers": (GOOD + "images: {mean: [0, 1, 2, 3]}\n", r"images.mean: found \[0, 1, 2, 3\]; 3 values, \[red, green, blue\], were expected"),
+    "two stages of three": (GOOD + "nightly: {first_epochs: [1, 2]}\n", r"found \[1, 2\]; 3 values, \[backbone, pencil, finetune\], were expected"),
     "one number for three": (GOOD + "images: {std: 3}\n", r"images.std: found 3; 3 values, \[red, green, blue\], each above 0, were expected"),
     "a deviation of nothing": (GOOD + "images: {std: [0, 1, 1]}\n", r"images.std.0: found 0; greater than 0"),
     "a number without end": (GOOD.replace("epochs: 2", "epochs: " + "9" * 5000), r"run.yaml:10: stages.pencil.epochs: found '999.*a valid integer"),
