@@ -37,10 +37,9 @@ from pencil_scale.reading.window_reader import (
 )
 from pencil_scale.settings import Config
 
-FEWEST_AHEAD = 3  # batches
-AHEAD_BYTES = (
-    256 << 20
-)  # of batches: for a second or more, in which Ray Data ends one epoch and begins the next
+# Batches that lie ready, for the second or more in which Ray Data ends one epoch and begins the next.
+AHEAD_BYTES = 256 << 20
+FEWEST_AHEAD, MOST_AHEAD = 3, 512
 PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # of a batch to evaluate: without gradients there is room for more small images
@@ -162,7 +161,7 @@ class Stream:
         """Start to read an epoch, and all that come after it."""
         self._finish()
         bytes_a_batch = self.spec.batch * self._epoch_bytes() * self.world // self.num_rows
-        ahead = max(FEWEST_AHEAD, AHEAD_BYTES // max(bytes_a_batch, 1))
+        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // max(bytes_a_batch, 1)))
         self._running = Prefetch(self._cut(epoch, self._shares(epoch, visited)), ahead)
         self._coming = iter(self._running)
 

@@ -26,7 +26,7 @@ from tar_making import python_tar
 from pencil_scale.reading.batches import Prefetch
 from pencil_scale.reading.byte_source import ShardError
 from pencil_scale.reading.window_reader import StreamError, read_piece
-from pencil_scale.stream import FEWEST_AHEAD, Stream
+from pencil_scale.stream import FEWEST_AHEAD, MOST_AHEAD, Stream
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +193,10 @@ def test_what_lies_ready_is_bounded_by_its_bytes(shards: Shards, monkeypatch: py
     monkeypatch.setattr("pencil_scale.stream.Prefetch", Noted)
     stream = Stream(shards.spec(batch=8), in_process=True)
     height, width = stream.image_size
-    for ahead_bytes in (8 * 3 * height * width * 7, 1):
+    for ahead_bytes in (8 * 3 * height * width * 7, 1, 1 << 40):
         monkeypatch.setattr("pencil_scale.stream.AHEAD_BYTES", ahead_bytes)
         list(stream.batches(0))
-    assert depths == [7, FEWEST_AHEAD]
+    assert depths == [7, FEWEST_AHEAD, MOST_AHEAD]
     stream.close()
 
 
