@@ -220,6 +220,14 @@ def test_filters_by_class_transition_score_and_state_show_what_they_say(reader: 
     assert shares == sorted(shares, reverse=True)
 
 
+def test_epochs_are_counted_from_1_as_the_command_printed_them(reader: Reader) -> None:
+    ticks = reader.page.locator("#inspector svg.history text.tick").all_text_contents()
+    assert (ticks[0], ticks[-1]) == ("epoch 6", "7")
+    axis = reader.page.locator("#curves figure").first.locator("text").all_text_contents()
+    assert "1" in axis
+    assert "0" not in axis
+
+
 def test_a_cell_of_the_matrix_leads_to_its_samples(reader: Reader) -> None:
     reader.page.locator('[data-pair="1,2"] .heat').click()
     assert reader.text("#shown") == "3 of 6 listed"

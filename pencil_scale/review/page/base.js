@@ -64,8 +64,11 @@ const S = (() => {
   return found;
 })();
 
+// The run counts its epochs from 0; people read them from 1, as the command printed them.
+for (const one of DATA.epochs) one.epoch += 1;
+
 const TRACES = {
-  epochs: DATA.traces.epochs,
+  epochs: DATA.traces.epochs.map((epoch) => epoch + 1),
   classes: unpack(DATA.traces.classes),
   confidence: unpack(DATA.traces.confidence),
   of(place) {

@@ -234,7 +234,7 @@ function facts(pane, place) {
   const table = add(pane, 'dl', { class: 'facts' });
   const told = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]], ['row', whole(S.row[place])],
     ['score', S.label_score[place].toFixed(3)], ['margin', S.margin[place].toFixed(3)],
-    ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place]}`],
+    ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place] + 1}`],
     [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
   for (const [name, text] of told) {
     if (text === null || text === '') continue;
