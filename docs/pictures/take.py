@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,15 @@ def main() -> None:
     with sync_playwright() as driver:
         path = shutil.which("chromium") or shutil.which("google-chrome")
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1240, "height": 860})
-        page.goto((DEMO / "report.html").as_uri())
+        # The pages' own policy knows the hashes of what they hold, and they are shown without our folder.
+        page = browser.new_page(viewport={"width": 1240, "height": 860}, bypass_csp=True)
+        show(page, DEMO / "report.html")
         page.wait_for_selector("html[data-ready]")
         keep(page, "review.png")
         for key in "aaaj":
             page.keyboard.press(key)
         keep(page, "review-samples.png")
-        page.goto((DEMO / "catalogue" / "summary.html").as_uri())
+        show(page, DEMO / "catalogue" / "summary.html")
         keep(page, "catalogue.png")
         jobs = {
             "balance_subset": ["pipelines.balance_subset", CONFIG, "subset.total=500"],
@@ -73,6 +75,17 @@ def main() -> None:
         table = run("-c", f'import duckdb; duckdb.sql("{QUERY}").show(max_width=110)')
         tell(page, "export-duckdb", f'duckdb -c "{QUERY}"', table)
         browser.close()
+
+
+def show(page: Any, path: Path) -> None:
+    """Open a copy of a page that does not tell where this checkout lies."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        copy.write_text(
+            path.read_text(encoding="utf-8").replace(f"{DEMO.parent.parent}/", ""), encoding="utf-8"
+        )
+        page.goto(copy.as_uri())
+        page.wait_for_load_state("load")
 
 
 def night() -> str:
