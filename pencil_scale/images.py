@@ -2,18 +2,19 @@
 
 Nothing in an image crashes, hangs or exhausts memory here: declared sizes are checked before PIL sees
 a byte, only the formats named below are ever tried, and PIL's global switches (`MAX_IMAGE_PIXELS`,
-`LOAD_TRUNCATED_IMAGES`) are neither needed nor touched. What was cut short is no image unless all its
-pixels came: a picture that is black or grey from some row on would teach its class as if it were one.
+`LOAD_TRUNCATED_IMAGES`) are neither needed nor touched. A file that was cut short is completed in
+memory instead, so any decoder, in any thread, can take it.
 
     facts = inspect_image(data)                 # header only, microseconds
     facts = inspect_image(data, decode=True)    # every pixel
     facts.problem                               # None, "image_empty", "image_unreadable" or "image_bomb"
-    facts.oddities                              # ("palette", "truncated"): usable, worth counting
+    facts.oddities                              # ("cmyk", "truncated"): usable, worth counting
 """
 
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from PIL import Image, ImageFile
@@ -31,6 +32,7 @@ from pencil_scale.reading.image_headers import (
     PARSED_HERE,
     Header,
     format_of,
+    png_chunks,
     read_header,
 )
 from pencil_scale.reading.tiff_tags import BadHeaderError
@@ -88,10 +90,8 @@ class ImageFacts:
 def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
     """Tell what an image is from its header, and on request whether all of it decodes.
 
-    `image_empty`: 0 bytes. `image_unreadable`: no known format, a broken header, no pixels, or a decoder
-    refused it, which is asked with `decode` and whenever the file lacks its end. `image_bomb`: too many
-    pixels, or passes over them, were declared. `truncated` and no problem: only what follows the last
-    pixel is lost.
+    `image_empty`: 0 bytes. `image_unreadable`: no known format, a broken header, no pixels, or (with
+    `decode`) a decoder refused it. `image_bomb`: too many pixels, or passes over them, were declared.
     """
     if not data:
         return ImageFacts(problem="image_empty")
@@ -108,9 +108,20 @@ def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
     facts = ImageFacts(header.format, header.width, header.height, header.mode, oddities)
     if header.num_pixels > MAX_PIXELS or header.num_scans > MAX_SCANS:
         return replace(facts, problem="image_bomb")
-    if decode or not header.whole:
-        return replace(facts, problem=_decoding_problem(data, kind))
-    return facts
+    return replace(facts, problem=_decoding_problem(data, facts)) if decode else facts
+
+
+def complete_truncated(data: bytes) -> bytes:
+    """Give an ok file that was cut short a proper end, so that strict decoders take it; others pass as is.
+
+    The pixels that never arrived come out grey or black, as with PIL's own lenient mode, which is a
+    switch for the whole process and all its threads and therefore not for us.
+    """
+    kind = format_of(data)
+    header = read_header(data, kind) if kind in PARSED_HERE else None
+    if header is None or header.whole:
+        return data
+    return _COMPLETIONS[kind](data, header)
 
 
 def _header_of(data: bytes, kind: str) -> Header:
@@ -125,7 +136,14 @@ def _header_of(data: bytes, kind: str) -> Header:
         return Header(kind, *image.size, image.mode, image.width * image.height, tuple(oddities))
 
 
-def _decoding_problem(data: bytes, kind: str) -> str | None:
+def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
+    problem = _strict_problem(data, facts.format)
+    if problem and "truncated" in facts.oddities:
+        return _strict_problem(complete_truncated(data), facts.format)
+    return problem
+
+
+def _strict_problem(data: bytes, kind: str) -> str | None:
     try:
         with PLUGINS[kind](io.BytesIO(data)) as image:
             # The plugin parsed the header anew: its word on the size is what it is about to allocate.
@@ -137,3 +155,56 @@ def _decoding_problem(data: bytes, kind: str) -> str | None:
     except IMAGE_ERRORS:
         return "image_unreadable"
     return None
+
+
+def _complete_jpeg(data: bytes, header: Header) -> bytes:
+    return data + b"\xff\xd9"
+
+
+def _complete_bmp(data: bytes, header: Header) -> bytes:
+    return data + bytes(header.num_missing)
+
+
+def _complete_gif(data: bytes, header: Header) -> bytes:
+    """Fill the open block and add blocks of zeros: a code of zeros, of any width, is one pixel of colour 0.
+
+    Codes have at most 12 bits, so 1.5 bytes a pixel reach the last pixel wherever the file was cut.
+    """
+    num_blocks = header.num_pixels * 3 // 2 // 255 + 1
+    return data + bytes(header.num_missing) + (b"\xff" + bytes(255)) * num_blocks + b"\x00\x3b"
+
+
+def _complete_png(data: bytes, header: Header) -> bytes:
+    """Rebuild a PNG from the chunks, and the part of its pixels, that arrived; missing rows are zeros.
+
+    A zlib stream that just stops is an error to decoders, so what can be unpacked is packed again.
+    What a stream unpacks to beyond the declared pixels is never asked for.
+    """
+    packed, kept = [], [data[:8]]
+    for name, start, end in png_chunks(data):
+        if name == b"IDAT":
+            packed.append(data[start:end])
+        elif name in (b"IHDR", b"PLTE", b"tRNS") and end + 4 <= len(data):
+            kept.append(data[start - 8 : end + 4])
+    depth, colour = data[24], data[25]
+    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
+    # Each row has a filter byte and is rounded up to bytes; interlaced, there are 15/8 * height + 7 rows.
+    num_bytes = header.num_pixels * bits // 8 + 2 * (2 * header.height + 8)
+    try:
+        rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
+    except zlib.error:
+        return data  # damaged as well as cut: for the decoder to refuse
+    pixels = zlib.compress(rows + bytes(num_bytes - len(rows)), 1)
+    return b"".join([*kept, _png_chunk(b"IDAT", pixels), _png_chunk(b"IEND", b"")])
+
+
+def _png_chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+_COMPLETIONS: dict[str, Callable[[bytes, Header], bytes]] = {
+    "jpeg": _complete_jpeg,
+    "png": _complete_png,
+    "gif": _complete_gif,
+    "bmp": _complete_bmp,
+}

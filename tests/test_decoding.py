@@ -137,35 +137,15 @@ def test_a_large_photo_is_scaled_like_a_small_one() -> None:
     assert np.abs(decode(data, 256).astype(int) - whole).mean() < 1.0
 
 
-KINDS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000"]
-
-
-def textured(kind: str, **how: Any) -> bytes:
-    texture = np.random.default_rng(1).integers(0, 60, (60, 80, 3), dtype=np.uint8)
-    return spelled(Image.fromarray(np.asarray(quarters(80, 60)) // 2 + texture), kind, **how)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PIL's asides on a cut TIFF
-@pytest.mark.parametrize("resize", [None, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_was_cut_short_is_refused_whatever_its_format(kind: str, resize: int | None) -> None:
-    data = textured(kind)
-    decode(data, resize)
-    for share in (0.34, 0.6, 0.9, 0.97):
-        with pytest.raises(UndecodableError, match=f"{kind.lower()} of"):
-            decode(data[: int(len(data) * share)], resize)
-
-
-def test_a_progressive_photo_that_was_cut_short_is_refused_too() -> None:
-    data = textured("JPEG", progressive=True)
-    with pytest.raises(UndecodableError, match="truncated"):
-        decode(data[: len(data) * 9 // 10])
-
-
-@pytest.mark.parametrize(("kind", "num_lost"), [("PNG", 12), ("GIF", 2)])
-def test_a_file_that_lost_no_more_than_its_end_mark_has_all_its_pixels(kind: str, num_lost: int) -> None:
-    data = textured(kind)
-    assert np.array_equal(decode(data[:-num_lost]), decode(data))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
+def test_what_arrived_of_a_cut_file_is_used(kind: str) -> None:
+    texture = np.random.default_rng(1).integers(0, 60, (240, 320, 3), dtype=np.uint8)
+    image = Image.fromarray(np.asarray(quarters(320, 240)) // 2 + texture)
+    data = spelled(image, kind, **({"interlace": False} if kind == "GIF" else {}))
+    cut = decode(data[: len(data) * 6 // 10])
+    assert cut.shape == (240, 320, 3)
+    if kind != "BMP":  # stored from the bottom
+        assert np.abs(cut[:100].astype(int) - decode(data)[:100]).mean() < 1
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,10 @@ def assert_as_on_the_cpu(device: str, tolerance: float) -> None:
     assert pixels.shape == (len(images), 3, 64, 64)
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous(memory_format=torch.channels_last)
-    for place, reason in ((9, "truncated"), (10, "no image format")):
-        assert weight[place] == 0.0
-        assert reason in problems[place]
-        assert np.all(pixels[place].cpu().numpy() == 0)
-    for place in range(9):
+    assert weight[10] == 0.0
+    assert "no image format" in problems[10]
+    assert np.all(pixels[10].cpu().numpy() == 0)
+    for place in range(10):
         assert weight[place] == 1.0
         expected = decode(images[place], 64).transpose(2, 0, 1).astype(int)
         difference = np.abs(pixels[place].cpu().numpy() - expected)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from pencil_scale.images import MAX_PIXELS, ImageFacts, inspect_image
+from pencil_scale.images import MAX_PIXELS, ImageFacts, complete_truncated, inspect_image
 
 PROBLEMS = (None, "image_empty", "image_unreadable", "image_bomb")
 
@@ -106,8 +106,10 @@ def test_decoding_adds_nothing_to_a_sound_image(format: str, data: bytes) -> Non
         (encoded("JPEG", exif=rotated_exif()), ("exif-rotated",)),
         (encoded("WEBP", exif=rotated_exif()), ("exif-rotated",)),
         (encoded("PNG", exif=rotated_exif()), ("exif-rotated",)),
-        (encoded("PNG")[:-12], ("truncated",)),  # IEND, and no pixel
-        (encoded("GIF", "P")[:-1], ("palette", "truncated")),
+        (encoded("JPEG")[:-200], ("truncated",)),
+        (encoded("PNG")[:-200], ("truncated",)),
+        (encoded("BMP")[:-200], ("truncated",)),
+        (encoded("GIF", "P")[:-200], ("palette", "truncated")),
     ],
 )
 def test_an_odd_but_usable_image_is_ok_and_counted_by_kind(data: bytes, oddities: tuple[str, ...]) -> None:
@@ -135,8 +137,7 @@ def test_only_decoding_sees_damage_behind_the_header() -> None:
 
 
 def png_declaring(width: int, height: int) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b""))]
     body = [struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
@@ -193,13 +194,26 @@ def test_a_bomb_is_told_from_its_header_whatever_pils_own_limit(
     assert inspect_image(encoded("PNG"), decode=True).problem is None
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "BMP", "GIF", "WEBP"])
-def test_an_image_whose_last_pixels_never_came_is_unreadable_also_by_its_header(format: str) -> None:
+def strict_pixels(data: bytes) -> bytes:
+    with Image.open(io.BytesIO(data)) as image:
+        return image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "BMP", "GIF"])
+def test_a_completed_file_decodes_strictly_and_keeps_the_pixels_that_arrived(format: str) -> None:
     whole = encoded(format, size=(64, 64))
-    for share in (0.34, 0.6, 0.9):
-        cut = whole[: int(len(whole) * share)]
-        found = [inspect_image(cut, decode=decode).problem for decode in (False, True)]
-        assert found == ["image_unreadable"] * 2
+    part = whole[: len(whole) * 3 // 4]
+    with pytest.raises(OSError, match=r"truncated|buffer"):
+        strict_pixels(part)
+    mended = strict_pixels(complete_truncated(part))
+    first, last = (0, 64 * 3 * 8) if format != "BMP" else (64 * 3 * 56, None)  # BMP stores from below
+    assert mended[first:last] == strict_pixels(whole)[first:last]
+    assert mended != strict_pixels(whole)
+
+
+def test_a_whole_file_needs_no_completion() -> None:
+    data = encoded("JPEG")
+    assert complete_truncated(data) is data
 
 
 @pytest.mark.slow
@@ -213,7 +227,7 @@ def test_a_truncated_image_leaves_other_threads_strict() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for _ in range(20):
-        assert inspect_image(part, decode=True).problem == "image_unreadable"
+        assert inspect_image(part, decode=True).problem is None
     stop.set()
     watcher.join()
     assert seen == {False}
@@ -226,6 +240,7 @@ def test_a_truncated_png_cannot_unpack_more_than_it_declares() -> None:
     cut = header + struct.pack(">I", len(flood)) + b"IDAT" + flood[:-5]
     facts = inspect_image(cut, decode=True)
     assert (facts.oddities, facts.problem) == (("truncated",), None)
+    assert len(complete_truncated(cut)) < 1000
 
 
 def test_no_delegate_and_no_other_plugin_is_even_loaded() -> None:
@@ -261,6 +276,7 @@ def check_any(data: bytes) -> None:
     if header.problem is not None:
         assert whole == header  # decoding never forgives what the header could not pass
     else:
+        complete_truncated(data)
         assert 0 < header.width * header.height <= MAX_PIXELS
 
 

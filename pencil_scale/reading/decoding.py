@@ -7,8 +7,8 @@ of its global switches; it imports in a tenth of torch's time, once in every pro
     pixels = decode(data, resize=256)        # uint8 [256, 256, 3], or UndecodableError with the reason
 
 Conventions: EXIF orientation is applied; transparency is laid over white, as shops show their products;
-16 bits a channel are cut to 8; of an animation or a document the first frame counts; a file of any format
-that was cut short is refused, unless all its pixels came (a PNG or GIF without its end mark).
+16 bits a channel are cut to 8; of an animation or a document the first frame counts; a file that was cut
+short is completed, with grey or black where the pixels never came.
 """
 
 import io
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile, ImageOps
 
-from pencil_scale.images import IMAGE_ERRORS, MAX_PIXELS, PLUGINS
+from pencil_scale.images import IMAGE_ERRORS, MAX_PIXELS, PLUGINS, complete_truncated
 from pencil_scale.reading.image_headers import format_of
 
 Pixels = npt.NDArray[np.uint8]
@@ -36,8 +36,7 @@ def decode(data: bytes, resize: int | None = None) -> Pixels:
     try:
         return _decode(data, resize)
     except IMAGE_ERRORS as error:
-        kind, reason = format_of(data), " ".join(str(error).split()) or type(error).__name__
-        raise UndecodableError(f"{kind} of {len(data):,} bytes: {reason}"[:200]) from error
+        return _decode_completed(data, resize, error)
 
 
 def check_size(found: tuple[int, ...], size: tuple[int, int]) -> None:
@@ -46,6 +45,18 @@ def check_size(found: tuple[int, ...], size: tuple[int, int]) -> None:
         raise UndecodableError(
             f"{found[1]} x {found[0]} pixels among images of {size[1]} x {size[0]}; set images.resize"
         )
+
+
+def _decode_completed(data: bytes, resize: int | None, error: BaseException) -> Pixels:
+    """Try again with a proper end where the file was cut short; else the first error is the reason."""
+    try:
+        completed = complete_truncated(data)
+        if completed is not data:
+            return _decode(completed, resize)
+    except IMAGE_ERRORS:
+        pass
+    kind, reason = format_of(data), " ".join(str(error).split()) or type(error).__name__
+    raise UndecodableError(f"{kind} of {len(data):,} bytes: {reason}"[:200]) from error
 
 
 def _decode(data: bytes, resize: int | None) -> Pixels:

@@ -27,6 +27,7 @@ class Header:
     """What the file declares; `mode` is in PIL's words, `whole` is False where the file ends too early.
 
     `num_pixels` is what decoding would have to hold: more than width * height where tiles are larger.
+    `num_missing` is how many bytes the last block (GIF) or all rows (BMP) still lack.
     """
 
     format: str
@@ -36,6 +37,7 @@ class Header:
     num_pixels: int
     oddities: tuple[str, ...] = ()
     whole: bool = True
+    num_missing: int = 0
     num_scans: int = 1
 
 
@@ -126,7 +128,7 @@ _PNG_MODES = {0: "L", 2: "RGB", 3: "P", 4: "LA", 6: "RGBA"}
 _PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
 
-def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+def png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, start, end) of each chunk's content; the last one's end may lie past the data's."""
     at = 8
     while at + 8 <= len(data):
@@ -149,7 +151,7 @@ def _png(data: bytes) -> Header:
     }.get(mode, ["alpha"] if mode == "RGBA" else [])
     oddities = oddities + (["16-bit"] if depth == 16 else [])
     whole = pixels = False
-    for name, start, end in _png_chunks(data):
+    for name, start, end in png_chunks(data):
         pixels = pixels or (name == b"IDAT" and start < len(data))
         if name == b"acTL":
             oddities.append("animated")
@@ -187,7 +189,8 @@ def _gif(data: bytes) -> Header:
     if not pixels:
         raise BadHeaderError("GIF without a byte of pixels")
     oddities = ["palette"] + (["animated"] if frames > 1 else [])
-    return _header("gif", (width, height), "P", oddities, whole=whole or frames > 1)
+    missing = max(0, at - 1 - len(data))
+    return _header("gif", (width, height), "P", oddities, whole=whole or frames > 1, num_missing=missing)
 
 
 def _after_sub_blocks(data: bytes, at: int) -> int:
@@ -211,8 +214,8 @@ def _bmp(data: bytes) -> Header:
     mode = "P" if bits <= 8 else "RGB"
     # Run-length coded pixels (1, 2) have no size that could be known without decoding them.
     end = 0 if compression in (1, 2) else start + (width * bits + 31) // 32 * 4 * height
-    oddities = ["palette"] if mode == "P" else []
-    return _header("bmp", (width, height), mode, oddities, whole=end <= len(data))
+    missing, oddities = max(0, end - len(data)), ["palette"] if mode == "P" else []
+    return _header("bmp", (width, height), mode, oddities, whole=not missing, num_missing=missing)
 
 
 def _webp(data: bytes) -> Header:
