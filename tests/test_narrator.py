@@ -69,6 +69,12 @@ def test_a_run_that_goes_on_says_from_where_and_tells_again_what_may_be_missing(
     assert [what[1] for name, what in tracker.told if name == "log_epoch"] == [0, 1, 2]
 
 
+def test_a_worker_that_died_is_told_with_its_reason() -> None:
+    telling, said = narrator()
+    telling.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
+    assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
+
+
 def test_moved_labels_are_drawn() -> None:
     tracker = Listener()
     telling, _ = narrator(tracker)

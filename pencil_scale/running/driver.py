@@ -16,6 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from pencil_scale.running.checkpoint_store import checkpoint_store, sweep_checkpoints
 from pencil_scale.running.control import take_news
+from pencil_scale.running.failures import TellFailures
 from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
 
@@ -82,6 +83,7 @@ def _trainer(job: Job) -> TorchTrainer:
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(**failures),
+            callbacks=[TellFailures(job.control)],
         ),
         torch_config=TorchConfig(
             backend="nccl" if config.workers.gpu else "gloo", timeout_s=config.workers.timeout_s

@@ -37,6 +37,7 @@ class Narrator:
             "started": self._started,
             "step": self._step,
             "epoch": self._epoch,
+            "failed": self._failed,
         }
         hear[event["kind"]](**event)
 
@@ -46,6 +47,10 @@ class Narrator:
         self._record = list(record)
         for figures in record:  # what a driver that died may not have delivered
             self._track_epoch(figures)
+
+    def _failed(self, reasons: dict[int, str], **_: Any) -> None:
+        for rank, reason in reasons.items():
+            self._line(f"worker {rank} failed: {reason}")
 
     def _step(self, stage: str, progress: Any, figures: dict[str, float], **_: Any) -> None:
         if self._tracker:

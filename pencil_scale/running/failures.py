@@ -1,0 +1,33 @@
+"""What Ray Train does about dead workers in silence, told to the driver: who died, and of what."""
+
+from typing import Any
+
+from ray.train import UserCallback
+
+from pencil_scale.running.control import tell
+
+LONGEST = 300  # characters of a reason
+
+
+class TellFailures(UserCallback):
+    """Runs beside Ray Train's controller, before it starts the workers again or gives up."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Leave word of every rank that failed."""
+        reasons = {rank: in_a_line(error) for rank, error in sorted(worker_exceptions.items())}
+        tell(self._control, {"kind": "failed", "reasons": reasons})
+
+
+def in_a_line(error: BaseException) -> str:
+    """The innermost error in one line: what Ray wraps around it begins with pages of its own."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        found = getattr(found, "cause", None) or found.__cause__
+    last = seen[-1]
+    text = " ".join(str(last).split())
+    return f"{type(last).__name__}: {text}"[:LONGEST]
