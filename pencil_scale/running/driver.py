@@ -72,6 +72,7 @@ def _trainer(job: Job) -> TorchTrainer:
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
+    told: Any = TellFailures(job.control)
     failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
     return TorchTrainer(
         train_worker,
@@ -83,7 +84,7 @@ def _trainer(job: Job) -> TorchTrainer:
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(**failures),
-            callbacks=[TellFailures(job.control)],
+            callbacks=[told],
         ),
         torch_config=TorchConfig(
             backend="nccl" if config.workers.gpu else "gloo", timeout_s=config.workers.timeout_s

@@ -6,7 +6,7 @@ from ray.train import UserCallback
 
 from pencil_scale.running.control import tell
 
-LONGEST = 300  # characters of a reason
+LONGEST = 400  # characters of a reason
 
 
 class TellFailures(UserCallback):
@@ -27,7 +27,10 @@ def in_a_line(error: BaseException) -> str:
     found: BaseException | None = error
     while found is not None and found not in seen:
         seen.append(found)
-        found = getattr(found, "cause", None) or found.__cause__
+        found = (
+            getattr(found, "health_check_failure", None) or getattr(found, "cause", None) or found.__cause__
+        )
     last = seen[-1]
-    text = " ".join(str(last).split())
-    return f"{type(last).__name__}: {text}"[:LONGEST]
+    # Ray lists what it knows of an actor in lines of their own, set in; what happened stands around them.
+    said = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
+    return f"{type(last).__name__}: {said}"[:LONGEST]
