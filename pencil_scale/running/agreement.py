@@ -1,8 +1,7 @@
 """Whether a config still says of its data what the catalogue was made from.
 
 Training reads the catalogue, not `data.shards` or `data.exclude`. A config that has changed since would be
-trained as it was before, without a word: samples that must vanish, shards that were left out, classes in
-another order.
+trained as it was before, without a word: samples that must vanish, other shards, classes in another order.
 
     require_agreement(config)      # else an error names the key, and the command that brings them together
 """
@@ -17,6 +16,7 @@ from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.reading.shard_urls import expand_braces, lines_of
 from pencil_scale.running.checks import RunRefusedError
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 
 REMEDY = "run pipelines.index_shards again with this config, or take the change back"
 
@@ -32,7 +32,8 @@ def require_agreement(config: Config) -> None:
         raise RunRefusedError(
             f"data.classes: {data.classes} {_other_classes(names, found['classes'])}; {REMEDY}"
         )
-    if found.get("exclude", make_overlay(data.exclude).exclude) != make_overlay(data.exclude).exclude:
+    exclude = make_overlay(data.exclude).exclude
+    if found.get("exclude", exclude) != exclude:
         raise RunRefusedError(
             f"data.exclude: {data.exclude} is not the list the catalogue was indexed with, so what it names "
             f"would still be trained on; {REMEDY}"
@@ -54,7 +55,11 @@ def _other_classes(names: Iterable[str], indexed: list[str]) -> str:
 
 
 def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
-    """Every shard of the catalogue must be one that the patterns name; the store is not asked for any."""
+    """The patterns must name shards of the catalogue; the store is not asked for any.
+
+    A shard that left the list keeps its rows as long as it stands in its store: indexing again changes
+    nothing about that, so it is only told.
+    """
     wanted = {_bare(path) for path in _paths(patterns)}
     globs = [path for path in wanted if any(sign in path for sign in "*?[")]
     others = [
@@ -62,11 +67,19 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
         for url in indexed
         if _bare(url) not in wanted and not any(fnmatchcase(_bare(url), glob) for glob in globs)
     ]
-    if others:
+    if not others:
+        return
+    such_as = f"such as {without_passwords(others[0])}"
+    if len(others) == len(indexed):
         raise RunRefusedError(
-            f"data.shards: the catalogue also holds {len(others):,} of {len(indexed):,} shards that are not "
-            f"named here, such as {others[0]}; {REMEDY}"
+            f"data.shards: names none of the catalogue's {len(indexed):,} shards, {such_as}; {REMEDY}"
         )
+    print(
+        f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
+        f"{such_as}; they keep their rows and are trained on, too; to leave them out, set data.subset, "
+        "or index into another run.storage",
+        flush=True,
+    )
 
 
 def _paths(patterns: Iterable[str]) -> Iterator[str]:
