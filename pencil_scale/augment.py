@@ -10,12 +10,16 @@ worker or device that computes it.
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Images
+
+Int64s = npt.NDArray[np.int64]
 
 
 class ImageSizeError(PencilError):
@@ -41,17 +45,12 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Recipe)
     """Pad, take a random crop, mirror every other image, and normalise."""
     _require_room(images, recipe.crop, recipe.pad)
     padded = pad(images, [recipe.pad] * 4)
-    bits = _bits(rows.to(images.device, non_blocking=True), seed, epoch)
-    room_y = padded.shape[-2] - recipe.crop + 1
-    room_x = padded.shape[-1] - recipe.crop + 1
-    top = (bits & 0xFFFFF) % room_y
-    left = ((bits >> 20) & 0xFFFFF) % room_x
-    mirrored = ((bits >> 40) & 1).bool() & recipe.flip
-    along = torch.arange(recipe.crop, device=images.device)
-    y = top[:, None] + along  # [B, S]
-    x = left[:, None] + torch.where(mirrored[:, None], along.flip(0), along)  # [B, S]
-    samples = torch.arange(len(images), device=images.device)[:, None, None, None]
-    channels = torch.arange(3, device=images.device)[None, :, None, None]
+    drawn = _draw(_bits(rows.numpy(), seed, epoch), padded.shape[-2], padded.shape[-1], recipe)
+    top, start, way = torch.from_numpy(drawn).to(images.device, non_blocking=True)[:, :, None]  # each [B, 1]
+    along = _count(recipe.crop, images.device)
+    y, x = top + along, start + way * along  # [B, S]
+    samples = _count(len(images), images.device)[:, None, None, None]
+    channels = _count(3, images.device)[None, :, None, None]
     return normalise(padded[samples, channels, y[:, None, :, None], x[:, None, None, :]], recipe)
 
 
@@ -75,22 +74,29 @@ def _a_channel(values: tuple[float, float, float], device: torch.device) -> Tens
     return torch.tensor(values, device=device)[:, None, None]
 
 
-def _bits(rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Forty-odd random bits for every row, alike on every device: splitmix64 in wrapping integers."""
+@lru_cache
+def _count(stop: int, device: torch.device) -> Tensor:
+    return torch.arange(stop, device=device)
+
+
+def _draw(bits: Int64s, height: int, width: int, recipe: Recipe) -> Int64s:
+    """Draw the top row, the first column and the way to go from there (1 or -1) of every crop.   [3, B]
+
+    On the host, in a few microseconds: as many small kernels would keep a GPU waiting for their launches.
+    """
+    top = (bits & 0xFFFFF) % (height - recipe.crop + 1)
+    left = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
+    mirrored = bits >> 40 & recipe.flip
+    return np.stack([top, left + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
+
+
+def _bits(rows: Int64s, seed: int, epoch: int) -> Int64s:
+    """Forty-odd random bits for every row: splitmix64, in integers that wrap."""
     start = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
-    mixed = rows.long() * _signed(0x9E3779B97F4A7C15) + _signed(start)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
-    return _shifted(mixed ^ _shifted(mixed, 31), 20)
-
-
-def _shifted(values: Tensor, places: int) -> Tensor:
-    """Shift right, filling with zeros as unsigned numbers would."""
-    return torch.bitwise_and(values >> places, 2 ** (64 - places) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ mixed >> np.uint64(31)) >> np.uint64(20)).astype(np.int64)
 
 
 def _require_room(images: Tensor, crop: int, border: int) -> None:
