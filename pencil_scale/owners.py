@@ -35,6 +35,7 @@ from pencil_scale.labels.peers import introduce
 from pencil_scale.schema import PencilError
 
 STOP_PATIENCE_S = 5.0
+AHEAD = 3  # batches whose labels are fetched before their turn: so many steps may wait in a GPU's queue
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ class Owners:
         self._pass = 0
 
     def with_labels(self, batches: Iterable[AnyBatch], epoch: int | None = None) -> Iterator[AnyBatch]:
-        """Yield every batch with its labels, fetched while the batch before it is computed.
+        """Yield every batch with its labels, fetched while those before it are computed.
 
-        The class comes from the table too, where pins win. `epoch` is only told to whoever reads an error.
+        A row occurs once in a pass, so none of these can still move what was fetched. The class comes from
+        the table too, where pins win. `epoch` is only told to whoever reads an error.
         """
         if not self._drained:
             raise OwnersError(
@@ -106,7 +108,7 @@ class Owners:
         try:
             for batch in batches:
                 coming.append((batch, self._ask(batch.rows)))
-                if len(coming) == 2:
+                if len(coming) > AHEAD:
                     yield self._hand_over(*coming.popleft())
             self._courier.finish()
             while coming:

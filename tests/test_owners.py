@@ -10,7 +10,7 @@ from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.labels.peers import Peer, gloo_address
-from pencil_scale.owners import Batch, Owners, owned_parts
+from pencil_scale.owners import AHEAD, Batch, Owners, owned_parts
 
 NUM_ROWS, NUM_CLASSES = 3000, 5
 
@@ -57,7 +57,7 @@ def test_a_pinned_class_wins_over_the_class_of_the_stream(table: LabelTable) -> 
     assert batch.label_logits.tolist() == [[0, 10, 0, 0, 0], [0, 0, 0, 0, 10]]
 
 
-def test_labels_are_fetched_one_batch_ahead_and_not_further(table: LabelTable) -> None:
+def test_labels_are_fetched_some_batches_ahead_and_not_further(table: LabelTable) -> None:
     pulled = []
 
     def watched() -> Iterator[Batch]:
@@ -67,7 +67,7 @@ def test_labels_are_fetched_one_batch_ahead_and_not_further(table: LabelTable) -
 
     with Owners(table) as owners:
         for number, _ in enumerate(owners.with_labels(watched())):
-            assert pulled[-1] == min(number + 1, 9)
+            assert pulled[-1] == min(number + AHEAD, 9)
         owners.drain()
 
 

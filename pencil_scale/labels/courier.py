@@ -140,7 +140,9 @@ class Courier:
         partly_asked = request is not None and request.num_done + len(asked) < len(request.rows)
         partly_written = write is not None and write.num_done + len(rows) < len(write.rows)
         more = partly_asked or partly_written or len(self._writes) > 1
-        drained = self._draining is not None and not more and len(self._requests) <= 1
+        last_asked = len(self._requests) <= 1
+        drained = self._draining is not None and not more and last_asked
+        idle = (self._idle or self._draining is not None) and last_asked
         return Outgoing(
             asked=asked,
             moved=rows if write and write.logits is not None else NO_ROWS,
@@ -149,7 +151,7 @@ class Courier:
             capacity=max(len(request.rows) if request else 0, len(write.rows) if write else 0),
             flags=(Flag.MORE if more else Flag.NONE)
             | (Flag.DRAINED if drained else Flag.NONE)
-            | (Flag.IDLE if self._idle or self._draining is not None else Flag.NONE),
+            | (Flag.IDLE if idle else Flag.NONE),
         )
 
     def _deliver(self, request: Request, answers: Answers) -> None:
