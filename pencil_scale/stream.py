@@ -40,7 +40,7 @@ from pencil_scale.settings import Config
 # Batches that lie ready, for the second or more in which Ray Data ends one epoch and begins the next.
 AHEAD_BYTES = 256 << 20
 FEWEST_AHEAD, MOST_AHEAD = 3, 512
-PIECES_AT_ONCE = 256  # short epochs are handed to the readers together, and read without a pause between
+PIECES_AT_ONCE = 1024  # short epochs are handed to the readers together, and read without a pause between
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # of a batch to evaluate: without gradients there is room for more small images
 
