@@ -97,17 +97,17 @@ def test_nvjpeg_gives_what_the_cpu_gives() -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_nvjpeg_leaves_alone_what_a_step_under_way_still_reads() -> None:
-    images = [spelled(photo(640, 640, n), quality=92) for n in range(16)]
-    expected = decode_on_gpu(images, "cuda", resize=64)[0].cpu()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # so that the memory of `ones` is all there is for whoever comes next
-    ones = [torch.ones(3, 640, 640, dtype=torch.uint8, device="cuda") for _ in images]
-    totals = torch.zeros(len(images), dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second; what follows waits behind it
-    for n, one in enumerate(ones):
-        totals[n] = one.sum()
-    del ones, one
-    pixels = decode_on_gpu(images, "cuda", resize=64)[0]
-    assert totals.tolist() == [3 * 640 * 640] * len(images)
-    assert torch.equal(pixels.cpu(), expected)
+    images = [spelled(photo(400, 533, n), quality=92) for n in range(224)]
+    expected = decode_on_gpu(images, "cuda", resize=256)[0]
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    sizes = [200_000 * (1 + n % 9) for n in range(len(images))]  # as photos have them, in bytes
+    for _ in range(5):
+        ones = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        product = matrix
+        for _ in range(30):  # tens of milliseconds, behind which the sums have to wait
+            product = product @ matrix
+        totals = torch.stack([one.sum() for one in ones])
+        del ones
+        pixels = decode_on_gpu(images, "cuda", resize=256)[0]
+        assert totals.tolist() == sizes
+        assert torch.equal(pixels, expected)
