@@ -65,22 +65,24 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
     assert trial.weight_bytes > 57_000 * 4
 
 
-def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_epoch_foretold(
+def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_epochs_foretold(
     tmp_path: Path,
 ) -> None:
     config = load_config(Path("configs/demo.yaml"), ["workers.count=2", "cost.gpu_hour=3"])
     weights = {"weight": torch.zeros(10, 3)}
     optimizer = {"state": {0: {"momentum_buffer": torch.zeros(10, 3)}}, "param_groups": []}
     labels = LabelTable.create(tmp_path / "table", [0, 1, 2], 3).snapshot(tmp_path / "store")
-    saved = Saved(weights, optimizer, Progress(epoch=2, step=0, all_steps=9), labels)
-    figures = [{"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 18)]
-    told = estimate_beside_outcome(config, {"samples": 3, "epochs": 2}, figures, saved)
+    saved = Saved(weights, optimizer, Progress(epoch=3, step=0, all_steps=9), labels)
+    figures = [
+        {"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 9, 18)
+    ]
+    told = estimate_beside_outcome(config, {"samples": 3, "epochs": 3}, figures, saved)
     assert told["estimate"]["samples"] == told["came_to"]["samples"] == 3
-    assert told["estimate"]["hours"] == pytest.approx(2 * 36 / 3600)
-    assert told["estimate"]["cost"] == pytest.approx(2 * 3 * 2 * 36 / 3600)
+    assert told["estimate"]["hours"] == pytest.approx((36 + 2 * 9) / 3600)
+    assert told["estimate"]["cost"] == pytest.approx(2 * 3 * (36 + 2 * 9) / 3600)
     assert "first epoch" in told["estimate"]["hours_from"]
-    assert told["came_to"]["hours"] == pytest.approx(54 / 3600)
-    assert told["came_to"]["steps_an_epoch"] == 4.5
+    assert told["came_to"]["hours"] == pytest.approx(63 / 3600)
+    assert told["came_to"]["steps_an_epoch"] == 3.0
     assert told["came_to"]["checkpoint_bytes"] == 2 * 10 * 3 * 4
     stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.arrow"))
     assert told["came_to"]["table_bytes"] == stored

@@ -1,7 +1,7 @@
 """What a run will take, before it is booked: counted from the catalogue, and timed on a trial.
 
 What can be counted is counted for every run, and kept with it. Hours are timed for `--dry-run` on a trial,
-which writes nothing, and for a run that goes ahead on its first epoch. The trial runs as one worker would,
+which writes nothing, and for a run that goes ahead on its first two epochs. The trial runs as one worker would,
 with its CPUs and GPU: some seconds of reading alone, some of computing alone. Reading and computing share a
 CPU's time but overlap beside a GPU, so their rates are joined so.
 """
@@ -118,11 +118,13 @@ def estimate_beside_outcome(
     config: Config, counted: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], saved: Saved
 ) -> dict[str, dict[str, Any]]:
     """What a finished run was estimated to take, and what it came to: the same words for the same things."""
-    first = figures[0]
-    hours = first["epoch_s"] * len(figures) / 3600
+    first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may have compiled the network
+    hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
     spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
-    expected = {"images_per_s": first["images_per_s"], "hours": hours, "cost": price_of(config, hours)}
-    expected["hours_from"] = "the first epoch times their number; evaluation and the closing are not in it"
+    expected = {"images_per_s": second["images_per_s"], "hours": hours, "cost": price_of(config, hours)}
+    expected["hours_from"] = (
+        "the first epoch, and the second one for each after it; evaluation and the closing are not in it"
+    )
     state = saved.optimizer.get("state", {}).values()
     momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
     pieces = [piece for part in saved.labels.parts.values() for piece in (*part.labels, *part.ledger)]

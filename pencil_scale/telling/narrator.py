@@ -5,7 +5,7 @@ pencil    epoch 12/40   loss 0.1234   1,830 images/s   test 0.962   labels right
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from pencil_scale.telling.figures import Point, accuracy_picture, transition_picture
@@ -84,7 +84,9 @@ class Narrator:
 
     def _epoch_line(self, figures: dict[str, Any]) -> str:
         done = figures["epoch"] + 1
-        left_s = median(self._seconds) * (self._num_epochs - done)  # the first may have compiled the network
+        left_s = median_low(self._seconds) * (
+            self._num_epochs - done
+        )  # the first may have compiled the network
         parts = [
             f"{figures['stage']:<9} epoch {done}/{self._num_epochs}",
             f"loss {figures['loss']:.4f}",
