@@ -1,12 +1,12 @@
 """Owners: every batch meets its labels, and every moved label goes home.
 
 Part `p` of the label table belongs to rank `p mod world`, and only its owner writes it. One thread a rank
-carries rows to and fro, so the training thread finds the labels of its next batch already there:
+carries rows to and fro, so the training thread finds the labels of its next batches already there:
 
     owners = Owners(table, rank, world)
     for batch in owners.with_labels(batches):                  # label_logits and noisy_class are filled in
         result = train_step(model, optimizer, batch, stage)
-        owners.move(batch.rows, result.label_logits, epoch)    # returns at once; applied one step behind
+        owners.move(batch.rows, result.label_logits, epoch)    # returns at once; applied a few steps behind
     owners.drain()                                             # every rank: now all moves are applied
 
 `drain` is collective: every rank calls it equally often. Before it, ranks may have fewer batches than others,

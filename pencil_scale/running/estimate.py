@@ -1,9 +1,9 @@
 """What a run will take, before it is booked: counted from the catalogue, and timed on a trial.
 
 What can be counted is counted for every run, and kept with it. Hours are timed for `--dry-run` on a trial,
-which writes nothing, and for a run that goes ahead on its first two epochs. The trial runs as one worker would,
-with its CPUs and GPU: some seconds of reading alone, some of computing alone. Reading and computing share a
-CPU's time but overlap beside a GPU, so their rates are joined so.
+which writes nothing, and for a run that goes ahead on its first two epochs. The trial runs as one worker
+would, with its CPUs and GPU: some seconds of reading alone, some of computing alone. Reading and computing
+share a CPU's time but overlap beside a GPU, so their rates are joined so.
 """
 
 import time
