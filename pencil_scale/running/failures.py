@@ -33,4 +33,7 @@ def in_a_line(error: BaseException) -> str:
     last = seen[-1]
     # Ray lists what it knows of an actor in lines of their own, set in; what happened stands around them.
     said = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
+    said, guesses, _ = said.partition(" Some common causes include:")
+    if guesses:
+        said += " It was killed, perhaps for want of memory, or it crashed."
     return f"{type(last).__name__}: {said}"[:LONGEST]
