@@ -1,77 +1,25 @@
-"""Exports: opened with tools that know nothing of us, and holding exactly what may be told."""
+"""Exports hold exactly what may be told of every sample."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import duckdb
 import numpy as np
-import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import webdataset
-from catalogue_making import CLASSES, Bench, image, sample, samples
-from tar_making import END, member
+from catalogue_making import image, sample, samples
+from export_making import ExportBench, two_shards
 
 from pencil_scale.backbones import build_backbone
-from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
 from pencil_scale.export_files import ExportError, read_manifest
-from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.label_report import HISTORY
 from pencil_scale.labels.label_study import history_folder
-from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import label_store
-from pencil_scale.reading.byte_source import MemorySource
-from pencil_scale.reading.tar_rewrite import LabelMember, NewLabel, rewrite_shard
-from pipelines.export_labels import Summary, run
-
-
-class ExportBench(Bench):
-    """A catalogue with published labels; exports go to a real folder, where other tools can open them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.out = folder / "out"
-
-    def publish(self, corrected: dict[int, int], visited: Sequence[int] | None = None) -> None:
-        """Publish labels in which these rows have moved to other classes, with 0.8 of their mass."""
-        catalogue = Catalogue.open(self.storage)
-        given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
-        table = LabelTable.create(self.folder / f"table-{len(list(self.folder.iterdir()))}", given, 3)
-        rows = np.arange(len(given)) if visited is None else np.array(visited)
-        wanted = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
-        shares = np.full((len(rows), 3), 0.1)
-        shares[np.arange(len(rows)), wanted] = 0.8
-        table.write(rows, np.log(shares), epoch=0)
-        table.snapshot(label_store(self.storage)).save(published_url(self.storage, "t"))
-
-    def export(self, *overrides: str, predict: bool = False) -> Summary:
-        keys = [f"export.folder={self.out}", f"export.predict={str(predict).lower()}", "images.crop=4"]
-        return run(load_config(self.folder / "config.yaml", [*keys, *overrides]))
-
-    def table(self) -> list[dict[str, Any]]:
-        return pa.concat_tables(pq.read_table(path) for path in sorted(self.out.glob("table/*"))).to_pylist()
-
-    def sidecar(self, name: str) -> list[dict[str, Any]]:
-        (path,) = self.out.glob(f"sidecars/*/{name}.labels.parquet")
-        return pq.read_table(path).to_pylist()
-
-    def write_times(self, kind: str) -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in self.out.glob(f"{kind}/*/*")}
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> ExportBench:
-    found = ExportBench(tmp_path)
-    found.shard("00041.tar", samples(range(6)))  # classes 0, 1, 2 in turn
-    found.shard("00042.tar", samples(range(6, 12)))
-    found.index()
-    found.publish({1: 2, 7: 0})
-    return found
+    return two_shards(tmp_path)
 
 
 def test_a_sample_is_told_in_cleanlabs_words_with_all_that_is_known(bench: ExportBench) -> None:
@@ -229,120 +177,6 @@ def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_histor
     ]
 
 
-def test_the_files_say_that_epochs_count_from_0(bench: ExportBench) -> None:
-    bench.export()
-    field = pq.read_schema(next(bench.out.glob("table/*"))).field("last_change_epoch")
-    assert b"counted from 0" in field.metadata[b"description"]
-
-
-def test_duckdb_and_polars_read_the_table(bench: ExportBench) -> None:
-    bench.export()
-    files = str(bench.out / "table" / "*.parquet")
-    query = f"select given_class, predicted_class, count(*) from '{files}' where is_label_issue group by all"
-    assert sorted(duckdb.sql(query).fetchall()) == [("bee", "ant", 1), ("bee", "cat", 1)]
-    frame = polars.read_parquet(files).filter(polars.col("label_score") < 0.5)
-    assert sorted(frame["sample_id"]) == ["000001", "000007"]
-    assert frame["top_shares"].list.sum().to_list() == pytest.approx([1.0, 1.0])
-
-
-@pytest.mark.slow
-def test_hugging_face_reads_labels_as_class_labels(bench: ExportBench) -> None:
-    datasets = pytest.importorskip("datasets")
-    bench.export()
-    files = [str(path) for path in bench.out.glob("table/*.parquet")]
-    data = datasets.Dataset.from_parquet(files, cache_dir=str(bench.folder / "cache"))
-    for name in ("given_label", "predicted_label"):
-        assert data.features[name] == datasets.ClassLabel(names=CLASSES)
-    assert data.features["given_label"].int2str(data[1]["given_label"]) == "bee"
-
-
-def test_the_files_carry_hugging_faces_features_for_int64_labels(bench: ExportBench) -> None:
-    bench.export()
-    (path,) = bench.out.glob("table/*.parquet")
-    schema = pq.read_schema(path)
-    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    assert features["given_label"] == {"names": CLASSES, "_type": "ClassLabel"}
-    assert schema.field("given_label") == pa.field("given_label", pa.int64())
-
-
-@pytest.mark.slow
-def test_the_score_is_cleanlabs_self_confidence(bench: ExportBench) -> None:
-    rank = pytest.importorskip("cleanlab.rank")
-    bench.export("export.top_k=3")
-    told = bench.table()
-    shares = np.zeros((12, 3))
-    for row, each in enumerate(told):
-        shares[row, each["top_labels"]] = each["top_shares"]
-    given = np.array([each["given_label"] for each in told])
-    expected = rank.get_self_confidence_for_each_label(given, shares)
-    np.testing.assert_allclose([each["label_score"] for each in told], expected, atol=1e-6)
-    issues = rank.order_label_issues(np.array([each["is_label_issue"] for each in told]), given, shares)
-    assert sorted(issues) == [1, 7]
-
-
-def test_corrected_shards_differ_in_their_labels_alone(bench: ExportBench) -> None:
-    originals = {path: path.read_bytes() for path in bench.folder.glob("*.tar")}
-    summary = bench.export("export.corrected_shards=true")
-    assert summary.num_shards_written == 2
-    assert {path: path.read_bytes() for path in originals} == originals
-    (path,) = bench.out.glob("shards/*/00041.tar")
-    assert path.read_bytes() == _with_label(originals[bench.folder / "00041.tar"], "000001.cls", b"2")
-    found = {each["__key__"]: each for each in webdataset.WebDataset(str(path), shardshuffle=False)}
-    assert [each["cls"] for each in found.values()] == [b"0", b"2", b"2", b"0", b"1", b"2"]
-    assert found["000001"]["png"] == image(1)
-    assert bench.export("export.corrected_shards=true").num_shards_written == 0
-
-
-def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
-    bench: ExportBench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.export("export.corrected_shards=true")
-    capsys.readouterr()
-    bench.export()
-    assert not list(bench.out.glob("shards/*/*.tar"))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "of corrected shards │ 2; export.corrected_shards=true writes them anew" in said
-
-
-def test_a_label_is_spelled_as_it_was_and_the_rest_of_its_json_stays(tmp_path: Path) -> None:
-    label = NewLabel(2, "cat")
-    assert LabelMember.of("cls").replaced(b"1\n", label) == b"2"
-    assert LabelMember.of("txt").replaced(b"bee", label) == b"cat"
-    fields = b'{"a": {"label": "bee"}, "url": "\xc3\xa9"}'
-    assert (
-        LabelMember.of("json:a.label").replaced(fields, label)
-        == b'{"a": {"label": "cat"}, "url": "\xc3\xa9"}'
-    )
-    assert LabelMember.of("json:n").replaced(b'{"n": 1}', label) == b'{"n": 2}'
-
-
-def test_labels_from_a_file_beside_the_shards_become_members(bench: ExportBench) -> None:
-    shard = member(b"a.png", b"A") + member(b"b.png", b"B") + member(b"c.png", b"C") + END
-    sink = (bench.folder / "new.tar").open("wb")
-    with sink:
-        labels = {"a": NewLabel(1, "bee"), "c": None}
-        found = rewrite_shard(MemorySource(shard), sink, labels, LabelMember.of("file:kv.txt"))
-    assert (found.num_replaced, found.num_left_out) == (1, 1)
-    read = list(webdataset.WebDataset(str(bench.folder / "new.tar"), shardshuffle=False))
-    assert [(each["__key__"], each["png"], each.get("cls")) for each in read] == [
-        ("a", b"A", b"1"),
-        ("c", b"C", None),
-    ]
-
-
-def test_a_damaged_shard_is_corrected_to_a_sound_one(bench: ExportBench) -> None:
-    shard = member(b"a.png", b"A") + member(b"a.cls", b"0") + b"\x07" * 512 + member(b"b.png", b"B")
-    path = bench.folder / "new.tar"
-    with path.open("wb") as sink:
-        found = rewrite_shard(
-            MemorySource(shard), sink, {"a": NewLabel(12, "x"), "b": None}, LabelMember("cls")
-        )
-    assert found.num_damaged == 1
-    assert path.read_bytes() == b"".join(
-        [member(b"a.png", b"A"), member(b"a.cls", b"12"), member(b"b.png", b"B"), END]
-    )
-
-
 def test_the_manifest_names_every_file_that_is_there(bench: ExportBench) -> None:
     summary = bench.export("export.corrected_shards=true")
     manifest = read_manifest(str(bench.out))
@@ -383,9 +217,3 @@ def _holding(folder: Path, text: bytes) -> list[Path]:
             )
             found += [path] if text in data else []
     return found
-
-
-def _with_label(shard: bytes, name: str, label: bytes) -> bytes:
-    """Change a label of one character in place: header and padding stay."""
-    place = shard.index(name.encode()) + 512
-    return shard[:place] + label + shard[place + 1 :]
