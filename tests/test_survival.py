@@ -72,9 +72,11 @@ def test_a_run_completes_though_a_worker_is_killed_in_every_stage(battered: dict
 
 
 def test_every_worker_that_died_is_told_with_its_reason(battered: dict[str, Any]) -> None:
-    told = [re.findall(r"^worker \d failed: (\w+): .+", battered[name], re.M) for name in ("first", "second")]
+    told = [re.findall(r"^worker \d failed: (\w+: .+)", battered[name], re.M) for name in ("first", "second")]
     assert len(told[0]) >= 2, battered["first"]
     assert len(told[1]) >= 1, battered["second"]
+    assert any("It was killed" in reason for reason in told[0] + told[1])
+    assert not any("common causes" in reason for reason in told[0] + told[1])
 
 
 def test_every_epoch_saw_every_row_once_in_spite_of_all_kills(battered: dict[str, Any]) -> None:

@@ -44,8 +44,9 @@ def test_a_server_that_is_away_is_logged_without_its_password(caplog: pytest.Log
     assert "hush" not in caplog.records[-1].getMessage()
 
 
-def test_a_database_is_no_server() -> None:
+def test_a_database_is_asked_for_no_version(caplog: pytest.LogCaptureFixture) -> None:
     check_server("sqlite:///mlflow.db")
+    assert not caplog.records
 
 
 def test_remote_storage_without_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
