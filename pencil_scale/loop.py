@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pencil_scale.checkpoint import Progress
+from pencil_scale.host_copy import HostCopy
 from pencil_scale.owners import Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
@@ -98,6 +99,15 @@ class Clock:
         }
 
 
+@dataclass(frozen=True)
+class SentLoss:
+    """The losses of some steps, added up and on their way from the device."""
+
+    stage: Stage
+    progress: Progress
+    total: HostCopy
+
+
 class Loop:
     """Trains from one point of progress to the schedule's end, or to where it is asked to stop."""
 
@@ -114,6 +124,7 @@ class Loop:
         self.hooks, self.pace, self.seed = hooks, pace, seed
         self._loss_sum, self._num_losses = 0.0, 0
         self._recent: list[torch.Tensor] = []
+        self._sent: SentLoss | None = None
         self._problems: list[str] = []
 
     def run(self, progress: Progress) -> Progress:
@@ -124,6 +135,7 @@ class Loop:
             progress, finished = self._train_epoch(stage, progress, clock)
             self.owners.drain()
             if not finished:
+                self._tell_loss()
                 self.hooks.save(progress)
                 return progress
             figures = self._figures(stage, progress, clock)
@@ -169,15 +181,31 @@ class Loop:
         return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
 
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Tell the mean loss now and then: every reading waits for the device."""
+        """Send the loss of the last steps on its way, and tell that of those before, which has come."""
         if len(self._recent) == LOG_EVERY_STEPS:
-            self.hooks.log_step(stage, progress, {"loss": self._fold_recent() / LOG_EVERY_STEPS})
+            self._tell_loss()
+            self._sent = SentLoss(stage, progress, HostCopy(torch.stack(self._recent).sum()))
+            self._recent = []
 
-    def _fold_recent(self) -> float:
-        recent = float(torch.stack(self._recent).sum()) if self._recent else 0.0
-        self._loss_sum, self._num_losses = self._loss_sum + recent, self._num_losses + len(self._recent)
-        self._recent = []
-        return recent
+    def _tell_loss(self) -> None:
+        """Tell what was sent. To read it as it was sent would have been to wait for the device."""
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            total = float(sent.total.read())
+            self._add_loss(total, LOG_EVERY_STEPS)
+            self.hooks.log_step(sent.stage, sent.progress, {"loss": total / LOG_EVERY_STEPS})
+
+    def _add_loss(self, total: float, num: int) -> None:
+        self._loss_sum, self._num_losses = self._loss_sum + total, self._num_losses + num
+
+    def _mean_loss(self) -> float:
+        """The mean of an epoch that has ended."""
+        self._tell_loss()
+        if self._recent:
+            self._add_loss(float(torch.stack(self._recent).sum()), len(self._recent))
+        mean = self._loss_sum / max(self._num_losses, 1)
+        self._loss_sum, self._num_losses, self._recent = 0.0, 0, []
+        return mean
 
     def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
         """What an epoch came to, over all ranks; too many unreadable images end the run here."""
@@ -193,9 +221,8 @@ class Loop:
         figures = clock.figures()
         figures["images_per_s"] = total(figures["images_per_s"])
         figures |= {"rows_visited": visited, "rows_unreadable": num_unreadable}
-        self._fold_recent()
-        figures |= {"loss": self._loss_sum / max(self._num_losses, 1), "learning_rate": stage.learning_rate}
-        self._loss_sum, self._num_losses, self._problems = 0.0, 0, []
+        figures |= {"loss": self._mean_loss(), "learning_rate": stage.learning_rate}
+        self._problems = []
         return figures
 
 

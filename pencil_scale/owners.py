@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pencil_scale.host_copy import HostCopy, launched_so_far
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.courier import Courier, Request, Write
 from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError
@@ -121,14 +122,14 @@ class Owners:
 
     def move(self, rows: Tensor, logits: Tensor, epoch: int) -> None:
         """Send these rows home with their new logits, and mark them as visited; returns at once."""
-        host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=logits.is_cuda)
-        host.copy_(logits.detach(), non_blocking=True)
-        copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
-        self._write(Write(_host_rows(rows), host, epoch, copied))
+        expected = len(rows), self.table.layout.num_classes
+        if logits.shape != expected:
+            raise OwnersError(f"label logits of shape {tuple(logits.shape)}; expected {expected}")
+        self._write(Write(_host_rows(rows), HostCopy(logits.float()), epoch))
 
     def mark(self, rows: Tensor, epoch: int) -> None:
         """Mark these rows as visited, where a stage moves no labels; returns at once."""
-        self._write(Write(_host_rows(rows), None, epoch))
+        self._write(Write(_host_rows(rows), None, epoch, launched_so_far(self._device)))
 
     def drain(self) -> None:
         """Wait until every rank has come here and every row sent by any of them is written."""
@@ -178,9 +179,6 @@ class Owners:
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
             raise self._named(self._courier.error)
-        expected = len(write.rows), self.table.layout.num_classes
-        if write.logits is not None and write.logits.shape != expected:
-            raise OwnersError(f"label logits of shape {tuple(write.logits.shape)}; expected {expected}")
         self._checked(write.rows)
         self._epoch, self._drained = write.epoch, False
         self._courier.write(write)

@@ -41,7 +41,7 @@ class SmallRun:
         self.pace = Pace(**pace)
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[tuple[int, float]] = []  # a step, and the mean loss told of those up to it
         self.unreadable: set[int] = set()
 
     def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
@@ -50,7 +50,7 @@ class SmallRun:
             prepare=self.prepare,
             save=self.saved.append,
             close_epoch=self.close_epoch,
-            log_step=lambda stage, progress, figures: self.steps.append(figures),
+            log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
             stop=stop,
         )
         accumulation = self.config.optimizer.accumulation

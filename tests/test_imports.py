@@ -14,7 +14,7 @@ LAYERS = {
     "words": """schema curves shapes section job_settings settings config config_problems config_help
         versions job_folder command""",
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
-        gpu_decoding augment backbones noise figures audit gallery""",
+        gpu_decoding augment backbones host_copy noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_pieces tar_search tar_walk
         shard_urls shards range_reader
         part_files part_store working_copy row_checks manifest snapshot sweeping growth remap label_table

@@ -88,12 +88,28 @@ def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path
     assert run.saved[-1] == Progress(epoch=4, step=0, all_steps=16)
 
 
+ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
+
+
+def test_the_loss_is_told_of_fifty_steps_at_a_time(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
+    run.run()
+    assert [step for step, _ in run.steps] == [50, 100]
+    assert run.steps[0][1] > run.steps[1][1]  # it learns, and each was told of its own steps
+    assert np.mean([loss for _, loss in run.steps]) == pytest.approx(run.epochs[0]["loss"])
+
+
+def test_a_run_that_is_stopped_tells_the_loss_it_had(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2", stop_every=60)
+    assert run.run(stop=lambda: True).step == 60
+    assert [step for step, _ in run.steps] == [50]
+
+
 @pytest.mark.slow
 def test_two_batches_added_up_are_one_batch_twice_as_large(tmp_path: Path) -> None:
     images, classes = blobs(256)
-    one_epoch = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
-    small = SmallRun(tmp_path / "small", images, classes, *one_epoch, "optimizer.accumulation=2")
-    large = SmallRun(tmp_path / "large", images, classes, *one_epoch, "optimizer.tuned_batch=128")
+    small = SmallRun(tmp_path / "small", images, classes, *ONE_EPOCH, "optimizer.accumulation=2")
+    large = SmallRun(tmp_path / "large", images, classes, *ONE_EPOCH, "optimizer.tuned_batch=128")
     for run in (small, large):
         run.schedule = large.schedule
         for module in run.model.modules():

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pencil_scale.host_copy import HostCopy
 from pencil_scale.labels.exchange import NO_ROWS, Answers, Exchange, Flag, Outgoing, PeerFailedError
 from pencil_scale.schema import PencilError
 
@@ -33,12 +34,12 @@ class Request:
 
 @dataclass
 class Write:
-    """Rows to write home, and how many have left; `logits` is None where rows are only marked."""
+    """Rows to write home once their step is done, and how many have left."""
 
     rows: npt.NDArray[np.int64]
-    logits: Tensor | None
+    logits: HostCopy | None  # float32 [B, C]; None where rows are only marked
     epoch: int
-    copied: torch.cuda.Event | None = None  # reached once the logits have left the GPU
+    stepped: torch.cuda.Event | None = None  # in place of the logits: reached once the step is done
     num_done: int = 0
 
 
@@ -190,9 +191,9 @@ class Courier:
 
 
 def _leaving_logits(write: Write, outgoing: Outgoing) -> npt.NDArray[np.float32]:
+    if write.stepped is not None:
+        write.stepped.synchronize()
     if write.logits is None:
         return np.zeros((0, 0), np.float32)
-    if write.copied is not None:
-        write.copied.synchronize()
-    logits: npt.NDArray[np.float32] = write.logits.numpy()
+    logits: npt.NDArray[np.float32] = write.logits.read().numpy()
     return logits[write.num_done :][: len(outgoing.moved)]

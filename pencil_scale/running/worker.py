@@ -5,6 +5,7 @@ gloo group of their own, used by the training thread alone; gradients go over NC
 owners' group.
 """
 
+import gc
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from pencil_scale.running.preparation import (
     build_model,
     build_optimizer,
     build_stepper,
+    set_aside,
     settle,
 )
 from pencil_scale.running.ranks import Ranks
@@ -112,6 +114,7 @@ class Worker:
         self.recipe = Recipe.from_config(config.images)
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
+        self.num_epochs_here = 0
 
     def _stepper(self, saved: Saved | None) -> Stepper | StepGraph:
         if saved:
@@ -173,6 +176,9 @@ class Worker:
             self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.tell("epoch", progress=progress, figures=self.record[-1], found=found)
         self._report(progress, manifest)
+        self.num_epochs_here += 1
+        if self.num_epochs_here == 1:  # all that lives on has been made
+            set_aside()
 
     def log_step(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         self.tell("step", stage=stage.name, progress=progress, figures=figures)
@@ -211,6 +217,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of threads, streams and the working copy."""
+        gc.unfreeze()
         self.stop_watch.close()
         self.stream.close()
         for reader in self.clean_readers.values():
