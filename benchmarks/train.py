@@ -11,6 +11,7 @@ on. On a GPU the limit is the slower of the two; on a CPU, where both share the 
 
 import argparse
 import cProfile
+import gc
 import pstats
 import tempfile
 import time
@@ -152,6 +153,7 @@ def main() -> None:
         computing = bench.compute(kept, options.epochs).images_per_s
         with cProfile.Profile() if options.profile else nullcontext() as profile:
             both = bench.both(options.epochs)
+        gc.unfreeze()
     limit = min(reading, computing) if options.gpu else 1 / (1 / reading + 1 / computing)
     num_samples = sum(len(batch.rows) for batch in kept)
     print(f"samples {num_samples:,}, batch {config.optimizer.batch_per_worker}, {device.type}")
