@@ -5,7 +5,6 @@ several questions.
 """
 
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         first.wait_until(lambda: data.has_checkpoint(33), "checkpoint in the middle of an epoch")
         first.kill_worker()
         first.wait_for("pencil +epoch 3/")
-        first.process.send_signal(signal.SIGTERM)
+        first.stop()
         code = first.wait()
     found = {"data": data, "first": first.output, "code": code, "status": data.record()["status"]}
     changed = train.main([str(data.folder / "config.yaml"), *ALONE, "run.seed=2"])

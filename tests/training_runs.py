@@ -171,6 +171,10 @@ class Command:
         """SIGKILL one training process."""
         os.kill(self.workers()[-1], signal.SIGKILL)
 
+    def stop(self) -> None:
+        """SIGTERM to the command and all of its process group, as `timeout` and schedulers send it."""
+        os.killpg(self.process.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL the command itself: what it started has to notice by itself."""
         self.process.kill()
@@ -185,7 +189,9 @@ def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         settled = {**inherited, "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", **(env or {})}
         with log.open("wb") as out:
-            process = subprocess.Popen(words, cwd=ROOT, env=settled, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                words, cwd=ROOT, env=settled, stdout=out, stderr=subprocess.STDOUT, process_group=0
+            )
         try:
             yield Command(process, log)
         finally:
