@@ -20,6 +20,10 @@ class HostCopy:
         self._values.copy_(tensor.detach(), non_blocking=True)
         self._arrived = launched_so_far(tensor.device)
 
+    def has_come(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._arrived is None or self._arrived.query()
+
     def read(self) -> Tensor:
         """Wait for the copy."""
         if self._arrived is not None:

@@ -45,6 +45,8 @@ class Hooks:
     close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, tell, save
     log_step: Callable[[Stage, Progress, dict[str, float]], None]
     total: Callable[[float], float] = lambda value: value  # the sum over all ranks
+    join: Callable[[list[str]], list[str]] = lambda names: names  # those of all ranks, on every rank
+    name_unreadable: Callable[[int, list[str]], None] = lambda num, names: None  # how many, and the first
     stop: Callable[[], bool] = lambda: False  # whether any rank was asked to end early
 
 
@@ -78,12 +80,12 @@ class Clock:
                 return
             yield batch
 
-    def labels(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same for the owners: they pull from the stream, so the rest of the wait is theirs."""
+    def labels(self, batches: Iterator[Batch], owners: Owners) -> Iterator[Batch]:
+        """The same for the owners, who wait for the stream and the device too: the rest is theirs."""
         while True:
-            asked, data_s = time.perf_counter(), self.data_s
+            asked, others_s = time.perf_counter(), self.data_s + owners.device_s
             batch = next(batches, None)
-            self.labels_s += time.perf_counter() - asked - (self.data_s - data_s)
+            self.labels_s += time.perf_counter() - asked - (self.data_s + owners.device_s - others_s)
             if batch is None:
                 return
             self.num_images += len(batch.rows)
@@ -125,7 +127,7 @@ class Loop:
         self._loss_sum, self._num_losses = 0.0, 0
         self._recent: list[torch.Tensor] = []
         self._sent: SentLoss | None = None
-        self._problems: list[str] = []
+        self._num_unreadable, self._unreadable = 0, list[str]()
 
     def run(self, progress: Progress) -> Progress:
         """Train on; the progress returned has all epochs done unless a stop was asked for."""
@@ -151,7 +153,7 @@ class Loop:
         epoch = self.hooks.epoch(progress.epoch)
         num_steps = progress.step + epoch.num_steps
         batches = self.owners.with_labels(clock.data(epoch.batches), progress.epoch)
-        for batch in clock.labels(batches):
+        for batch in clock.labels(batches, self.owners):
             self._step(batch, stage, progress, num_steps)
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
             self._report(stage, progress)
@@ -169,7 +171,7 @@ class Loop:
         _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
         _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
         prepared = self.hooks.prepare(batch, progress.epoch)
-        self._problems += prepared.problems
+        self._count_unreadable(prepared.problems, progress.epoch)
         result = self.stepper.step(prepared, stage, progress.step, num_steps)
         self._recent.append(result.loss)
         if stage.moves_labels:
@@ -181,14 +183,15 @@ class Loop:
         return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
 
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Send the loss of the last steps on its way, and tell that of those before, which has come."""
+        """Send the loss of some steps on its way, and tell it once it has come, without waiting for it."""
+        if self._sent is not None and self._sent.total.has_come():
+            self._tell_loss()
         if len(self._recent) == LOG_EVERY_STEPS:
             self._tell_loss()
             self._sent = SentLoss(stage, progress, HostCopy(torch.stack(self._recent).sum()))
             self._recent = []
 
     def _tell_loss(self) -> None:
-        """Tell what was sent. To read it as it was sent would have been to wait for the device."""
         if self._sent is not None:
             sent, self._sent = self._sent, None
             total = float(sent.total.read())
@@ -207,22 +210,35 @@ class Loop:
         self._loss_sum, self._num_losses, self._recent = 0.0, 0, []
         return mean
 
+    def _count_unreadable(self, problems: tuple[str, ...], epoch: int) -> None:
+        """Count what could not be decoded; more than the whole epoch may have ends the run at once."""
+        if problems:
+            self._num_unreadable += len(problems)
+            self._unreadable = [*self._unreadable, *problems][:NAMED_PROBLEMS]
+            num_rows = self.owners.table.layout.num_rows
+            self._require_few(self._num_unreadable, num_rows, self._unreadable, epoch)
+
+    def _require_few(self, num: float, num_rows: float, names: list[str], epoch: int) -> None:
+        if num > self.pace.max_unreadable_share * num_rows:
+            raise TooManyUnreadableError(
+                f"epoch {epoch + 1}: {num:,.0f} of {num_rows:,.0f} images cannot be decoded, more than "
+                f"data.max_damaged_share allows: {'; '.join(names)}"
+            )
+
     def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
         """What an epoch came to, over all ranks; too many unreadable images end the run here."""
         total = self.hooks.total
         visited = total(self.owners.table.count_visited(progress.epoch))
-        num_unreadable = total(len(self._problems))
-        if num_unreadable > self.pace.max_unreadable_share * visited:
-            listed = "; ".join(self._problems[:NAMED_PROBLEMS])
-            raise TooManyUnreadableError(
-                f"epoch {progress.epoch + 1}: {num_unreadable:,.0f} of {visited:,.0f} images cannot be "
-                f"decoded, more than data.max_damaged_share allows: {listed}"
-            )
+        num_unreadable = total(self._num_unreadable)
+        if num_unreadable:
+            names = self.hooks.join(self._unreadable)[:NAMED_PROBLEMS]
+            self._require_few(num_unreadable, visited, names, progress.epoch)
+            self.hooks.name_unreadable(int(num_unreadable), names)
         figures = clock.figures()
         figures["images_per_s"] = total(figures["images_per_s"])
         figures |= {"rows_visited": visited, "rows_unreadable": num_unreadable}
         figures |= {"loss": self._mean_loss(), "learning_rate": stage.learning_rate}
-        self._problems = []
+        self._num_unreadable, self._unreadable = 0, []
         return figures
 
 

@@ -14,6 +14,7 @@ or none. A rank that has no more keeps answering the others by itself, so the tr
 them in a collective of its own.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -91,6 +92,8 @@ class Owners:
         self._step = 0
         self._drained = True
         self._pass = 0
+        self._under_way: deque[Write] = deque(maxlen=AHEAD + 1)
+        self.device_s = 0.0  # of the time in `with_labels`, what was waiting for steps to be done
 
     def with_labels(self, batches: Iterable[AnyBatch], epoch: int | None = None) -> Iterator[AnyBatch]:
         """Yield every batch with its labels, fetched while those before it are computed.
@@ -168,6 +171,7 @@ class Owners:
         return request
 
     def _hand_over(self, batch: AnyBatch, request: Request) -> AnyBatch:
+        self._wait_for_device()
         self._wait(request.ready)
         self._step += 1
         return replace(
@@ -176,12 +180,20 @@ class Owners:
             noisy_class=request.noisy_class.to(self._device, non_blocking=True),
         )
 
+    def _wait_for_device(self) -> None:
+        """Let only so many steps be under way: labels wait for them too, and are not to be blamed for it."""
+        if len(self._under_way) == self._under_way.maxlen:
+            asked = time.perf_counter()
+            self._under_way[0].wait_for_step()
+            self.device_s += time.perf_counter() - asked
+
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
             raise self._named(self._courier.error)
         self._checked(write.rows)
         self._epoch, self._drained = write.epoch, False
         self._courier.write(write)
+        self._under_way.append(write)
 
     def _checked(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         outside = rows[(rows < 0) | (rows >= self.table.layout.num_rows)]
@@ -195,8 +207,10 @@ class Owners:
         except Exception as error:
             raise self._named(error) from error
 
-    def _named(self, error: BaseException) -> PencilError:
-        """A refused row speaks for itself; a failed exchange is told with all that leads to its cause."""
+    def _named(self, error: BaseException) -> BaseException:
+        """A failed GPU or a refused row speaks for itself; a failed exchange needs an explanation."""
+        if isinstance(error, torch.AcceleratorError):
+            return error
         if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
             return error
         what = " ".join(str(error).split())

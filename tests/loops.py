@@ -43,6 +43,7 @@ class SmallRun:
         self.epochs: list[dict[str, float]] = []
         self.steps: list[tuple[int, float]] = []  # a step, and the mean loss told of those up to it
         self.unreadable: set[int] = set()
+        self.named: list[tuple[int, list[str]]] = []
 
     def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
         hooks = Hooks(
@@ -51,6 +52,7 @@ class SmallRun:
             save=self.saved.append,
             close_epoch=self.close_epoch,
             log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
+            name_unreadable=lambda num, names: self.named.append((num, sorted(names))),
             stop=stop,
         )
         accumulation = self.config.optimizer.accumulation
@@ -66,7 +68,8 @@ class SmallRun:
     def batches(self, rows: torch.Tensor) -> Iterator[Batch]:
         for some in rows.split(self.batch):
             weight = torch.tensor([float(int(row) not in self.unreadable) for row in some])
-            yield Batch(rows=some, images=self.images[some], weight=weight)
+            problems = tuple(f"row {row}" for row in some.tolist() if row in self.unreadable)
+            yield Batch(rows=some, images=self.images[some], weight=weight, problems=problems)
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))

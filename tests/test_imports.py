@@ -30,8 +30,8 @@ LAYERS = {
         evaluation prediction export export_rows
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
-    "jobs": """local_ray control failures ranks scratch run_lock checkpoint_store checks agreement
-        preparation estimate worker driver summary training train night_lock night_tracking""",
+    "jobs": """process_group local_ray control failures ranks scratch run_lock checkpoint_store checks
+        agreement preparation estimate worker driver summary training train night_lock night_tracking""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}

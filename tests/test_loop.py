@@ -1,6 +1,8 @@
 """The loop, on a list of batches: every row once, restarts that change nothing, labels that get repaired."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from loops import SmallRun
 from pencil_scale.augment import centre
 from pencil_scale.checkpoint import Progress
 from pencil_scale.decisions import decide
+from pencil_scale.loop import Clock, TooManyUnreadableError
 from pencil_scale.noise import symmetric_noise
+from pencil_scale.owners import Batch
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
 
@@ -27,6 +31,27 @@ def blobs(num_samples: int = 200) -> tuple[torch.Tensor, np.ndarray]:
 
 def short_run(folder: Path, *overrides: str, **pace: int) -> SmallRun:
     return SmallRun(folder, *blobs(), *SHORT, *overrides, **pace)
+
+
+def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr("pencil_scale.loop.time.perf_counter", lambda: now.s)
+    clock, owners = Clock(), SimpleNamespace(device_s=0.0)
+    batch = Batch(torch.arange(4), None, torch.ones(4))
+
+    def stream() -> Iterator[Batch]:
+        for _ in range(3):
+            now.s += 2
+            yield batch
+
+    def labelled(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for each in batches:
+            owners.device_s, now.s = owners.device_s + 5, now.s + 5
+            now.s += 1
+            yield each
+
+    assert len(list(clock.labels(labelled(clock.data(stream())), owners))) == 3
+    assert (clock.data_s, owners.device_s, clock.labels_s, clock.num_images) == (6, 15, 3, 12)
 
 
 @pytest.mark.slow
@@ -130,6 +155,18 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
     assert labels[0].tolist() == [10.0 * (c == 7) for c in range(10)]
     assert labels[1].tolist() == [10.0 * (c == 3) for c in range(10)]
     assert labels[2].tolist() != [10.0 * (c == 8) for c in range(10)]
+    assert run.named == [(2, ["row 13", "row 7"])] * 4
+    assert [epoch["rows_unreadable"] for epoch in run.epochs] == [2] * 4
+
+
+def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
+    run.unreadable = set(range(100))
+    with pytest.raises(
+        TooManyUnreadableError, match=r"epoch 1: [34] of 200 images .*allows: row \d+; row \d+"
+    ):
+        run.run()
+    assert run.table.count_visited(0) < 20  # a hundred steps make the epoch
 
 
 @pytest.mark.slow

@@ -82,3 +82,12 @@ def test_moved_labels_are_drawn() -> None:
     pictures = {what[0]: what[1] for name, what in tracker.told if name == "log_picture"}
     assert set(pictures) == {"class_transitions", "label_accuracy"}
     assert all(png.startswith(b"\x89PNG") for png in pictures.values())
+
+
+def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary() -> None:
+    telling, said = narrator()
+    for _ in range(2):
+        telling.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
+    text = "images that cannot be decoded, and weigh nothing: 3: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
+    assert said == [f"WARNING: {text}"]
+    assert telling.warnings == {"unreadable_images": text}

@@ -57,6 +57,30 @@ def test_a_pinned_class_wins_over_the_class_of_the_stream(table: LabelTable) -> 
     assert batch.label_logits.tolist() == [[0, 10, 0, 0, 0], [0, 0, 0, 0, 10]]
 
 
+class Step:
+    """A step on a device, which somebody may have waited for."""
+
+    def __init__(self) -> None:
+        self.waited_for = False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+
+def test_no_more_steps_are_under_way_than_labels_are_fetched_for(
+    table: LabelTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Step] = []
+    monkeypatch.setattr("pencil_scale.owners.launched_so_far", lambda _: steps.append(Step()) or steps[-1])
+    with Owners(table) as owners:
+        for batch in owners.with_labels(batches_of(shuffled(), 100)):
+            assert all(step.waited_for for step in steps[: max(0, len(steps) - AHEAD)])
+            owners.mark(batch.rows, epoch=0)
+        owners.drain()
+    assert len(steps) == 30
+    assert owners.device_s > 0
+
+
 def test_labels_are_fetched_some_batches_ahead_and_not_further(table: LabelTable) -> None:
     pulled = []
 

@@ -42,6 +42,13 @@ class Write:
     stepped: torch.cuda.Event | None = None  # in place of the logits: reached once the step is done
     num_done: int = 0
 
+    def wait_for_step(self) -> None:
+        """Sleep until the device has done it."""
+        if self.stepped is not None:
+            self.stepped.synchronize()
+        if self.logits is not None:
+            self.logits.read()
+
 
 class Courier:
     """One thread, one exchange, two queues."""
@@ -191,8 +198,7 @@ class Courier:
 
 
 def _leaving_logits(write: Write, outgoing: Outgoing) -> npt.NDArray[np.float32]:
-    if write.stepped is not None:
-        write.stepped.synchronize()
+    write.wait_for_step()
     if write.logits is None:
         return np.zeros((0, 0), np.float32)
     logits: npt.NDArray[np.float32] = write.logits.read().numpy()

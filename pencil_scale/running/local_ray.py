@@ -3,15 +3,14 @@
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from pencil_scale.running.process_group import another_group
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Workers
 
@@ -57,7 +56,7 @@ def start_local(**options: Any) -> None:
     """Start a Ray of our own. It gives itself 30 s, which a machine with much else to do may not keep."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with _group_of_its_own():
+            with another_group():
                 ray.init("local", include_dashboard=False, log_to_driver=False, **options)
             return
         except Exception as error:  # Ray has no class of its own for it
@@ -69,24 +68,6 @@ def start_local(**options: Any) -> None:
                     "Try again when the machine has less to do"
                 ) from error
             print("Ray did not start within its 30 s: the machine is busy; trying again", flush=True)
-
-
-@contextmanager
-def _group_of_its_own() -> Iterator[None]:
-    """Put what is started inside into another process group, which a signal to ours does not reach.
-
-    `timeout` and schedulers send SIGTERM to a whole group: a Ray that ended with it would leave the workers
-    nobody to save through. The leader of a session cannot leave its group; what it starts stays with it.
-    """
-    ours = os.getpgrp()
-    holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
-    with holder, suppress(PermissionError):
-        os.setpgid(0, holder.pid)
-    try:
-        yield
-    finally:
-        with suppress(PermissionError):
-            os.setpgid(0, ours)
 
 
 def require_room(workers: Workers) -> None:

@@ -48,3 +48,11 @@ class Ranks:
         heard: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(word, heard, group=self.group)
         return heard
+
+    def join(self, words: list[Word]) -> list[Word]:
+        """Everybody's words in the order of the ranks; all get the same list."""
+        if self.world == 1:
+            return words
+        heard: list[Any] = [None] * self.world
+        dist.all_gather_object(heard, words, group=self.group)
+        return [word for some in heard for word in some]

@@ -38,6 +38,7 @@ class Narrator:
             "step": self._step,
             "epoch": self._epoch,
             "failed": self._failed,
+            "unreadable": self._unreadable,
         }
         hear[event["kind"]](**event)
 
@@ -65,17 +66,28 @@ class Narrator:
         self._line(self._epoch_line(figures))
         self._track_epoch(figures)
         for name, text in found.warnings.items():
-            if name not in self.warnings:
-                self._line(f"WARNING: {text}")
-            self.warnings[name] = text
-            if self._tracker:
-                self._tracker.set_warning(name, text)
+            self._warn(name, text)
         if self._tracker and found.transitions is not None:
             title = f"after epoch {figures['epoch'] + 1}"
             picture = transition_picture(found.transitions, self._class_names, title)
             self._tracker.log_picture("class_transitions", picture)
             if "corrected_label_accuracy" in figures:
                 self._tracker.log_picture("label_accuracy", _accuracy_curve(self._record))
+
+    def _unreadable(self, num: int, names: list[str], **_: Any) -> None:
+        more = f"; and {num - len(names):,} more" if num > len(names) else ""
+        self._warn(
+            "unreadable_images",
+            f"images that cannot be decoded, and weigh nothing: {num:,}: {'; '.join(names)}{more}",
+        )
+
+    def _warn(self, name: str, text: str) -> None:
+        """Say it once; MLflow and the summary keep the last of its kind."""
+        if name not in self.warnings:
+            self._line(f"WARNING: {text}")
+        self.warnings[name] = text
+        if self._tracker:
+            self._tracker.set_warning(name, text)
 
     def _track_epoch(self, figures: dict[str, Any]) -> None:
         if self._tracker:

@@ -1,0 +1,65 @@
+"""A signal to the group of a command reaches the command, late if need be, and not what it keeps apart."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+CODE = """
+import os, subprocess, sys
+from pencil_scale.running.process_group import another_group
+ours = os.getpgrp()
+with another_group():
+    child = subprocess.Popen(["sleep", "60"])
+    print("inside", child.pid, os.getpgid(child.pid) == ours, flush=True)
+    input()
+print("back", os.getpgrp() == ours, flush=True)
+input()
+"""
+
+
+def start(**options: Any) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", CODE]
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, **options)
+
+
+def say(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def hear(process: "subprocess.Popen[str]") -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_to_the_group_spares_the_child_and_counts_once_we_are_back(number: int, code: int) -> None:
+    with start(process_group=0) as command:
+        _, child, together = hear(command)
+        try:
+            assert together == "False"
+            os.killpg(command.pid, number)
+            os.kill(int(child), 0)
+            say(command)
+            assert command.wait(60) == code
+            os.kill(int(child), 0)  # raises if it were gone
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("options", [{"process_group": 0}, {"start_new_session": True}, {}])
+def test_afterwards_we_are_where_we_were(options: dict[str, Any]) -> None:
+    with start(**options) as command:
+        _, child, together = hear(command)
+        os.kill(int(child), signal.SIGKILL)
+        assert together == str("start_new_session" in options)  # the leader of a session cannot leave
+        say(command)
+        assert hear(command) == ["back", "True"]
+        say(command)
+        assert command.wait(60) == 0
