@@ -13,7 +13,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
-from training_runs import CUT_SHORT, EPOCHS, TinyData
+from training_runs import EPOCHS, SPOILT, TinyData
 
 from pencil_scale import train
 from pencil_scale.checkpoint import Progress
@@ -78,8 +78,10 @@ def test_every_worker_that_died_is_told_with_its_reason(battered: dict[str, Any]
     assert not any("common causes" in reason for reason in told[0] + told[1])
 
 
-def test_an_image_cut_short_is_named_once_and_kept_in_the_summary(battered: dict[str, Any]) -> None:
-    told = rf"images that cannot be decoded, and weigh nothing: 1: .*{CUT_SHORT:05d}"
+def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
+    battered: dict[str, Any],
+) -> None:
+    told = rf"images that cannot be decoded, and weigh nothing: 1: .*{SPOILT:05d}"
     assert len(re.findall(f"^WARNING: {told}", battered["first"], re.M)) == 1, battered["first"]
     assert re.match(told, battered["data"].summary()["warnings"]["unreadable_images"])
 

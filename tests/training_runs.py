@@ -39,7 +39,7 @@ from pipelines import index_shards
 ROOT = Path(__file__).parent.parent
 COLOURS = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [180, 180, 60]])
 EPOCHS = {"backbone": 2, "pencil": 2, "finetune": 2}
-CUT_SHORT = 100  # the number of a sample whose header is well and whose pixels are not
+SPOILT = 100  # the number of a sample whose header is well and whose pixels are not
 PATIENCE_S = 400  # hardly ever needed; a machine may be very busy
 CONFIG = """
 run: {{name: tiny, storage: {storage}, seed: 1}}
@@ -58,7 +58,7 @@ checkpoint: {{every_steps: 3, keep: 2}}
 
 @dataclass(frozen=True)
 class TinyData:
-    """Some hundred small pictures of four colours, a quarter of them under a wrong name, one cut short."""
+    """Some hundred small pictures of four colours, a quarter of them under a wrong name, one spoilt."""
 
     folder: Path
     num_samples: int
@@ -133,8 +133,10 @@ def sample(number: int, chance: np.random.Generator) -> list[tuple[str, bytes]]:
     pixels = np.clip(COLOURS[true] + chance.normal(0, 25, (8, 8, 3)), 0, 255).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    size = buffer.tell() // 2 if number == CUT_SHORT else buffer.tell()
-    return [(f"{number:05d}.png", buffer.getvalue()[:size]), (f"{number:05d}.cls", b"%d" % given)]
+    data = buffer.getvalue()
+    if number == SPOILT:
+        data = data[:41] + bytes(40) + data[81:]
+    return [(f"{number:05d}.png", data), (f"{number:05d}.cls", b"%d" % given)]
 
 
 class Command:
