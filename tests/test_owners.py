@@ -81,6 +81,20 @@ def test_no_more_steps_are_under_way_than_labels_are_fetched_for(
     assert owners.device_s > 0
 
 
+def test_a_gpu_that_fails_is_not_told_as_labels_that_were_not_exchanged(
+    table: LabelTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Step):
+        def synchronize(self) -> None:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("pencil_scale.owners.launched_so_far", lambda _: Fails())
+    with Owners(table) as owners:
+        owners.mark(torch.arange(3), epoch=0)
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            owners.drain()
+
+
 def test_labels_are_fetched_some_batches_ahead_and_not_further(table: LabelTable) -> None:
     pulled = []
 
