@@ -124,7 +124,7 @@ def rows_per_s(way: ReadAndWrite, num_rows: int, num_classes: int, batch: int, s
 
 def ours(folder: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
     """The label table."""
-    table = LabelTable.create(folder, np.arange(num_rows) % num_classes, num_classes)
+    table = LabelTable.create(folder, np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)])
     epochs = iter(range(10**9))
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:

@@ -59,7 +59,9 @@ def parse() -> argparse.Namespace:
 def measure(world: int, num_classes: int, folder: Path, options: argparse.Namespace) -> None:
     """Start the ranks; the first one prints."""
     num_rows = world * options.batch * options.steps
-    table = LabelTable.create(folder / "whole", np.arange(num_rows) % num_classes, num_classes)
+    table = LabelTable.create(
+        folder / "whole", np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)]
+    )
     table.snapshot(folder / "store").save(folder / "start.json")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, world, folder, options)) for rank in range(world)]

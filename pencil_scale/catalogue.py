@@ -69,7 +69,8 @@ class Catalogue:
         self.version = int(manifest["version"])
         self.num_rows = int(manifest["num_rows"])
         self.num_ok = int(manifest["num_ok"])
-        self.num_classes = int(manifest["num_classes"])
+        self.class_names: tuple[str, ...] = tuple(manifest["classes"])
+        self.num_classes = len(self.class_names)
         self.shards = tuple(ShardEntry(**entry) for entry in manifest["shards"])
         segments = [Segment(**entry) for entry in manifest["segments"]]
         self._rows = [segment for segment in segments if segment.kind == "rows"]

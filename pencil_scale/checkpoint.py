@@ -3,23 +3,26 @@
 The label parts themselves are in the label store before the checkpoint that names them is written. What a
 checkpoint holds loads as weights and JSON only; nothing in it is ever executed.
 
-    write_checkpoint(folder, Saved(weights, optimizer, progress, manifest, record))
+    write_checkpoint(folder, Saved(origin, weights, optimizer, progress, manifest, record))
     saved = read_checkpoint(folder)
+    saved.origin.require(origin, folder)       # refuse a checkpoint of anything else
 """
 
 import json
 import pickle
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pencil_scale.class_names import difference
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.schema import PencilError
 
-VERSION = 1
+VERSION = 2
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
 
 
@@ -37,9 +40,34 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Everything a run needs to go on."""
+class Origin:
+    """What a checkpoint belongs to: a run by its id, not by a name, and all that its numbers depend on."""
 
+    run: str  # id
+    attempt: int  # how often the run was started when this was written
+    settings: str  # fingerprint of those that decide what is computed
+    catalogue_version: int
+    class_names: tuple[str, ...]
+    clean: Mapping[str, int] = field(default_factory=dict)  # catalogue versions of validation and test
+
+    def require(self, expected: "Origin", name: object) -> None:
+        """Refuse a checkpoint of another run, or of the same run under other circumstances."""
+        mine, theirs = vars(replace(self, attempt=expected.attempt)), vars(expected)
+        for what in (what for what in mine if mine[what] != theirs[what]):
+            found, wanted = f"{mine[what]}", f"{theirs[what]}"
+            if what == "class_names":
+                found, wanted = difference(self.class_names, expected.class_names), "the run's list"
+            raise CheckpointError(
+                f"{name}: belongs to something else: {what} is {found}, expected {wanted}; it is not used: "
+                "choose another run.name, or put back what was changed"
+            )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Everything a run needs to resume."""
+
+    origin: Origin
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     progress: Progress
@@ -52,7 +80,8 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
     torch.save(saved.weights, folder / WEIGHTS)
     torch.save(saved.optimizer, folder / OPTIMIZER)
     (folder / LABELS).write_bytes(saved.labels.encode())
-    state = {"version": VERSION, "progress": asdict(saved.progress), "record": saved.record}
+    state = {"version": VERSION, "origin": asdict(saved.origin)}
+    state |= {"progress": asdict(saved.progress), "record": saved.record}
     (folder / STATE).write_text(json.dumps(state))
 
 
@@ -64,7 +93,9 @@ def read_checkpoint(folder: Path) -> Saved:
             raise CheckpointError(
                 f"{folder}: a checkpoint of version {state['version']}; this program reads {VERSION}"
             )
+        origin = state["origin"]
         return Saved(
+            origin=Origin(**{**origin, "class_names": tuple(origin["class_names"])}),
             weights=torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True),
             optimizer=torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
             progress=Progress(**state["progress"]),

@@ -1,17 +1,21 @@
-"""Export files: how an export lies in its folder, and the manifest that publishes it.
+"""Export files: how an export is stored in its folder, and the manifest that publishes it.
 
-    table/00000-<digest>.parquet               the whole dataset, in stretches of rows
-    sidecars/<digest>/00042.labels.parquet     one for each shard, beside which it may be copied
-    shards/<digest>/00042.tar                  shards with repaired labels, on request
-    manifest.json                              replaced last: names every file that counts
+    table/0000000000-<digest>-<export>.parquet          the whole dataset, in stretches of rows
+    sidecars/<digest>-<export>/00042.labels.parquet     one for each shard, beside which it may be copied
+    shards/<digest>-<export>/00042.tar                  shards with repaired labels, on request
+    manifest.json                                       replaced last: names every file that counts
+    unfinished.json                                     while an export writes: the ids of exports under way
 
-A digest is of the labels alone, so labels that did not change are not written again. What the newest manifest
-does not name is removed after it stands: ids that were taken down must not survive in an older file.
+`<export>` is the id of the export that wrote the file. A digest is of the labels alone, so labels that did
+not change are not written again. Ids that were taken down must not survive in an older file, so an export
+removes what the manifest before it named, and what a killed export wrote under its id. Nothing else in the
+folder is ever removed.
 """
 
 import json
-from collections.abc import Iterable
+import re
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from pencil_scale.labels.part_files import TableDamagedError
@@ -20,9 +24,10 @@ from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.schema import PencilError
 
 KIND = "pencil_scale export"
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT = 2
+MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 FOLDERS = ("table", "sidecars", "shards")
+_NAME = re.compile(r"((?:table|sidecars|shards)/[^/]+)-([0-9a-f]{16})(\.parquet|/[^/]+)")
 
 
 class ExportError(PencilError):
@@ -34,6 +39,7 @@ class ExportManifest:
     """What an export says of itself."""
 
     labels: str
+    run: str  # id of the run that learned them
     catalogue_version: int
     model_version: str
     class_names: tuple[str, ...]
@@ -66,21 +72,98 @@ def read_manifest(folder: str) -> ExportManifest | None:
     return ExportManifest(**found)
 
 
+def file_name(kind: str, content: str, rest: str, export: str) -> str:
+    """Name a file by its kind, its content and the export that writes it."""
+    return f"{kind}/{content}-{export}{rest}"
+
+
+def same_content(file: str) -> str:
+    """The name of a file without the export that wrote it: equal where the content is."""
+    found = _NAME.fullmatch(file)
+    return f"{found[1]}{found[3]}" if found else file
+
+
+def written_by(file: str) -> str | None:
+    """The id of the export that wrote a file; None if it is none of ours."""
+    found = _NAME.fullmatch(file)
+    return found[2] if found else None
+
+
+def first_row(file: str) -> int:
+    """The first row of a file of the table over all, from its name."""
+    return int(PurePosixPath(file).name[:10])
+
+
+def begin(folder: str, export: str) -> ExportManifest | None:
+    """Claim a folder for an export; return the manifest of the one before, None where there was none."""
+    before, unfinished = read_manifest(folder), _unfinished(folder)
+    if before is None and not unfinished:
+        _refuse_strangers(folder)
+    _mark_unfinished(folder, [*unfinished, export])
+    return before
+
+
 def publish(folder: str, manifest: ExportManifest) -> None:
     """Put the manifest in its place."""
     PartStore(folder).put(MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
 
-def sweep(folder: str, kept: Iterable[str]) -> list[str]:
-    """Remove every file of the export that is not to be kept; gives their names."""
+def tidy(folder: str, before: ExportManifest | None, kept: set[str]) -> list[str]:
+    """Remove what earlier exports wrote here and the new manifest does not name; return the names."""
+    store = PartStore(folder)
+    named = set(before.files()) if before else set()
+    for export in _unfinished(folder):
+        named |= {name for name in _files_in(folder) if written_by(name) == export}
+    swept = sorted(named - kept)
+    for name in swept:
+        store.delete_if_there(name)
+    _mark_unfinished(folder, [])
+    return swept
+
+
+def remove_export(folder: str) -> bool:
+    """Remove an export, and nothing else that may be in its folder; return whether there was one."""
+    before = read_manifest(folder)
+    if before is None and not _unfinished(folder):
+        return False
+    PartStore(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
+    tidy(folder, before, set())
+    return True
+
+
+def _refuse_strangers(folder: str) -> None:
     filesystem, root = filesystem_of(folder.rstrip("/"))
     filesystem.invalidate_cache()
-    wanted = set(kept)
-    swept = []
     for part in FOLDERS:
-        for path in filesystem.find(f"{root}/{part}"):
-            name = path[path.index(f"{root}/{part}/") + len(root) + 1 :]
-            if name not in wanted:
-                filesystem.rm_file(path)
-                swept.append(name)
-    return swept
+        if filesystem.find(f"{root}/{part}"):
+            raise ExportError(
+                f"export.folder: {folder} holds a folder '{part}' and no {MANIFEST} of an export, so it is "
+                "somebody else's; nothing was written: choose an empty folder, or one that does not exist yet"
+            )
+
+
+def _unfinished(folder: str) -> list[str]:
+    try:
+        found: Any = json.loads(PartStore(folder).get(UNFINISHED))
+        return [str(export) for export in found["exports"]] if found["kind"] == KIND else []
+    except TableDamagedError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(
+            f"{folder}/{UNFINISHED}: damaged ({error}); choose another export.folder"
+        ) from error
+
+
+def _mark_unfinished(folder: str, exports: list[str]) -> None:
+    store = PartStore(folder)
+    if exports:
+        store.put(UNFINISHED, json.dumps({"kind": KIND, "exports": exports}).encode())
+    else:
+        store.delete_if_there(UNFINISHED)
+
+
+def _files_in(folder: str) -> list[str]:
+    filesystem, root = filesystem_of(folder.rstrip("/"))
+    filesystem.invalidate_cache()
+    paths = [path for part in FOLDERS for path in filesystem.find(f"{root}/{part}")]
+    return [path[path.index(f"{root}/") + len(root) + 1 :] for path in paths]

@@ -7,7 +7,7 @@ it; the network, for a sample without a usable label, held out, or newer than th
         ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import ClassOrder, difference
 from pencil_scale.decisions import UNLABELLED
 from pencil_scale.export import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
 from pencil_scale.export_files import ExportError
@@ -25,8 +26,9 @@ from pencil_scale.indexing.duplicates import Keys, contains
 from pencil_scale.indexing.index_rules import make_overlay
 from pencil_scale.labels.label_moves import NEVER, LabelMoves
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import read_pins, rows_and_classes
+from pencil_scale.labels.pins import Pinned, key_bytes, read_pins, require_same_samples
 from pencil_scale.labels.published import Published, find_published
+from pencil_scale.labels.same_rows import require_same_rows
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.labels.working_copy import scaled_one_hot
 from pencil_scale.settings import Images
@@ -62,25 +64,54 @@ class Source:
 
     catalogue: Catalogue
     published: Published
-    pins: pa.Table
+    order: ClassOrder  # from the class numbers of the labels to those of the catalogue
+    pins: Pinned
     excluded: Keys  # also those that the catalogue does not know as excluded yet
     words: Words
     model: Model | None
 
 
-def find_source(storage: str, labels: str, exclude: str | None, top_k: int, model: Model | None) -> Source:
-    """Bring together the newest catalogue, published labels of its classes, and what people decided."""
-    catalogue = Catalogue.open(storage)
+def find_source(
+    storage: str,
+    labels: str,
+    exclude: str | None,
+    top_k: int,
+    model: Model | None,
+    moved: Mapping[str, str | None] | None = None,
+) -> Source:
+    """Bring together published labels, the newest catalogue of their classes, and what people decided."""
     published = find_published(storage, labels)
-    names = tuple(catalogue.manifest["classes"])
-    if published.manifest.layout.num_classes != len(names):
-        raise ExportError(
-            f"{published.url}: labels over {published.manifest.layout.num_classes} classes, the catalogue "
-            f"is over {len(names)}; choose labels of this class list, or remap them"
-        )
+    catalogue = newest_of_classes(storage, published)
+    names = catalogue.class_names
+    order = ClassOrder.between(published.manifest.class_names, names, f"labels {published.name}")
+    require_same_rows(published.manifest, catalogue)
     urls = tuple(entry.url for entry in catalogue.shards)
     words = Words(names, urls, catalogue.version, published.name, min(top_k, len(names)))
-    return Source(catalogue, published, read_pins(storage), make_overlay(exclude).excluded, words, model)
+    pins = read_pins(storage).resolve(names, moved)
+    return Source(catalogue, published, order, pins, make_overlay(exclude).excluded, words, model)
+
+
+def newest_of_classes(storage: str, published: Published) -> Catalogue:
+    """Open the newest catalogue whose classes are those of the labels, in whatever order."""
+    newest = catalogue = Catalogue.open(storage)
+    wanted = set(published.manifest.class_names)
+    while set(catalogue.class_names) != wanted and catalogue.version > 1:
+        catalogue = Catalogue.open(storage, catalogue.version - 1)
+    if set(catalogue.class_names) != wanted:
+        differs = difference(published.manifest.class_names, newest.class_names)
+        raise ExportError(
+            f"{published.url}: its class list {differs}, "
+            f"compared with catalogue version {newest.version}, and no version of the catalogue has its "
+            "classes; choose labels of this class list, or run a night with nightly.remap"
+        )
+    if catalogue is not newest:
+        print(
+            f"labels {published.name}: the class list has changed since (the newest catalogue's "
+            f"{difference(newest.class_names, catalogue.class_names)}); using catalogue version "
+            f"{catalogue.version}, the newest with their classes",
+            flush=True,
+        )
+    return catalogue
 
 
 def stretches(source: Source) -> list[range]:
@@ -101,7 +132,6 @@ class ExportRows:
         self._manifest = source.published.manifest
         self._store = PartStore(self._manifest.store)
         self._moves = LabelMoves(source.published.history, self._manifest.layout.num_parts)
-        self._pinned_rows, self._pinned_classes = rows_and_classes(source.pins)
 
     def tables(self, rows: range) -> Iterator[pa.Table]:
         """Read the rows of a stretch; excluded ids are left out."""
@@ -129,21 +159,22 @@ class ExportRows:
         if part is not None:
             logits, pinned, visited = self._learned(part, len(known))
             # A row without a given class has some class in the history, too, which nobody learned.
-            last_change = np.where(visited, self._last_change(part, given), NEVER)
+            told = self._last_change(part, self._source.order.back(given))
+            last_change = np.where(visited, told, NEVER)
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN
         speaker[ok & visited] = LABELS
         self._ask_model(known, speaker, logits, newer=part is None)
         speaker[pinned] = PERSON
-        self._pin(rows, speaker, logits, pinned)
+        self._pin(known, rows, speaker, logits, pinned)
         return Facts(known.select(COLUMNS), logits, speaker, pinned, last_change)
 
     def _learned(self, part: int, num_rows: int) -> tuple[Any, Any, Any]:
         batch = get_part(self._manifest, self._store, part, LABELS_FOLDER).slice(0, num_rows)
         ledger = get_part(self._manifest, self._store, part, LEDGER_FOLDER).slice(0, num_rows)
         flat = batch.column("label_logits").flatten().to_numpy()
-        logits = flat.reshape(num_rows, -1).copy()
+        logits = self._source.order.logits(flat.reshape(num_rows, -1)).copy()
         pinned = batch.column("pinned").to_numpy() != 0
         return logits, pinned, ledger.column("last_epoch").to_numpy() > 0
 
@@ -163,13 +194,15 @@ class ExportRows:
 
         predictor = Predictor.load(model.backbone, logits.shape[1], model.weights, model.images)
         found, readable = predictor.predict(self._source.catalogue, known.take(pa.array(wanted)))
-        logits[wanted[readable]] = found[readable]
+        logits[wanted[readable]] = self._source.order.logits(found[readable])
         speaker[wanted[readable]] = MODEL
 
-    def _pin(self, rows: range, speaker: npt.NDArray[np.object_], logits: Any, pinned: Any) -> None:
+    def _pin(
+        self, known: pa.Table, rows: range, speaker: npt.NDArray[np.object_], logits: Any, pinned: Any
+    ) -> None:
         """Lay over what people decided since these labels were published."""
-        first, last = np.searchsorted(self._pinned_rows, [rows.start, rows.stop])
-        here = self._pinned_rows[first:last] - rows.start
-        classes = self._pinned_classes[first:last]
-        logits[here] = scaled_one_hot(classes, logits.shape[1], self._manifest.scale)
+        pins = self._source.pins.between(rows)
+        here = pins.rows - rows.start
+        require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
+        logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
         speaker[here], pinned[here] = PERSON, True

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pencil_scale.class_names import difference
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_files import (
     Column,
     Int64s,
     LabelTableError,
-    Layout,
     PartFile,
     RowsRefusedError,
     TableDamagedError,
@@ -43,6 +43,7 @@ from pencil_scale.labels.working_copy import (
     create_working_copy,
     scaled_one_hot,
 )
+from pencil_scale.schema import new_id
 
 LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
 
@@ -62,6 +63,7 @@ class LabelTable:
             )
         self.layout, self.parts = header.layout, header.parts
         self.scale, self.first_epoch = header.scale, header.first_epoch
+        self.class_names, self.run = header.class_names, header.run
         self._map_columns()
         self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
         self._tracker = PartTracker(self._labels, self._ledger)
@@ -79,16 +81,19 @@ class LabelTable:
         cls,
         folder: str | Path,
         noisy_class: ClassSource,
-        num_classes: int,
+        class_names: Sequence[str],
         sample_keys: KeySource | None = None,
         scale: float = 10.0,
+        run: str | None = None,
     ) -> "LabelTable":
         """Make a table in which every row's logits are scale * one-hot of its given class.
 
         Arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 says that the
         row has no usable label: its logits are zeros, no class preferred. Without keys the keys are zeros.
+        `run` is the id under which snapshots are stored; a table made outside a run gets an id of its own.
         """
-        header = create_working_copy(Path(folder), noisy_class, num_classes, sample_keys, scale)
+        run = run or new_id()
+        header = create_working_copy(Path(folder), noisy_class, class_names, sample_keys, scale, run)
         return cls(Path(folder), header.parts)
 
     @classmethod
@@ -96,7 +101,7 @@ class LabelTable:
         cls,
         folder: str | Path,
         writable_parts: Sequence[int] | Literal["all"] | None = None,
-        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> "LabelTable":
         """Map a working copy: for reading, or to write the parts named."""
         folder = Path(folder)
@@ -104,7 +109,7 @@ class LabelTable:
             raise LabelTableError(f"{folder}: no label table here; create it, or restore it from a manifest")
         with named_storage_errors(folder):
             table = cls(folder, ())
-            _require_classes(str(folder), table.layout, num_classes)
+            _require_classes(str(folder), table.class_names, class_names)
             wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
             if isinstance(writable_parts, str) and writable_parts != "all":
                 raise LabelTableError(
@@ -121,13 +126,13 @@ class LabelTable:
         manifest: Manifest,
         folder: str | Path,
         parts: Iterable[int] | None = None,
-        num_classes: int | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> "LabelTable":
         """Make a writable working copy of a snapshot, or of some of its parts, checking every hash.
 
         A working copy already in the folder is replaced: a dead attempt's is never trusted.
         """
-        _require_classes(f"manifest over {manifest.store}", manifest.layout, num_classes)
+        _require_classes(f"manifest over {manifest.store}", manifest.class_names, class_names)
         if parts is None:
             manifest.require_whole()
         held = tuple(sorted(manifest.parts if parts is None else set(parts)))
@@ -274,9 +279,9 @@ class LabelTable:
             )
 
 
-def _require_classes(name: str, layout: Layout, num_classes: int | None) -> None:
-    if num_classes is not None and num_classes != layout.num_classes:
+def _require_classes(name: str, found: Sequence[str], expected: Sequence[str] | None) -> None:
+    if expected is not None and list(found) != list(expected):
         raise TableMismatchError(
-            f"{name}: labels over {layout.num_classes} classes, the config names {num_classes}; "
-            "use the class list the table was made with, or remap the table"
+            f"{name}: the class list of these labels {difference(found, expected)}, compared with the one "
+            "they are used with; use the class list the table was made with, or remap the table"
         )

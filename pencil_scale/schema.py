@@ -1,9 +1,10 @@
-"""The words every station shares: the error a person can act on, and the key of a sample.
+"""The words every station shares: the error a person can act on, the key of a sample, the id of a run.
 
 Nothing here knows a file, a tensor or a cluster.
 """
 
 import hashlib
+import uuid
 
 
 class PencilError(Exception):
@@ -21,3 +22,8 @@ def sample_key(sample_id: str) -> bytes:
     the bytes they were.
     """
     return hashlib.blake2b(sample_id.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+def new_id() -> str:
+    """Draw an id that nothing else has: names are reused, ids never."""
+    return uuid.uuid4().hex[:16]

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import ClassOrder
 from pencil_scale.decisions import UNLABELLED, decide
 from pencil_scale.indexing.catalogue_update import hashes_of
 from pencil_scale.indexing.duplicates import Keys, contains
@@ -43,7 +44,7 @@ class Rule:
 
     catalogue: Catalogue
     seed: int
-    labels: Manifest | None = None
+    labels: Manifest | None = None  # over the catalogue's classes, in whatever order
     corrected: bool = False
     min_confidence: float = 0.0
     excluded: Keys = field(default_factory=lambda: NO_KEYS)
@@ -132,6 +133,7 @@ def _decided(rule: Rule, rows: range, given: Classes) -> tuple[Classes, npt.NDAr
     """The class to go by and the share of the label on it."""
     assert rule.labels is not None
     layout, store = rule.labels.layout, PartStore(rule.labels.store)
+    order = ClassOrder.between(rule.labels.class_names, rule.catalogue.class_names, "subset.labels")
     parts = range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1)
     classes, shares = [], []
     for part in parts:
@@ -140,7 +142,7 @@ def _decided(rule: Rule, rows: range, given: Classes) -> tuple[Classes, npt.NDAr
         batch = get_part(rule.labels, store, part, LABELS_FOLDER).slice(0, len(here))
         logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), layout.num_classes)
         offset = slice(here.start - rows.start, here.stop - rows.start)
-        found = decide(logits, given[offset])
+        found = decide(order.logits(logits), given[offset])
         classes.append(found.corrected_class if rule.corrected else given[offset])
         shares.append(found.confidence if rule.corrected else found.score)
     return np.concatenate(classes), np.concatenate(shares)

@@ -27,7 +27,8 @@ from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.subset import SubsetError
 
 KIND = "pencil_scale subset"
-FORMAT = 1
+FORMAT = 2
+CHECKED = 64  # members whose keys are compared with the catalogue's
 MANIFEST = "manifest.json"
 MEMBERS = pa.schema(
     [
@@ -45,6 +46,7 @@ class SubsetWords:
     storage: str
     catalogue_version: int
     num_members: int
+    class_names: tuple[str, ...]
     class_counts: tuple[int, ...]  # members of each class
     drawn_with: Mapping[str, Any]  # every setting that decides who is a member
     shards: str | None = None  # folder of new shards that hold just these samples
@@ -82,7 +84,8 @@ def read_words(folder: str) -> SubsetWords | None:
         raise SubsetError(f"subset {folder}: its manifest is damaged ({error}); draw it again") from error
     if not isinstance(found, dict) or found.get("kind") != KIND or found.get("format") != FORMAT:
         raise SubsetError(f"subset {folder}: {MANIFEST} is no subset of format {FORMAT}; check the address")
-    return SubsetWords(**{**found, "class_counts": tuple(found["class_counts"])})
+    lists = {name: tuple(found[name]) for name in ("class_names", "class_counts")}
+    return SubsetWords(**{**found, **lists})
 
 
 def read_table(folder: str, words: SubsetWords) -> pa.Table:
@@ -108,10 +111,25 @@ def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray
             f"data.subset: {folder} was drawn from catalogue version {words.catalogue_version}, this run has "
             f"version {catalogue.version}; use the newer catalogue in a new run, or an older subset"
         )
-    rows: npt.NDArray[np.int64] = np.sort(read_table(folder, words)["row"].to_numpy())
-    if len(rows) == 0:
+    members = read_table(folder, words).sort_by("row")
+    if len(members) == 0:
         raise SubsetError(f"data.subset: {folder} has no members; draw it again")
+    _require_same_samples(folder, members, catalogue)
+    rows: npt.NDArray[np.int64] = members["row"].to_numpy()
     return rows
+
+
+def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) -> None:
+    """Compare some members with the samples that have their rows now: a catalogue may have been rebuilt."""
+    places = np.unique(np.linspace(0, len(members) - 1, CHECKED).astype(np.int64))
+    for member in members.take(pa.array(places)).to_pylist():
+        row = member["row"]
+        found = catalogue.read(row, row + 1, ["sample_key"])["sample_key"].to_pylist()
+        if found != [member["sample_key"]]:
+            raise SubsetError(
+                f"data.subset: {folder}: row {row:,} is another sample now; the catalogue was rebuilt since "
+                "the subset was drawn: draw it again"
+            )
 
 
 def fingerprint(folder: str) -> str:

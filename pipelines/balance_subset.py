@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import ClassOrder
 from pencil_scale.command import run_job
 from pencil_scale.indexing.index_rules import make_overlay
 from pencil_scale.job_settings import SubsetJob
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import Published, find_published
+from pencil_scale.labels.same_rows import require_same_rows
 from pencil_scale.reading.sample_ranges import places_of, read_samples, renamed, shard_bytes, thinness
 from pencil_scale.settings import Config
 from pencil_scale.subset import Counts, SubsetError, allocate
@@ -82,7 +84,9 @@ def run(config: Config) -> Summary:
     if drawn or words is None:
         members = _pick(rule, storage, quotas, available)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
-        words = SubsetWords(storage, catalogue.version, len(members), counts, drawn_with)
+        words = SubsetWords(
+            storage, catalogue.version, len(members), catalogue.class_names, counts, drawn_with
+        )
     else:
         members = read_table(folder, words)
     shards, num_written = _copy_shards(config, catalogue, folder, members, words.shards)
@@ -108,11 +112,10 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
     options = config.subset
     excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude) if url]
     manifest = None if published is None else published.manifest
-    if manifest is not None and manifest.layout.num_classes != catalogue.num_classes:
-        raise SubsetError(
-            f"subset.labels: {config.subset.labels or config.run.name} has {manifest.layout.num_classes} "
-            f"classes, the catalogue {catalogue.num_classes}; name labels of this class list"
-        )
+    if manifest is not None:
+        named = config.subset.labels or config.run.name
+        ClassOrder.between(manifest.class_names, catalogue.class_names, f"subset.labels: {named}")
+        require_same_rows(manifest, catalogue)
     return Rule(
         catalogue,
         config.run.seed,

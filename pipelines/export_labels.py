@@ -18,19 +18,21 @@ from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.command import run_job
-from pencil_scale.export_files import ExportError, ExportManifest, publish, read_manifest, sweep
+from pencil_scale.export_files import ExportError, ExportManifest, begin, publish, tidy
 from pencil_scale.export_rows import Model, Source, find_source, stretches
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import find_published
 from pencil_scale.reading.byte_source import filesystem_of
+from pencil_scale.schema import new_id
 from pencil_scale.settings import Config
 from pipelines.export_tasks import (
     Corrected,
     Job,
     Sidecar,
     Written,
-    corrected_name,
+    corrected_file,
+    known_files,
     write_corrected,
     write_sidecars,
     write_stretch,
@@ -64,19 +66,24 @@ def run(config: Config) -> Summary:
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
     named = config.export.labels or config.run.name
     model = _model(config, storage, find_published(storage, named).name)
-    source = find_source(storage, named, config.data.exclude, config.export.top_k, model)
+    source = find_source(
+        storage, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
+    )
     folder = config.export.folder or f"{storage}/exports/{source.published.name}"
     refuse_lost("export.folder", folder)
     folder = PartStore(folder).url
-    before = read_manifest(folder)
-    job = Job(source, folder, frozenset(before.files() if before else ()), config.data.label)
+    if warning := source.pins.void_warning():
+        print(f"WARNING: {warning}", flush=True)
+    export = new_id()
+    before = begin(folder, export)
+    job = Job(source, folder, export, known_files(before), config.data.label)
     here = is_in_memory(storage) or is_in_memory(folder)
     table = _all("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
     sidecars = [found for some in _sidecars(job, table, here) for found in some]
     shards = _corrected(job, sidecars, here) if config.export.corrected_shards else []
     manifest = _manifest(source, table, sidecars, shards)
     publish(folder, manifest)
-    swept = sweep(folder, manifest.files())
+    swept = tidy(folder, before, manifest.files())
     summary = Summary(
         folder,
         manifest,
@@ -131,9 +138,9 @@ def _sidecars(job: Job, table: Sequence[Written], here: bool) -> list[list[Sidec
 
 def _corrected(job: Job, sidecars: Sequence[Sidecar], here: bool) -> list[Corrected]:
     """Write the corrected shards that the last export does not have."""
-    named = [(found, corrected_name(job, found.shard, found.file)) for found in sidecars]
-    there = [Corrected(found.shard, file, None) for found, file in named if file in job.known]
-    pieces = [(found.shard, found.file) for found, file in named if file not in job.known]
+    named = [(found, *corrected_file(job, found.shard, found.file)) for found in sidecars]
+    there = [Corrected(found.shard, file, None) for found, file, is_new in named if not is_new]
+    pieces = [(found.shard, found.file) for found, _, is_new in named if is_new]
     return there + _all("correcting shards", write_corrected, pieces, job, here)
 
 
@@ -143,6 +150,7 @@ def _manifest(
     urls = source.words.shard_urls
     manifest = ExportManifest(
         labels=source.published.url,
+        run=source.published.manifest.run,
         catalogue_version=source.catalogue.version,
         model_version=source.words.model_version,
         class_names=source.words.class_names,
@@ -179,7 +187,7 @@ def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
     lost = [name for name in summary.swept if name.startswith("shards/")]
     if lost and not shards:
         table.add_row(
-            "  of corrected shards", f"{len(lost):,}; export.corrected_shards=true writes them anew"
+            "  of corrected shards", f"{len(lost):,}; export.corrected_shards=true writes them again"
         )
     Console(markup=False, highlight=False).print(table)
     print(f"export: {summary.folder}")  # a path is never cut to the width of a table

@@ -6,6 +6,7 @@ corrected = write_corrected(job, 42, sidecars[0].file)
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.export import SCHEMA, alias_table, digest, parquet_bytes, without
+from pencil_scale.export_files import ExportManifest, file_name, first_row, same_content
 from pencil_scale.export_rows import ExportRows, Source
 from pencil_scale.indexing.catalogue_update import hashes_of
 from pencil_scale.indexing.duplicates import contains
@@ -30,8 +32,20 @@ class Job(NamedTuple):
 
     source: Source
     folder: str
-    known: frozenset[str]  # files of the last manifest: whole, and good again where the digest is the same
-    label: str  # where the config says that labels stand
+    export: str  # id under which new files are written
+    known: Mapping[str, str]  # files of the last manifest, good again where kind and digest are the same
+    label: str  # where the config says to read the label
+
+    def file(self, kind: str, content: str, rest: str) -> tuple[str, bool]:
+        """Where a file of this content is, or goes; and whether it is to be written."""
+        file = file_name(kind, content, rest, self.export)
+        there = self.known.get(same_content(file))
+        return there or file, there is None
+
+
+def known_files(manifest: ExportManifest | None) -> dict[str, str]:
+    """The files of an export by their content."""
+    return {same_content(file): file for file in (manifest.files() if manifest else ())}
 
 
 class Written(NamedTuple):
@@ -67,15 +81,15 @@ class Corrected(NamedTuple):
 def write_stretch(job: Job, rows: range) -> Written:
     """Write one file of the table, unless the last export has the same labels in it."""
     table = pa.concat_tables(ExportRows(job.source).tables(rows)).combine_chunks()
-    file = f"table/{rows.start:010d}-{digest(table)}.parquet"
-    if file not in job.known:
+    file, is_new = job.file("table", f"{rows.start:010d}-{digest(table)}", ".parquet")
+    if is_new:
         PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
     standing = without(table, ("vanished",))
     numbers = {url: number for number, url in enumerate(job.source.words.shard_urls)}
     counts = pc.value_counts(table["predicted_by"].fill_null("nobody")).to_pylist()
     return Written(
         file,
-        file not in job.known,
+        is_new,
         len(table),
         pc.sum(table["is_label_issue"]).as_py() or 0,
         {entry["values"]: entry["counts"] for entry in counts},
@@ -97,10 +111,10 @@ def write_sidecars(job: Job, files: dict[int, list[str]], all_files: list[str]) 
         table = without(table, ("vanished",)).sort_by([("key", "ascending"), ("row", "ascending")])
         if len(table) == 0:
             continue
-        file = f"sidecars/{digest(table)}/{shard_stem(url)}.labels.parquet"
-        if file not in job.known:
+        file, is_new = job.file("sidecars", digest(table), f"/{shard_stem(url)}.labels.parquet")
+        if is_new:
             PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
-        written.append(Sidecar(shard, file, file not in job.known))
+        written.append(Sidecar(shard, file, is_new))
     return written
 
 
@@ -114,7 +128,7 @@ def _aliases_of(job: Job, shards: list[int], all_files: list[str]) -> pa.Table:
         aliases = aliases.filter(pa.array(kept))
         if len(aliases):
             rows = pc.unique(aliases["row"])
-            starts = np.array([int(file[6:16]) for file in all_files])  # table/0000000000-...
+            starts = np.array([first_row(file) for file in all_files])
             needed = np.unique(np.searchsorted(starts, rows.to_numpy(), side="right") - 1)
             labels = [_read(job, all_files[place], pc.field("row").isin(rows)) for place in needed]
             found.append(alias_table(aliases, pa.concat_tables(labels), job.source.words))
@@ -132,7 +146,7 @@ def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
 
 def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
     """Write one shard anew with the labels of its sidecar."""
-    entry, file = job.source.catalogue.shards[shard], corrected_name(job, shard, sidecar)
+    entry, (file, _) = job.source.catalogue.shards[shard], corrected_file(job, shard, sidecar)
     job.source.catalogue.verify_shard(shard)
     where = LabelMember.of(job.label)
     labels = _new_labels(_read(job, sidecar), where)
@@ -142,11 +156,13 @@ def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
     return Corrected(shard, file, rewritten)
 
 
-def corrected_name(job: Job, shard: int, sidecar: str) -> str:
-    """Name a corrected shard by its labels and by the bytes it is made of."""
+def corrected_file(job: Job, shard: int, sidecar: str) -> tuple[str, bool]:
+    """Name a corrected shard by its labels and by the bytes it is made of; and say whether to write it."""
     entry = job.source.catalogue.shards[shard]
-    words = f"{sidecar} {entry.num_bytes} {entry.tag} {job.label}"
-    return f"shards/{hashlib.sha256(words.encode()).hexdigest()[:16]}/{shard_stem(entry.url)}.tar"
+    words = f"{same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
+    return job.file(
+        "shards", hashlib.sha256(words.encode()).hexdigest()[:16], f"/{shard_stem(entry.url)}.tar"
+    )
 
 
 def _new_labels(table: pa.Table, where: LabelMember) -> dict[str, NewLabel | None]:

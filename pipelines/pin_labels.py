@@ -3,17 +3,16 @@
     python -m pipelines.pin_labels configs/demo.yaml pin.file=decisions.json pin.by=ada
 
 Takes the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. All of it
-is pinned or, if an id or a class is not known, nothing. The newest word on a sample wins. A run that is under
-way goes on without; the next one, and every export, begins with the pins.
+is pinned or, if an id or a class is not known, nothing. The newest decision on a sample wins. Several people
+may pin at the same time. A run under way continues without new pins; the next one, and every export, starts
+with them.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,7 @@ from pencil_scale.indexing.duplicates import contains
 from pencil_scale.indexing.label_classes import read_label_classes
 from pencil_scale.indexing.raw_text import from_stored
 from pencil_scale.labels.decision_files import Decision, read_decisions
-from pencil_scale.labels.pins import PINS, PinsError, add_pins, pins_folder, read_pins, rows_and_classes
+from pencil_scale.labels.pins import PINS, PinsError, add_pins, now, pins_folder, read_pins
 from pencil_scale.schema import sample_key
 from pencil_scale.settings import Config
 
@@ -54,50 +53,54 @@ def run(config: Config) -> Summary:
         raise PinsError("pin.file: which file? set it, as in pin.file=decisions.json")
     storage = config.run.storage
     catalogue = Catalogue.open(storage)
-    decisions = read_decisions(config.pin.file, read_label_classes(config.data.classes, config.data.aliases))
+    classes = read_label_classes(config.data.classes, config.data.aliases)
+    decisions = read_decisions(config.pin.file, classes)
     rows = _find_rows(catalogue, decisions.known, config.pin.file)
-    before = dict(zip(*(column.tolist() for column in rows_and_classes(read_pins(storage))), strict=True))
-    classes = [decision.number for decision in decisions.known]
-    news = [(row, number) for row, number in zip(rows.tolist(), classes, strict=True)]
-    fresh = [place for place, (row, number) in enumerate(news) if before.get(row) != number]
-    pins = _pins(decisions.known, rows, config.pin.by).take(pa.array(fresh, pa.int64()))
-    whole = add_pins(storage, pins) if fresh else read_pins(storage)
+    pinned = read_pins(storage).table
+    before = dict(zip(pinned["row"].to_pylist(), pinned["class"].to_pylist(), strict=True))
+    pins = _pins(decisions.known, rows, classes.names, config.pin.by)
+    news = list(zip(pins["row"].to_pylist(), pins["class"].to_pylist(), strict=True))
+    fresh = [place for place, (row, name) in enumerate(news) if before.get(row) != name]
+    if fresh:
+        add_pins(storage, pins.take(pa.array(fresh, pa.int64())))
     num_new = sum(row not in before for row, _ in news)
-    summary = Summary(
-        pins_folder(storage), len(whole), num_new, len(fresh) - num_new, decisions.num_undecided
-    )
+    num_pins = len(read_pins(storage).table)
+    summary = Summary(pins_folder(storage), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided)
     print_summary(summary)
     return summary
 
 
-def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> npt.NDArray[np.int64]:
-    """Find every sample's row by the hash of its id, in one pass over the catalogue."""
+def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> pa.Table:
+    """Find every sample's row and key by the hash of its id, in one pass over the catalogue."""
     # An id may be written as it is, or as our own tables spell it.
     spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
     owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
     keys = np.unique(np.array(list(owners), dtype="S16"))
-    rows = np.full(len(decisions), -1, np.int64)
+    rows, found_keys = np.full(len(decisions), -1, np.int64), [b""] * len(decisions)
     for table in catalogue.batches(["row", "sample_key"]):
         hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
         found = table.take(pa.array(hits)).to_pydict()
         for row, key in zip(found["row"], found["sample_key"], strict=True):
-            rows[owners[key]] = row
+            rows[owners[key]], found_keys[owners[key]] = row, key
     unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]
     if unknown:
         raise PinsError(
             f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "
             f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: take them out, or index again"
         )
-    return rows
+    return pa.table({"row": rows, "sample_key": pa.array(found_keys, pa.binary(16))})
 
 
-def _pins(decisions: Sequence[Decision], rows: npt.NDArray[np.int64], by: str | None) -> pa.Table:
+def _pins(
+    decisions: Sequence[Decision], found: pa.Table, class_names: Sequence[str], by: str | None
+) -> pa.Table:
     columns = {
-        "row": rows.tolist(),
+        "row": found["row"],
         "sample_id": [decision.sample_id for decision in decisions],
-        "class": [decision.number for decision in decisions],
+        "sample_key": found["sample_key"],
+        "class": [class_names[decision.number] for decision in decisions],
         "by": [decision.by or by for decision in decisions],
-        "at": [datetime.now(UTC).isoformat(timespec="seconds")] * len(decisions),
+        "at": [now()] * len(decisions),
         "note": [decision.note for decision in decisions],
     }
     return pa.table(columns, schema=PINS)
@@ -107,7 +110,7 @@ def print_summary(summary: Summary) -> None:
     """Print the end table."""
     table = Table(title=f"pins {summary.folder}", show_header=False)
     table.add_row("pinned now", f"{summary.num_new:,}")
-    table.add_row("pinned anew, to another class", f"{summary.num_changed:,}")
+    table.add_row("pinned to another class than before", f"{summary.num_changed:,}")
     table.add_row("entries without a class", f"{summary.num_undecided:,}")
     table.add_row("pins in all", f"{summary.num_pins:,}")
     Console(markup=False, highlight=False).print(table)

@@ -22,7 +22,6 @@ from pencil_scale.command import run_job
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.sweeping import sweep_storage
 from pencil_scale.nights.beginning import (
     adopt,
     clean_accuracy,
@@ -32,11 +31,10 @@ from pencil_scale.nights.beginning import (
     run_facts,
 )
 from pencil_scale.nights.class_changes import class_mapping
-from pencil_scale.nights.night_files import CARRIED, Night, NightError, NightFiles, Plan, night_name, now
-from pencil_scale.nights.retention import CHECKPOINTS, remove, remove_old, remove_taken_down
-from pencil_scale.running.run_lock import alone
+from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name, now
+from pencil_scale.nights.retention import remove_old, remove_taken_down
 from pencil_scale.running.run_record import read_record
-from pencil_scale.schema import PencilError
+from pencil_scale.schema import PencilError, new_id
 from pencil_scale.settings import Config
 from pipelines import index_shards
 
@@ -119,7 +117,7 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
         )
     number = nights.next_number()
     name = None if parent is None else parent.name
-    return Plan(night_name(number), number, name, catalogue.version, decisive_settings(config))
+    return Plan(night_name(number), new_id(), number, name, catalogue.version, decisive_settings(config))
 
 
 # --- one night ---------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mappin
 def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> None:
     """Train on what is new; where nothing is, the night has its parent's model and labels."""
     from pencil_scale.nights.preparing import night_config
-    from pencil_scale.running.training import train
+    from pencil_scale.running.training import Start, train
 
     storage = nights.storage
     record = read_record(storage, plan.name)
@@ -172,10 +170,11 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
         )
         _say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
         labels = None if prepared is None else prepared.labels
-        train(night_config(config, plan, prepared), labels, alias=None)
+        start = Start(plan.id, plan.catalogue_version, labels)
+        train(night_config(config, plan, prepared), start, alias=None)
         return
     _say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
-    home, _, name = prepared.parent.model.rpartition("/")
+    home, _, name = prepared.weights.rpartition("/")  # under the night's own class list
     PartStore(f"{storage}/models").put(f"{plan.name}.pt", PartStore(home).get(name))
     prepared.labels.save(published_url(storage, plan.name))
 
@@ -211,7 +210,7 @@ def _report(config: Config, name: str, since: str | None) -> str | None:
 
 def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:
     """The labels to compare with: the parent's, or what they are under another class list."""
-    return prepared.parent.labels if prepared.same_classes else f"{nights.folder(plan.name)}/{CARRIED}"
+    return prepared.parent.labels if prepared.same_classes else nights.carried(plan.name)
 
 
 # --- its end -----------------------------------------------------------------------------------------
@@ -221,7 +220,6 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
     """Hold the night, or move CURRENT to it; then remove what nobody needs any more."""
     from pencil_scale.nights.night_tracking import tell, tell_current
 
-    remove(nights.storage, CHECKPOINTS, night.name)  # its training is over, and published
     current = nights.current()
     status: Status = "held" if night.held else "current"
     if current is not None and current.name not in (night.parent, night.name):
@@ -256,20 +254,13 @@ def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str)
 
 def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
     """Remove what nobody needs any more; CURRENT has moved, so a night never fails by it."""
-    from pencil_scale.nights.night_lock import LOCK
-
     try:
         for name in remove_old(nights, config.nightly.keep_nights):
             _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
         for name in remove_taken_down(nights, night.overlay):
             _say(f"{name} keeps no export: ids were taken down, or put back, since")
-        with alone(nights.storage, LOCK) as is_alone:
-            swept = sweep_storage(nights.storage, is_alone)
     except (PencilError, OSError) as error:
         _say(f"what is outdated was left: {error}")
-        return
-    if swept:
-        _say(f"{len(swept):,} files of labels removed that nothing names any more")
 
 
 def print_summary(summary: Summary) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pencil_scale.class_names import difference
 from pencil_scale.command import run_job
 from pencil_scale.export_rows import Source, find_source, stretches
 from pencil_scale.job_folder import refuse_lost
@@ -77,7 +78,7 @@ def run(config: Config) -> Summary:
     refuse_lost("report.page", config.report.page)
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
     named = config.report.labels or config.run.name
-    source = find_source(storage, named, config.data.exclude, TOP_K, model=None)
+    source = find_source(storage, named, config.data.exclude, TOP_K, None, config.nightly.remap)
     rules, warnings = _rules(config, source, storage)
     here = is_in_memory(storage)
     tally = _scan(source, rules, here)
@@ -99,9 +100,11 @@ def _rules(config: Config, source: Source, storage: str) -> tuple[Rules, list[st
     if config.report.since is None:
         return rules, []
     since = find_published(storage, config.report.since)
-    before, now = (one.manifest.layout.num_classes for one in (since, source.published))
-    if before != now:
-        return rules, [f"{since.name} had {before:,} classes, now there are {now:,}: nothing to compare."]
+    differs = difference(since.manifest.class_names, source.words.class_names)
+    if set(since.manifest.class_names) != set(source.words.class_names):
+        return rules, [
+            f"{since.name}: its class list {differs}, compared with these labels: nothing to compare."
+        ]
     return rules._replace(since=since), []
 
 
@@ -156,7 +159,8 @@ def _traces(source: Source, tally: Tally) -> Traces:
     order = np.argsort(rows, kind="stable")
     back = np.argsort(order, kind="stable")
     traces = read_traces(source.published, rows[order], MOST_EPOCHS)
-    return Traces(traces.epochs, traces.classes[back], traces.confidence[back])
+    classes = source.order.classes(traces.classes[back]).astype(np.uint16)
+    return Traces(traces.epochs, classes, traces.confidence[back])
 
 
 def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:

@@ -28,7 +28,9 @@ class ExportBench(Bench):
         """Publish labels in which these rows have moved to other classes, with 0.8 of their mass."""
         catalogue = Catalogue.open(self.storage)
         given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
-        table = LabelTable.create(self.folder / f"table-{len(list(self.folder.iterdir()))}", given, 3)
+        table = LabelTable.create(
+            self.folder / f"table-{len(list(self.folder.iterdir()))}", given, catalogue.class_names, run="t"
+        )
         rows = np.arange(len(given)) if visited is None else np.array(visited)
         wanted = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
         shares = np.full((len(rows), 3), 0.1)

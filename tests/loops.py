@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from label_making import names
 from torch import nn
 
 from pencil_scale.augment import Recipe, augment
@@ -34,7 +35,7 @@ class SmallRun:
         self.images, self.batch = images, self.config.optimizer.tuned_batch
         torch.manual_seed(self.config.run.seed)
         self.model: nn.Module = build_backbone("small_convnet", 10)
-        self.table = LabelTable.create(folder, noisy_class, 10)
+        self.table = LabelTable.create(folder, noisy_class, names(10))
         self.recipe = Recipe.from_config(self.config.images)
         self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -82,7 +82,7 @@ stages:
 
 def plan_of(folder: Path, server: Server | None = None, *overrides: str, **more: Any) -> TrackedRun:
     where = [f"tracking.uri={server.uri}", f"tracking.experiment={folder.name}"] if server else []
-    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version="7", **more)
+    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version="7", run_id="a1b2", **more)
 
 
 def tracker_of(folder: Path, plan: TrackedRun) -> Tracker:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from catalogue_making import Bench
 from PIL import Image
 from tar_making import python_tar
@@ -13,8 +14,10 @@ from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import PINS, now
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.nights.night_files import NightFiles
+from pencil_scale.schema import sample_key
 from pencil_scale.settings import Config
 
 COLOURS = {"red": (200, 60, 60), "green": (60, 200, 60), "blue": (60, 60, 200), "yellow": (180, 180, 60)}
@@ -101,3 +104,11 @@ class Nights(Bench):
     @property
     def nights(self) -> NightFiles:
         return NightFiles(self.storage)
+
+
+def pins_of(classes: dict[int, str]) -> pa.Table:
+    """Pins of rows whose samples are named by six digits, as those of `samples` are."""
+    ids = [f"{row:06d}" for row in classes]
+    columns = {"row": list(classes), "sample_id": ids, "sample_key": [sample_key(name) for name in ids]}
+    columns |= {"class": list(classes.values()), "by": ["ada"] * len(ids)}
+    return pa.table({**columns, "at": [now()] * len(ids), "note": [None] * len(ids)}, schema=PINS)

@@ -44,7 +44,7 @@ class ReviewBench(Bench):
         given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
         num_classes = catalogue.num_classes
         table = LabelTable.create(
-            self.folder / f"table-{len(list(self.folder.iterdir()))}", given, num_classes
+            self.folder / f"table-{len(list(self.folder.iterdir()))}", given, catalogue.class_names, run=name
         )
         rows = np.arange(len(given)) if visited is None else np.array(visited)
         told = np.array([corrected.get(row, max(given[row], 0)) for row in rows])

@@ -40,7 +40,7 @@ class SubsetBench(Bench):
         """Publish labels with these classes; a sure one has all its mass there, a half sure one half."""
         catalogue = Catalogue.open(self.storage)
         given = np.array([row["noisy_class"] for row in catalogue.read(0, catalogue.num_rows).to_pylist()])
-        table = LabelTable.create(self.folder / f"table-{name}", given, len(CLASSES))
+        table = LabelTable.create(self.folder / f"table-{name}", given, catalogue.class_names)
         shares = np.full((len(given), len(CLASSES)), 1e-6)
         shares[np.arange(len(given)), corrected] = sure
         shares += (1 - shares.sum(1, keepdims=True)) / len(CLASSES)

@@ -1,19 +1,17 @@
 """Where Ray keeps its checkpoints: a file there is whole or not there, and what never counted goes."""
 
 import json
-import os
 import pickle
-import time
 from pathlib import Path
 
 import pyarrow.fs
 import pytest
 
-from pencil_scale.running.checkpoint_store import SNAPSHOT, checkpoint_store, sweep_checkpoints
+from pencil_scale.running.checkpoint_store import SNAPSHOT, CheckpointStore
 
 
 def test_a_file_being_rewritten_still_has_its_old_content(tmp_path: Path) -> None:
-    files, folder = checkpoint_store(str(tmp_path))
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
     files.create_dir(folder)
     name = f"{folder}/{SNAPSHOT}"
     with files.open_output_stream(name) as stream:
@@ -26,7 +24,7 @@ def test_a_file_being_rewritten_still_has_its_old_content(tmp_path: Path) -> Non
 
 
 def test_a_file_that_did_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
-    files, folder = checkpoint_store(str(tmp_path))
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
     files.create_dir(folder)
     Path(folder, "state.json.unfinished").symlink_to("/dev/full")
     Path(folder, "state.json").write_text("old")
@@ -39,7 +37,7 @@ def test_a_file_that_did_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
 
 
 def test_the_store_travels_to_other_processes_and_copies_folders(tmp_path: Path) -> None:
-    files, folder = checkpoint_store(str(tmp_path))
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
     files = pickle.loads(pickle.dumps(files))
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "weights.pt").write_bytes(b"weights")
@@ -51,21 +49,33 @@ def test_the_store_travels_to_other_processes_and_copies_folders(tmp_path: Path)
     assert Path(folder, "there", "weights.pt").read_bytes() == b"weights"
 
 
-def test_only_checkpoints_that_never_counted_are_swept(tmp_path: Path) -> None:
-    run = tmp_path / "checkpoints" / "tiny"
-    for name in ("checkpoint-000000003", "checkpoint-000000006", "logs"):
-        (run / name).mkdir(parents=True)
-    assert sweep_checkpoints(str(tmp_path), "tiny") == []  # no list: nothing can be said
-    (run / SNAPSHOT).write_text(json.dumps({"checkpoint_results": ["checkpoint-000000003"]}))
-    assert sweep_checkpoints(str(tmp_path), "tiny") == ["checkpoint-000000006"]
-    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["checkpoint-000000003", "logs"]
+def listed(storage: Path, attempt: str, *checkpoints: str) -> None:
+    """What Ray leaves of an attempt: checkpoints, of which its list names the last as the latest."""
+    folder = storage / "checkpoints" / "tiny" / attempt
+    for name in checkpoints:
+        (folder / name).mkdir(parents=True)
+    latest = {"checkpoint_dir_name": checkpoints[-1]} if checkpoints else None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SNAPSHOT).write_text(json.dumps({"latest_checkpoint_result": latest}))
 
 
-def test_an_upload_that_may_still_be_under_way_is_left_alone(tmp_path: Path) -> None:
-    run = tmp_path / "checkpoints" / "tiny"
-    for name, age_s in (("checkpoint-000000003", 0), ("checkpoint-000000006", 3600)):
-        (run / name).mkdir(parents=True)
-        (run / name / "weights.pt").write_bytes(b"")
-        os.utime(run / name / "weights.pt", (time.time() - age_s,) * 2)
-    (run / SNAPSHOT).write_text("{}")
-    assert sweep_checkpoints(str(tmp_path), "tiny") == ["checkpoint-000000006"]
+def test_a_run_finds_the_newest_committed_checkpoint_of_its_own_attempts(tmp_path: Path) -> None:
+    mine, other = (
+        CheckpointStore(str(tmp_path), "tiny", "aaaa"),
+        CheckpointStore(str(tmp_path), "tiny", "bbbb"),
+    )
+    assert mine.newest() is None
+    listed(tmp_path, "aaaa-0001", "checkpoint-000000003", "checkpoint-000000006")
+    listed(tmp_path, "aaaa-0002")  # ended before its first checkpoint
+    listed(tmp_path, "bbbb-0009", "checkpoint-000000099")  # an earlier run of the same name
+    (tmp_path / "checkpoints" / "tiny" / "aaaa-0003" / "checkpoint-000000009").mkdir(
+        parents=True
+    )  # not listed
+    found = mine.newest()
+    assert found is not None
+    assert found[0] == 1
+    assert found[1].endswith("aaaa-0001/checkpoint-000000006")
+    assert CheckpointStore(str(tmp_path), "tiny", "cccc").newest() is None
+    assert mine.remove(before=2) == [1]
+    assert mine.remove() == [2, 3]
+    assert other.attempts() == [9]

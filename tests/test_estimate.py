@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue_making import Bench, samples
+from label_making import names
 
-from pencil_scale.checkpoint import Progress, Saved
+from pencil_scale.checkpoint import Origin, Progress, Saved
 from pencil_scale.config import load_config
 from pencil_scale.label_table import LabelTable
 from pencil_scale.running import estimate as estimating
@@ -71,8 +72,9 @@ def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_ep
     config = load_config(Path("configs/demo.yaml"), ["workers.count=2", "cost.gpu_hour=3"])
     weights = {"weight": torch.zeros(10, 3)}
     optimizer = {"state": {0: {"momentum_buffer": torch.zeros(10, 3)}}, "param_groups": []}
-    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], 3).snapshot(tmp_path / "store")
-    saved = Saved(weights, optimizer, Progress(epoch=3, step=0, all_steps=9), labels)
+    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(3)).snapshot(tmp_path / "store")
+    origin = Origin("a1b2", 1, "", 1, ())
+    saved = Saved(origin, weights, optimizer, Progress(epoch=3, step=0, all_steps=9), labels)
     figures = [
         {"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 9, 18)
     ]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,10 +12,15 @@ from catalogue_making import image, sample, samples
 from export_making import ExportBench, two_shards
 
 from pencil_scale.backbones import build_backbone
+from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
-from pencil_scale.export_files import ExportError, read_manifest
+from pencil_scale.export_files import ExportError, read_manifest, same_content
 from pencil_scale.labels.label_report import HISTORY
 from pencil_scale.labels.label_study import history_folder
+from pencil_scale.labels.part_files import TableMismatchError
+from pencil_scale.labels.published import published_url
+from pencil_scale.labels.start_labels import start_labels
+from pipelines import export_labels
 
 
 @pytest.fixture
@@ -193,16 +199,17 @@ def test_on_a_cluster_the_files_are_those_made_here(tmp_path: Path, ray_session:
         bench.shard(f"{number:05d}.tar", samples(range(3 * number, 3 * number + 3)))
     bench.index()
     bench.publish({1: 2})
-    here = {path.name: path.read_bytes() for path in _files(bench)}
+    here = _files(bench)
     bench.storage, bench.out = str(tmp_path / "lake"), tmp_path / "cluster"
     bench.index()
     bench.publish({1: 2})
-    assert {path.name: path.read_bytes() for path in _files(bench)} == here
+    assert _files(bench) == here
 
 
-def _files(bench: ExportBench) -> list[Path]:
-    bench.export("export.corrected_shards=true")
-    return [path for path in bench.out.rglob("*") if path.is_file() and path.name != "manifest.json"]
+def _files(bench: ExportBench) -> dict[str, bytes]:
+    """Every file of an export, named by its content alone."""
+    manifest = bench.export("export.corrected_shards=true").manifest
+    return {same_content(file): (bench.out / file).read_bytes() for file in manifest.files()}
 
 
 def _holding(folder: Path, text: bytes) -> list[Path]:
@@ -217,3 +224,83 @@ def _holding(folder: Path, text: bytes) -> list[Path]:
             )
             found += [path] if text in data else []
     return found
+
+
+def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: Path) -> None:
+    """`export.folder` may be the folder that holds the training data's own `shards/`."""
+    bench = two_shards(tmp_path)
+    bench.out.mkdir()
+    (bench.out / "shards").mkdir()
+    original = bench.out / "shards" / "train-000000.tar"
+    original.write_bytes(b"the only copy")
+    with pytest.raises(ExportError, match=r"holds a folder 'shards' and no manifest.json of an export"):
+        bench.export("export.corrected_shards=true")
+    assert original.read_bytes() == b"the only copy"
+    original.unlink()
+    (bench.out / "shards").rmdir()
+    bench.export("export.corrected_shards=true")
+    theirs = [
+        bench.out / "shards" / "mine.tar",
+        bench.out / "table" / "mine.parquet",
+        bench.out / "notes.txt",
+    ]
+    for path in theirs:
+        path.write_bytes(b"put here later")
+    bench.publish({2: 0})
+    assert bench.export().swept  # what the first export wrote, and the second did not
+    assert all(path.read_bytes() == b"put here later" for path in theirs)
+    assert [path.name for path in bench.out.rglob("*.tar")] == ["mine.tar"]
+
+
+def test_what_a_killed_export_wrote_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = two_shards(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(export_labels, "publish", _die)
+        with pytest.raises(KeyboardInterrupt):
+            bench.export("export.corrected_shards=true")
+    left = {path for path in bench.out.rglob("*") if path.is_file()}
+    assert len(left) > 4
+    manifest = bench.export().manifest
+    files = {str(path.relative_to(bench.out)) for path in bench.out.rglob("*") if path.is_file()}
+    assert files == manifest.files() | {"manifest.json"}
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_labels_follow_their_class_names_when_the_list_is_reordered(bench: ExportBench) -> None:
+    """Rows 1 and 7 were repaired, from bee to cat and from bee to ant; all others are as given."""
+    (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
+    bench.index(label="json:name")
+    bench.export()
+    told = {entry["row"]: (entry["given_class"], entry["predicted_class"]) for entry in bench.table()}
+    assert {row: classes for row, classes in told.items() if classes[0] != classes[1]} == {
+        1: ("bee", "cat"),
+        7: ("bee", "ant"),
+    }
+    assert bench.export().manifest.class_names == ("cat", "ant", "bee")
+
+
+def test_labels_of_an_older_class_list_are_exported_over_the_catalogue_they_were_learned_on(
+    bench: ExportBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench.folder / "classes.txt").write_text("ant\nbee\ncow\n")
+    bench.index()
+    assert bench.export().manifest.class_names == ("ant", "bee", "cat")
+    assert "lacks 'cat' and has in addition 'cow'); using catalogue version 1" in capsys.readouterr().out
+
+
+def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp_path: Path) -> None:
+    bench = ExportBench(tmp_path)
+    bench.shard("b.tar", samples(range(6)))
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
+    bench.shard("a.tar", samples(range(6, 12)))  # comes first now
+    bench.index()
+    with pytest.raises(TableMismatchError, match="row 0 is another sample than the one these labels"):
+        bench.export()

@@ -38,7 +38,7 @@ def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
     bench.export()
     assert not list(bench.out.glob("shards/*/*.tar"))
     said = " ".join(capsys.readouterr().out.split())
-    assert "of corrected shards │ 2; export.corrected_shards=true writes them anew" in said
+    assert "of corrected shards │ 2; export.corrected_shards=true writes them again" in said
 
 
 def test_a_label_is_spelled_as_it_was_and_the_rest_of_its_json_stays(tmp_path: Path) -> None:

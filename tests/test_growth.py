@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels import part_files
@@ -13,7 +14,7 @@ from pencil_scale.schema import sample_key
 
 
 def trained(tmp_path: Path, num_rows: int) -> tuple[Manifest, np.ndarray]:
-    table = LabelTable.create(tmp_path / "old", np.arange(num_rows) % 3, num_classes=3)
+    table = LabelTable.create(tmp_path / "old", np.arange(num_rows) % 3, names(3))
     logits = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
     table.write(np.arange(num_rows), logits, epoch=0)
     return table.snapshot(tmp_path / "store"), logits

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from catalogue_making import Bench, image
+from label_making import names
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.label_table import LabelTable
@@ -35,7 +36,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 def snapshot(folder: Path, learned: list[int], pinned: dict[int, int] | None = None) -> Manifest:
     """A table in which every label has moved wholly to the class `learned` says."""
-    table = LabelTable.create(folder / "table", GIVEN, 3)
+    table = LabelTable.create(folder / "table", GIVEN, names(3))
     logits = 20 * np.eye(3, dtype=np.float32)[learned]
     table.write(range(6), logits, epoch=0)
     for row, number in (pinned or {}).items():

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.part_files import (
@@ -30,7 +31,7 @@ NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 
 def make_table(folder: Path, num_rows: int = NUM_ROWS, **options: object) -> LabelTable:
     noisy_class = np.arange(num_rows) % NUM_CLASSES
-    return LabelTable.create(folder, noisy_class, NUM_CLASSES, **options)  # type: ignore[arg-type]
+    return LabelTable.create(folder, noisy_class, names(NUM_CLASSES), **options)  # type: ignore[arg-type]
 
 
 def logits_for(rows: np.ndarray, epoch: int) -> np.ndarray:
@@ -45,25 +46,25 @@ def test_a_new_row_is_scale_times_one_hot_of_its_given_class(tmp_path: Path) -> 
 
 
 def test_a_row_without_a_usable_label_prefers_no_class(tmp_path: Path) -> None:
-    table = LabelTable.create(tmp_path, np.array([1, -1, 0]), num_classes=3)
+    table = LabelTable.create(tmp_path, np.array([1, -1, 0]), names(3))
     assert table.read([1]).tolist() == [[0, 0, 0]]
     assert table.read_class([0, 1, 2]).tolist() == [1, -1, 0]
 
 
 def test_keys_come_back_as_they_were_given(tmp_path: Path) -> None:
     keys = [sample_key(str(row)) for row in range(1500)]
-    table = LabelTable.create(tmp_path, np.zeros(1500, np.int64), 2, sample_keys=keys)
+    table = LabelTable.create(tmp_path, np.zeros(1500, np.int64), names(2), sample_keys=keys)
     assert table.read_key([1499, 3]).tobytes() == keys[1499] + keys[3]
 
 
 def test_chunks_make_the_same_file_as_arrays(tmp_path: Path) -> None:
     classes = np.arange(NUM_ROWS) % NUM_CLASSES
     keys = np.frombuffer(b"".join(sample_key(str(row)) for row in range(NUM_ROWS)), np.uint8).reshape(-1, 16)
-    LabelTable.create(tmp_path / "whole", classes, NUM_CLASSES, keys)
+    LabelTable.create(tmp_path / "whole", classes, names(NUM_CLASSES), keys, run="a1b2")
     cuts = [0, 700, 700, 2048, NUM_ROWS]
     chunks = (classes[a:b] for a, b in pairwise(cuts))
     key_chunks = (keys[a : a + 100] for a in range(0, NUM_ROWS, 100))
-    LabelTable.create(tmp_path / "chunks", chunks, NUM_CLASSES, key_chunks)
+    LabelTable.create(tmp_path / "chunks", chunks, names(NUM_CLASSES), key_chunks, run="a1b2")
     whole, chunked = (tmp_path / name / LABELS_FILE for name in ("whole", "chunks"))
     assert whole.read_bytes() == chunked.read_bytes()
     assert sorted(path.name for path in chunked.parent.iterdir()) == ["labels.arrow", "ledger.arrow"]
@@ -72,7 +73,7 @@ def test_chunks_make_the_same_file_as_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", [[5], [-2]])
 def test_a_class_outside_the_list_is_named_with_its_row(tmp_path: Path, source: list[int]) -> None:
     with pytest.raises(RowsRefusedError, match=rf"row 3: class {source[0]} is not one of 5"):
-        LabelTable.create(tmp_path, iter([np.zeros(3, np.int64), np.array(source)]), NUM_CLASSES)
+        LabelTable.create(tmp_path, iter([np.zeros(3, np.int64), np.array(source)]), names(NUM_CLASSES))
     assert not (tmp_path / LABELS_FILE).exists()
 
 
@@ -167,7 +168,7 @@ def test_marking_moves_no_label(tmp_path: Path) -> None:
 
 def test_what_one_process_wrote_another_opens(tmp_path: Path) -> None:
     make_table(tmp_path).write([9], np.full((1, NUM_CLASSES), 2.5, np.float32), epoch=4)
-    again = LabelTable.open(tmp_path, writable_parts="all", num_classes=NUM_CLASSES)
+    again = LabelTable.open(tmp_path, writable_parts="all", class_names=names(NUM_CLASSES))
     assert again.read([9]).tolist() == [[2.5] * NUM_CLASSES]
     assert np.flatnonzero(again.visited(4)).tolist() == [9]
 
@@ -222,10 +223,10 @@ def test_an_arrow_file_of_another_program_is_named(tmp_path: Path) -> None:
         LabelTable.open(tmp_path)
 
 
-def test_another_class_count_is_named(tmp_path: Path) -> None:
+def test_another_class_list_is_named(tmp_path: Path) -> None:
     make_table(tmp_path)
-    with pytest.raises(TableMismatchError, match="labels over 5 classes, the config names 14"):
-        LabelTable.open(tmp_path, num_classes=14)
+    with pytest.raises(TableMismatchError, match="labels has in addition 'class-2', 'class-3', 'class-4'"):
+        LabelTable.open(tmp_path, class_names=names(2))
 
 
 def test_a_folder_without_a_table_and_a_folder_with_one_are_told_apart(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_a_growing_table_keeps_its_parts_until_it_would_have_more_than_4096() ->
 
 
 def test_a_refused_pin_names_its_row_and_a_wild_epoch_is_refused(tmp_path: Path) -> None:
-    table = LabelTable.create(tmp_path / "table", [0] * 30, 3)
+    table = LabelTable.create(tmp_path / "table", [0] * 30, names(3))
     with pytest.raises(RowsRefusedError, match="row 22: class 3 is not one of 3"):
         table.pin([21, 22], [1, 3])
     logits = np.zeros((1, 3), np.float32)
@@ -268,7 +269,7 @@ def test_a_refused_pin_names_its_row_and_a_wild_epoch_is_refused(tmp_path: Path)
 def test_refusals_speak_of_what_was_given_and_of_writing_only_where_something_was_to_be_written(
     tmp_path: Path,
 ) -> None:
-    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), NUM_CLASSES)
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), names(NUM_CLASSES))
     huge = np.array([3, 2**64 - 1], np.uint64)
     with pytest.raises(RowsRefusedError, match=r"row 18446744073709551615: outside the table's 10 rows$"):
         table.read(huge)
@@ -280,7 +281,7 @@ def test_refusals_speak_of_what_was_given_and_of_writing_only_where_something_wa
 
 @pytest.mark.filterwarnings("error")
 def test_a_logit_too_large_for_the_table_is_refused_without_a_warning(tmp_path: Path) -> None:
-    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), NUM_CLASSES)
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), names(NUM_CLASSES))
     with pytest.raises(RowsRefusedError, match="row 4: given logits that are not finite numbers of 32 bits"):
         table.write([4], np.full((1, NUM_CLASSES), 1e300), epoch=0)
 
@@ -290,5 +291,7 @@ def test_a_refused_table_leaves_no_folder_behind(tmp_path: Path, wrong: dict) ->
     (tmp_path / "there").mkdir()
     for folder in ("there", "not/there"):
         with pytest.raises(RowsRefusedError):
-            LabelTable.create(tmp_path / folder, **{"noisy_class": [0], "num_classes": NUM_CLASSES, **wrong})
+            LabelTable.create(
+                tmp_path / folder, **{"noisy_class": [0], "class_names": names(NUM_CLASSES), **wrong}
+            )
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]

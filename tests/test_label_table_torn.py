@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest
@@ -74,7 +75,7 @@ def manifests_of(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Path) -> None:
-    table = LabelTable.create(tmp_path / "new", np.arange(NUM_ROWS) % NUM_CLASSES, NUM_CLASSES)
+    table = LabelTable.create(tmp_path / "new", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
     table.snapshot(tmp_path / "store").save(tmp_path / "manifests" / f"{0:08d}.json")
     rng, killed_inside, reached = random.Random(0), 0, set()
     for kill in range(NUM_KILLS):
@@ -132,11 +133,11 @@ from pathlib import Path
 def files():
     return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
 try:
-    LabelTable.create(disk + "/big", np.zeros(100_000, int), 5)
+    LabelTable.create(disk + "/big", np.zeros(100_000, int), names(5))
 except StorageFullError as error:
     print(error)
 print(files())
-table = LabelTable.create(disk + "/small", np.zeros(9_000, int), 5)
+table = LabelTable.create(disk + "/small", np.zeros(9_000, int), names(5))
 try:
     table.snapshot(disk + "/store"), table.snapshot(disk + "/more")
 except StorageFullError as error:
@@ -161,11 +162,11 @@ import os, subprocess
 import numpy as np
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.part_store import StorageRefusedError
-table = LabelTable.create(disk + "/table", np.arange(3000) % 5, 5)
+table = LabelTable.create(disk + "/table", np.arange(3000) % 5, names(5))
 del table
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 for attempt in (
-    lambda: LabelTable.create(disk + "/another", np.zeros(10, int), 5),
+    lambda: LabelTable.create(disk + "/another", np.zeros(10, int), names(5)),
     lambda: LabelTable.open(disk + "/table", writable_parts="all"),
     lambda: LabelTable.open(disk + "/table").snapshot(disk + "/store"),
 ):
@@ -189,8 +190,8 @@ def test_a_read_only_folder_is_named_and_can_still_be_read(tmp_path: Path) -> No
 def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageRefusedError, match=r"file/table: cannot be written \(Not a directory\)"):
-        LabelTable.create(tmp_path / "file" / "table", np.zeros(10, int), 5)
-    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), 5)
+        LabelTable.create(tmp_path / "file" / "table", np.zeros(10, int), names(5))
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))
     with pytest.raises(StorageRefusedError, match="cannot be written"):
         table.snapshot(tmp_path / "file" / "store")
 
@@ -199,4 +200,4 @@ def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(StorageRefusedError, match="Permission denied"):
-        LabelTable.create(tmp_path / "table", np.zeros(10, int), 5)
+        LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))

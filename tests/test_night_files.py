@@ -8,11 +8,14 @@ import pytest
 from catalogue_making import samples
 from night_making import Nights
 
+from pencil_scale.export_files import ExportManifest, publish
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.nights.beginning import adopt, resumable
 from pencil_scale.nights.night_files import Night, NightError, Plan, night_name
 from pencil_scale.nights.retention import remove_old
-from pencil_scale.running.run_record import RunRecord, write_record
+from pencil_scale.running.run_record import RunRecord, read_record, write_record
+
+EXPORT = ExportManifest("labels", "a1b2", 1, "run", ("a", "b"), 0, 0, ())
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights)
     bench.shard("a.tar", samples(range(3)))
     bench.version()
     nights, said = bench.nights, []
-    plan = nights.begin(Plan("night-0001", 1, None, 1, {"run.seed": "1"}))
+    plan = nights.begin(Plan("night-0001", "id-1", 1, None, 1, {"run.seed": "1"}))
     assert resumable(nights, {"run.seed": "1"}, said.append) == plan
     assert "goes on where it stopped" in said[-1]
     nights.close(plan.name, "passed")
@@ -61,10 +64,12 @@ def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nig
     bench.version()
     nights, said = bench.nights, []
     nights.save(night(1, None))
-    nights.begin(Plan("night-0001", 1, None, 1, {}))
+    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
     nights.close("night-0001", "passed")
     nights.move_current(nights.must_find("night-0001"), expected=None)
-    nights.begin(Plan("night-0002", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"}))
+    nights.begin(
+        Plan("night-0002", "id-2", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"})
+    )
     if why == "shard":
         bench.shard("a.tar", samples(range(4)))
     assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, said.append) is None
@@ -76,9 +81,11 @@ def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nig
 def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
     nights = bench.nights
     for number in range(1, 8):
-        nights.begin(Plan(night_name(number), number, None, 1, {}))
+        nights.begin(Plan(night_name(number), f"id-{number}", number, None, 1, {}))
         nights.save(night(number, night_name(number - 1)))
-        PartStore(f"{bench.storage}/exports/{night_name(number)}").put("manifest.json", b"{}")
+        run = RunRecord(night_name(number), f"id-{number}", {}, 1, ("a", "b"), {}, "")
+        write_record(bench.storage, run)
+        publish(f"{bench.storage}/exports/{night_name(number)}", EXPORT)
         PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
     nights.move_current(nights.must_find("night-0003"), expected=None)
     assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
@@ -86,7 +93,22 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
     assert [one.name for one in nights.nights()] == kept
     assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
     assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
+    assert PartStore(bench.storage).names("runs") == [f"runs/{name}" for name in kept]
     assert remove_old(nights, keep=2) == []
+
+
+def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nights) -> None:
+    nights, theirs = bench.nights, RunRecord("night-0001", "theirs", {}, 1, ("a", "b"), {}, "")
+    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
+    nights.begin(Plan("night-0002", "id-2", 2, None, 1, {}))
+    write_record(bench.storage, theirs)
+    PartStore(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
+    PartStore(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
+    publish(f"{bench.storage}/exports/night-0001", EXPORT)
+    assert remove_old(nights, keep=1) == ["night-0001"]
+    assert read_record(bench.storage, "night-0001") == theirs
+    assert PartStore(bench.storage).names("models") == ["models/night-0001.pt"]
+    assert PartStore(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
 
 
 def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
@@ -95,7 +117,9 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
     nights = bench.nights
     assert adopt(nights, None, "") is None
     for name, status in (("big", "finished"), ("half", "running")):
-        write_record(bench.storage, RunRecord(name, {}, 1, "labels", status=status))
+        write_record(
+            bench.storage, RunRecord(name, "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status=status)
+        )
         facts = json.dumps({"test_accuracy": 0.75}).encode()
         PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
     with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
@@ -108,6 +132,8 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
         ("ant", "bee", "cat"),
     )
     assert nights.current() == taken
-    write_record(bench.storage, RunRecord("small", {}, 1, "labels", status="finished"))
+    write_record(
+        bench.storage, RunRecord("small", "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status="finished")
+    )
     with pytest.raises(NightError, match=r"nightly.start_from: which run"):
         adopt(nights, None, "")

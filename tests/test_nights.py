@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from catalogue_making import Bench, sample, samples
-from night_making import Nights
+from night_making import Nights, pins_of
 
 from pencil_scale.config import load_config
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import PINS, add_pins, read_pins
+from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.regiving import regive
+from pencil_scale.labels.regiving import pin, regive
 from pencil_scale.nights.beginning import clean_set
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
@@ -133,9 +133,8 @@ def test_every_known_label_comes_along_bit_for_bit_and_new_rows_begin_as_given(b
     parent = table.snapshot(f"{bench.storage}/labels")
     bench.shard("b.tar", samples(range(6, 8)))
     after = bench.version()
-    carried = carry_over(
-        parent, find_crawl(before, after, SAME), after, SAME, PINS.empty_table(), str(bench.folder)
-    )
+    crawl, pins = find_crawl(before, after, SAME), read_pins(bench.storage).resolve(after.class_names)
+    carried = carry_over(parent, crawl, after, SAME, pins, "a1b2", str(bench.folder))
     labels = bench.table(carried)
     assert labels.read(range(6)).tobytes() == table.read(range(6)).tobytes()
     assert labels.read([6, 7]).tolist() == [[10, 0, 0], [0, 10, 0]]
@@ -151,7 +150,8 @@ def test_a_row_given_another_class_begins_anew_unless_people_pinned_it(bench: Ni
     labels = bench.table(regive(manifest, np.array([0, 1]), np.array([1, -1], np.int32)))
     assert labels.read_class([0, 1, 2]).tolist() == [1, 2, 2]
     assert labels.read([0, 1]).tolist() == [[0, 10, 0], [0, 0, 10]]
-    again = regive(manifest, np.array([1]), np.array([0], np.int32), pin=True)
+    add_pins(bench.storage, pins_of({1: "ant"}))
+    again = pin(manifest, read_pins(bench.storage).resolve(("ant", "bee", "cat")))
     assert bench.table(again).read_class([1]).tolist() == [0]
     assert bench.table(again).read_pinned(range(6)).tolist() == [False, True] + 4 * [False]
 
@@ -160,12 +160,12 @@ def test_pins_of_the_day_are_laid_over_the_labels_that_are_carried(bench: Nights
     bench.shard("a.tar", samples(range(6)))
     catalogue = bench.version()
     parent = bench.labels(catalogue)
-    pins = {"row": [3], "sample_id": ["000003"], "class": [2], "by": ["ada"], "at": [""], "note": [None]}
-    add_pins(bench.storage, PINS.empty_table().from_pydict(pins, schema=PINS))
+    add_pins(bench.storage, pins_of({3: "cat"}))
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
     crawl = find_crawl(catalogue, catalogue, SAME)
-    carried = carry_over(parent, crawl, catalogue, SAME, read_pins(bench.storage), None)
+    carried = carry_over(parent, crawl, catalogue, SAME, pins, "a1b2", None)
     assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
-    untouched = carry_over(carried, crawl, catalogue, SAME, read_pins(bench.storage), None)
+    untouched = carry_over(carried, crawl, catalogue, SAME, pins, "c3d4", None)
     assert untouched.parts == carried.parts
 
 
@@ -187,8 +187,7 @@ def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> 
 def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
-    pins = {"row": [0], "sample_id": ["000000"], "class": [2], "by": ["ada"], "at": [""], "note": [None]}
-    add_pins(bench.storage, PINS.empty_table().from_pydict(pins, schema=PINS))
+    add_pins(bench.storage, pins_of({0: "cat"}))
     labels = published_url(bench.storage, "first")
     bench.labels(before).save(labels)
     weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
@@ -198,7 +197,7 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
     bench.nights.save(Night("first", 0, None, before.version, names, labels, model, "first"))
     (bench.folder / "classes.txt").write_text("cat\nant\ndog\n")  # bee became ant, dog is new
     after = bench.version(label="json:name", aliases=_aliases(bench))
-    plan = Plan("night-0001", 1, "first", after.version, {})
+    plan = Plan("night-0001", "id-1", 1, "first", after.version, {})
     config = load_config(bench.folder / "config.yaml", ["nightly.remap={bee: ant}"])
     for _ in range(2):  # a second time after a kill
         prepared = prepare(config, bench.nights, plan)
@@ -207,7 +206,7 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
         assert found(prepared.crawl) == ([], [])  # nobody's label is another but for its number
         table = bench.table(prepared.labels)
         assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
-        assert read_pins(bench.storage)["class"].to_pylist() == [0]
+        assert read_pins(bench.storage).table["class"].to_pylist() == ["cat"]
         head = torch.load(_file(prepared.weights), weights_only=True)
         assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
         assert head["0.weight"].tolist() == weights["0.weight"].tolist()

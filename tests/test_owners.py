@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
@@ -17,7 +18,7 @@ NUM_ROWS, NUM_CLASSES = 3000, 5
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, NUM_CLASSES)
+    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
 
 
 def batches_of(rows: torch.Tensor, size: int) -> Iterator[Batch]:

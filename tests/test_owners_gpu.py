@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.owners import Batch, Owners
@@ -14,7 +15,7 @@ NUM_ROWS, NUM_CLASSES, BATCH = 4096, 14, 256
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, NUM_CLASSES)
+    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
 
 
 def batches() -> Iterator[Batch]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
@@ -53,7 +54,7 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
 
 
 def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[BaseProcess]:
-    table = LabelTable.create(folder / "whole", np.arange(NUM_ROWS) % NUM_CLASSES, NUM_CLASSES)
+    table = LabelTable.create(folder / "whole", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
     table.snapshot(folder / "store").save(folder / "start.json")
     ranks = [
         CONTEXT.Process(target=run_rank, args=(rank, world, folder, target, timeout_s), daemon=True)

@@ -25,8 +25,8 @@ class PinBench(Bench):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return run(load_config(self.folder / "config.yaml", [f"pin.file={path}", "pin.by=ada"]))
 
-    def pins(self) -> list[tuple[int, int, str]]:
-        return [(pin["row"], pin["class"], pin["by"]) for pin in read_pins(self.storage).to_pylist()]
+    def pins(self) -> list[tuple[int, str, str]]:
+        return [(pin["row"], pin["class"], pin["by"]) for pin in read_pins(self.storage).table.to_pylist()]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def bench(tmp_path: Path) -> PinBench:
 def test_json_csv_and_parquet_say_the_same(bench: PinBench, tmp_path: Path) -> None:
     entries = [{"sample_id": "000004", "class": "cat"}, {"sample_id": "000001", "class": 0, "by": "bob"}]
     bench.pin("d.json", json.dumps({"decisions": entries}))
-    wanted = [(1, 0, "bob"), (4, 2, "ada")]
+    wanted = [(1, "ant", "bob"), (4, "cat", "ada")]
     assert bench.pins() == wanted
     assert bench.pin("d.csv", "sample_id,class,by\n000004,cat,\n000001,0,bob\n").num_changed == 0
     pq.write_table(pa.Table.from_pylist(entries[:1]), tmp_path / "d.parquet")
@@ -52,7 +52,7 @@ def test_the_newest_word_wins_and_entries_without_a_class_are_counted(bench: Pin
     assert bench.pin("a.csv", "sample_id,class\n000001,ant\n000002,bee\n").num_new == 2
     again = bench.pin("b.csv", "sample_id,class\n000001,cat\n000003,\n")
     assert (again.num_new, again.num_changed, again.num_undecided, again.num_pins) == (0, 1, 1, 2)
-    assert bench.pins() == [(1, 2, "ada"), (2, 1, "ada")]
+    assert bench.pins() == [(1, "cat", "ada"), (2, "bee", "ada")]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None
 
 def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> None:
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
-    manifest = start_labels(Catalogue.open(bench.storage), bench.storage, 10.0, str(bench.folder))
+    catalogue = Catalogue.open(bench.storage)
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    manifest = start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
     table = LabelTable.restore(manifest, bench.folder / "copy")
     assert table.read_class([0, 1]).tolist() == [0, 2]
     assert table.read_pinned([0, 1]).tolist() == [False, True]

@@ -17,7 +17,7 @@ def nights(tmp_path: Path) -> NightFiles:
     files = NightFiles(str(tmp_path / "lake"))
     for number in (1, 2, 3):
         parent = night_name(number - 1) if number > 1 else None
-        files.begin(Plan(night_name(number), number, parent, number, {}))
+        files.begin(Plan(night_name(number), f"id-{number}", number, parent, number, {}))
         verdict = "held" if number == 3 else "passed"
         reasons = ("the class balance jumped",) if number == 3 else ()
         night = Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run")
@@ -64,7 +64,7 @@ def test_an_unknown_night_is_refused_with_the_names_of_those_kept(
 
 @pytest.mark.slow
 def test_a_night_killed_before_its_last_step_does_not_undo_a_rollback(nights: NightFiles) -> None:
-    nights.begin(Plan("night-0004", 4, "night-0002", 4, {}))
+    nights.begin(Plan("night-0004", "id-4", 4, "night-0002", 4, {}))
     nights.save(Night("night-0004", 4, "night-0002", 4, ("a", "b"), "labels", "model", "run"))
     assert nights.unclosed() is not None  # it would go on, and take CURRENT
     assert promote(nights, "night-0002") == 0
@@ -77,7 +77,7 @@ def test_an_export_that_was_made_by_hand_is_found_and_one_of_other_labels_is_not
 ) -> None:
     folder = f"{nights.storage}/exports/night-0001"
     for labels, told in (("others", "no export of these labels was found"), ("labels", f"export   {folder}")):
-        publish(folder, ExportManifest(labels, 1, "run", ("a", "b"), 0, 0, ()))
+        publish(folder, ExportManifest(labels, "a1b2", 1, "run", ("a", "b"), 0, 0, ()))
         assert promote(nights, "night-0001") == 0
         assert told in capsys.readouterr().out
 

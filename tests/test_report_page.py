@@ -133,7 +133,9 @@ def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: 
     summary = pin_labels.run(load_config(bench.config, [f"pin.file={path}"]))
     assert (summary.num_new, summary.num_undecided) == (3, 0)
     shown = shown_in(bench.page)["samples"]["id"]
-    pins = {pin["sample_id"]: (pin["class"], pin["note"]) for pin in read_pins(bench.storage).to_pylist()}
+    pins = {
+        pin["sample_id"]: (pin["class"], pin["note"]) for pin in read_pins(bench.storage).table.to_pylist()
+    }
     assert pins == {entry["sample_id"]: (entry["class"], entry["note"]) for entry in entries}
     assert set(pins) <= set(shown)
     by_verdict = {entry["verdict"]: entry for entry in entries}

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8,
 
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
-    write_record(str(tmp_path), RunRecord("night", SETTINGS, 3, "labels.json"))
+    write_record(str(tmp_path), RunRecord("night", "a1b2", SETTINGS, 3, ("ant", "bee"), {}, "labels.json"))
     return str(tmp_path)
 
 
@@ -30,7 +31,7 @@ def test_another_number_of_workers_may_go_on(storage: str) -> None:
 def test_a_name_begun_with_other_settings_is_refused(storage: str) -> None:
     other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
     with pytest.raises(
-        RunNameError, match=r"begun with run.seed=1, now it is 2 and 1 more keys; set it back"
+        RunNameError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
     ):
         find_record(storage, "night", other)
 
@@ -41,3 +42,23 @@ def test_a_finished_run_is_refused(storage: str) -> None:
     write_record(storage, record, status="finished")
     with pytest.raises(RunNameError, match=r"run night is finished .*choose another run.name"):
         find_record(storage, "night", SETTINGS)
+
+
+@pytest.mark.parametrize("left", ["labels/published/gone.json", "labels/held/gone.json", "models/gone.pt"])
+def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage: str, left: str) -> None:
+    path = Path(storage) / left
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"labels of a person's last run")
+    with pytest.raises(
+        RunNameError, match=f"{left} is there, left by an earlier run .* nothing is overwritten"
+    ):
+        find_record(storage, "gone", SETTINGS)
+    assert path.read_bytes() == b"labels of a person's last run"
+
+
+def test_execution_settings_do_not_change_what_a_run_is(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    other_workers = replace(record, settings={**SETTINGS, "workers.count": "(2, 2)"})
+    other_seed = replace(record, settings={**SETTINGS, "run.seed": "2"})
+    assert record.fingerprint == other_workers.fingerprint != other_seed.fingerprint

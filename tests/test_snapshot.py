@@ -7,6 +7,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from label_making import names
 
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest, merge
@@ -19,7 +20,7 @@ ALL = np.arange(NUM_ROWS)
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    table = LabelTable.create(tmp_path / "work", ALL % NUM_CLASSES, NUM_CLASSES)
+    table = LabelTable.create(tmp_path / "work", ALL % NUM_CLASSES, names(NUM_CLASSES))
     table.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
     table.pin([5, 2999], [1, 2])
     return table
@@ -30,7 +31,7 @@ def random_logits(num_rows: int, seed: int) -> np.ndarray:
 
 
 def files_of(store: Path, folder: str) -> set[str]:
-    return {path.name for path in (store / folder).iterdir()}
+    return {path.name for path in (store / folder).glob("*/*")}
 
 
 def assert_same_table(left: LabelTable, right: LabelTable) -> None:
@@ -43,25 +44,27 @@ def test_a_restored_table_is_the_same_bit_for_bit(table: LabelTable, tmp_path: P
     url = str(tmp_path / "store") if store == "local" else store
     table.snapshot(url).save(f"{url}/published/night.json")
     manifest = Manifest.load(f"{url}/published/night.json")
-    assert_same_table(LabelTable.restore(manifest, tmp_path / "again", num_classes=NUM_CLASSES), table)
+    assert_same_table(LabelTable.restore(manifest, tmp_path / "again", class_names=names(NUM_CLASSES)), table)
 
 
 def test_a_part_is_named_by_the_hash_of_its_bytes_and_opens_alone(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
-    for path in (tmp_path / "store").glob("*/*.arrow"):
+    for path in (tmp_path / "store").glob("*/*/*.arrow"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
     last = manifest.parts[2].labels[0]
-    alone = pa.ipc.open_file(str(tmp_path / "store" / "parts" / f"{last.sha256}.arrow")).read_all()
+    alone = pa.ipc.open_file(
+        str(tmp_path / "store" / "parts" / manifest.run / f"{last.sha256}.arrow")
+    ).read_all()
     assert alone["row"].to_pylist() == list(range(2048, NUM_ROWS))
 
 
 def test_a_stage_that_moves_no_labels_writes_no_logits(table: LabelTable, tmp_path: Path) -> None:
     store = tmp_path / "store"
     table.snapshot(store)
-    before = {path: path.stat().st_mtime_ns for path in store.glob("parts/*")}
+    before = {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")}
     table.mark(ALL, epoch=1)
     after = table.snapshot(store)
-    assert {path: path.stat().st_mtime_ns for path in store.glob("parts/*")} == before
+    assert {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")} == before
     assert visited(after, 1).all()
 
 
@@ -77,12 +80,12 @@ def test_only_the_part_that_moved_is_written(table: LabelTable, tmp_path: Path) 
 
 def test_a_restored_table_knows_what_its_store_has(table: LabelTable, tmp_path: Path) -> None:
     first = table.snapshot(tmp_path / "store")
-    for path in (tmp_path / "store").glob("*/*.arrow"):
+    for path in (tmp_path / "store").glob("*/*/*.arrow"):
         path.chmod(0o444)
-    inodes = {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*.arrow")}
+    inodes = {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*/*.arrow")}
     again = LabelTable.restore(first, tmp_path / "again")
     assert again.snapshot(tmp_path / "store") == first
-    assert {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*.arrow")} == inodes
+    assert {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*/*.arrow")} == inodes
 
 
 def test_a_reopened_table_loses_no_move_and_writes_only_what_the_store_lacks(
@@ -108,7 +111,9 @@ def test_another_store_gets_every_part(table: LabelTable, tmp_path: Path) -> Non
 def test_an_owner_restores_its_own_parts_and_no_others(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
     for part in (0, 1):
-        (tmp_path / "store" / "parts" / f"{manifest.parts[part].labels[0].sha256}.arrow").unlink()
+        (
+            tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[part].labels[0].sha256}.arrow"
+        ).unlink()
     mine = LabelTable.restore(manifest, tmp_path / "mine", parts=[2])
     assert np.array_equal(mine.read(ALL[2048:]), table.read(ALL[2048:]))
     with pytest.raises(LabelTableError, match="row 2047: in a part that is not in this working copy"):
@@ -146,7 +151,9 @@ def test_a_rank_that_shares_a_folder_snapshots_only_what_it_may_write(
 
 
 def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> None:
-    manifest = LabelTable.create(tmp_path / "work", np.zeros(5, int), 1000).snapshot(tmp_path / "store")
+    manifest = LabelTable.create(tmp_path / "work", np.zeros(5, int), names(1000)).snapshot(
+        tmp_path / "store"
+    )
     idle = LabelTable.restore(manifest, tmp_path / "idle", parts=[])
     assert idle.count_visited(0) == 0
     assert pa.ipc.open_file(str(tmp_path / "idle" / "labels.arrow")).read_all().num_rows == 0
@@ -157,12 +164,12 @@ def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> 
 def test_manifests_of_different_tables_do_not_merge(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
     with pytest.raises(TableMismatchError, match=r"first epoch 1.*first epoch 2"):
-        merge([manifest, manifest.for_new_run()])
+        merge([manifest, manifest.for_new_run("tonight")])
 
 
 def test_a_new_run_counts_from_zero_and_may_visit_every_row_again(table: LabelTable, tmp_path: Path) -> None:
     table.mark([4], epoch=6)
-    tonight = table.snapshot(tmp_path / "store").for_new_run()
+    tonight = table.snapshot(tmp_path / "store").for_new_run("tonight")
     again = LabelTable.restore(tonight, tmp_path / "again")
     assert not again.visited(0).any()
     again.mark(ALL, epoch=0)
@@ -173,7 +180,7 @@ def test_a_new_run_counts_from_zero_and_may_visit_every_row_again(table: LabelTa
 def test_a_missing_part_is_named(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
     name = f"{manifest.parts[1].labels[0].sha256}.arrow"
-    (tmp_path / "store" / "parts" / name).unlink()
+    (tmp_path / "store" / "parts" / manifest.run / name).unlink()
     with pytest.raises(TableDamagedError, match=f"{name}: missing"):
         LabelTable.restore(manifest, tmp_path / "again")
     assert not (tmp_path / "again" / "labels.arrow").exists()
@@ -182,7 +189,7 @@ def test_a_missing_part_is_named(table: LabelTable, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["a flipped bit", "a missing tail"])
 def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path, damage: str) -> None:
     manifest = table.snapshot(tmp_path / "store")
-    path = tmp_path / "store" / "parts" / f"{manifest.parts[1].labels[0].sha256}.arrow"
+    path = tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[1].labels[0].sha256}.arrow"
     data = bytearray(path.read_bytes())
     data[9000] ^= 1
     path.write_bytes(data if damage == "a flipped bit" else path.read_bytes()[:-100])
@@ -192,7 +199,7 @@ def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path,
 
 def test_a_part_cut_short_in_the_store_is_written_again(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
-    path = tmp_path / "store" / "parts" / f"{manifest.parts[1].labels[0].sha256}.arrow"
+    path = tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[1].labels[0].sha256}.arrow"
     path.write_bytes(path.read_bytes()[:-100])
     LabelTable.open(tmp_path / "work").snapshot(tmp_path / "store")
     assert_same_table(LabelTable.restore(manifest, tmp_path / "again"), table)
@@ -204,15 +211,17 @@ def test_manifests_of_another_kind_version_or_class_count_are_named(
     manifest = table.snapshot(tmp_path / "store")
     found = json.loads(manifest.encode())
     with pytest.raises(
-        TableMismatchError, match=r"m\.json: a manifest of version 2; this program reads version 1"
+        TableMismatchError, match=r"m\.json: a manifest of version 3; this program reads version 2"
     ):
-        Manifest.decode(json.dumps(found | {"version": 2}).encode(), "m.json")
+        Manifest.decode(json.dumps(found | {"version": 3}).encode(), "m.json")
     with pytest.raises(TableMismatchError, match=r"m\.json: JSON, but not a manifest"):
         Manifest.decode(b"{}", "m.json")
     with pytest.raises(TableDamagedError, match=r"m\.json: not a whole manifest"):
         Manifest.decode(manifest.encode()[:-5], "m.json")
-    with pytest.raises(TableMismatchError, match="labels over 5 classes, the config names 14"):
-        LabelTable.restore(manifest, tmp_path / "again", num_classes=14)
+    with pytest.raises(TableMismatchError, match="of these labels lacks 'class-5', 'class-6', compared"):
+        LabelTable.restore(manifest, tmp_path / "again", class_names=names(7))
+    with pytest.raises(TableMismatchError, match="another order: class 0 is 'class-0', not 'class-4'"):
+        LabelTable.restore(manifest, tmp_path / "again", class_names=names(5)[::-1])
     lying = replace(manifest, layout=replace(manifest.layout, num_classes=6))
     with pytest.raises(TableMismatchError, match="columns are not those of the manifest's class count"):
         LabelTable.restore(lying, tmp_path / "again")
@@ -225,13 +234,13 @@ def test_sweeping_removes_what_no_manifest_names_and_nothing_else(table: LabelTa
     table.snapshot(store)
     table.write([2100], random_logits(1, seed=1), epoch=1)
     third = table.snapshot(store)
-    (store / "parts" / "abc.arrow.77.unfinished").write_bytes(b"left by a killed writer")
-    assert sweep(store, [first, third]) == ["parts/abc.arrow.77.unfinished"]
-    gone = sweep(store, [third])
+    left = f"parts/{third.run}/abc.arrow.77.unfinished"
+    (store / left).write_bytes(b"left by a killed writer")
+    assert sweep(store, third.run, [first, third]) == [left]
+    gone = sweep(store, third.run, [third])
     assert len(gone) == 4  # labels and ledger of the two parts that moved since the first
     assert_same_table(LabelTable.restore(third, tmp_path / "again"), table)
-    with pytest.raises(LabelTableError, match="no manifest was given"):
-        sweep(store, [])
+    assert sweep(store, "another run", []) == []
 
 
 def test_a_moved_store_is_found_where_one_says(table: LabelTable, tmp_path: Path) -> None:
@@ -246,7 +255,7 @@ def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(
 ) -> None:
     manifest = table.snapshot("memory://cached")
     files = fsspec.filesystem("memory")
-    files.rm_file(f"/cached/parts/{manifest.parts[0].labels[0].sha256}.arrow")
+    files.rm_file(f"/cached/parts/{manifest.run}/{manifest.parts[0].labels[0].sha256}.arrow")
     reopened = LabelTable.open(tmp_path / "work")
     assert_same_table(LabelTable.restore(reopened.snapshot("memory://cached"), tmp_path / "again"), table)
 
@@ -272,8 +281,8 @@ def test_snapshots_on_s3_are_whole_written_once_and_swept(
     assert len(files.find("lake/labels/parts")) == len(written) + 1
     assert_same_table(LabelTable.restore(second, tmp_path / "again"), table)
 
-    assert len(sweep(bucket, [second])) == 2  # labels and ledger of the part that moved
-    with pytest.raises(TableDamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+\.arrow: missing"):
+    assert len(sweep(bucket, second.run, [second])) == 2  # labels and ledger of the part that moved
+    with pytest.raises(TableDamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+/\w+\.arrow: missing"):
         LabelTable.restore(Manifest.load(f"{bucket}/night-1.json"), tmp_path / "gone")
     files.invalidate_cache()
     name = files.find("lake/labels/parts")[0]

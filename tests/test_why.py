@@ -58,7 +58,7 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
         nights.save(night(name, number, bench, held=number == 2))
     nights.move_current(nights.must_find("night-0001"), expected=None)
     settings = {"model.backbone": "resnet50", "stages.pencil.lambda": "[[0, 3000]]"}
-    write_record(bench.storage, RunRecord("night-0002", settings, 2, ""))
+    write_record(bench.storage, RunRecord("night-0002", "a1b2", settings, 2, ("ant", "bee", "cat"), {}, ""))
     keys = ["export.labels=night-0002", "export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.config, keys))
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")

@@ -118,9 +118,8 @@ class TinyData:
 
     def has_checkpoint(self, all_steps: int, name: str = "tiny") -> bool:
         """Whether a run would go on from this checkpoint, or from a later one, if it were killed now."""
-        listed = self.storage / "checkpoints" / name / SNAPSHOT
-        found = re.findall(r"checkpoint-(\d{9})", listed.read_text() if listed.exists() else "")
-        return any(int(steps) >= all_steps for steps in found)
+        lists = [path.read_text() for path in (self.storage / "checkpoints" / name).glob(f"*/{SNAPSHOT}")]
+        return any(int(steps) >= all_steps for steps in re.findall(r"checkpoint-(\d{9})", "".join(lists)))
 
     def left_in_scratch(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "scratch").iterdir())

@@ -9,10 +9,12 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.indexing.catalogue_update import Overlay, hashes_of
-from pencil_scale.indexing.duplicates import Keys
+from pencil_scale.indexing.duplicates import Keys, contains
 from pencil_scale.indexing.label_classes import LabelClasses, LabelError, read_label_classes
 from pencil_scale.indexing.label_lookup import read_lookup
 from pencil_scale.indexing.raw_text import from_stored
@@ -54,6 +56,18 @@ def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) ->
     held = np.unique(np.concatenate([np.empty(0, "S16"), *(hashes_of(column) for column in columns)]))
     digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
     return Overlay(excluded, held, digest, len(set(lines)))
+
+
+def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray[np.int64]:
+    """The ok rows of a catalogue that the list of ids to exclude names now, and did not at indexing."""
+    overlay = make_overlay(exclude_url)
+    if overlay.exclude == catalogue.manifest["exclude"] or not len(overlay.excluded):
+        return np.empty(0, np.int64)
+    found = [np.empty(0, np.int64)]
+    for table in catalogue.batches(["row", "sample_key", "status"]):
+        listed = contains(overlay.excluded, hashes_of(table["sample_key"]))
+        found.append(table["row"].to_numpy()[listed & pc.equal(table["status"], "ok").to_numpy()])
+    return np.concatenate(found)
 
 
 def _source(label: str) -> LabelSource:

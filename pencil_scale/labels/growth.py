@@ -35,15 +35,17 @@ def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | 
         classes = class_column(noisy_class, old.num_classes, Path(spool), first_row=old.num_rows)
         keys = key_column(sample_keys, len(classes), Path(spool))
         layout = grown_layout(old, old.num_rows + len(classes))
-        header = Header(layout, tuple(range(layout.num_parts)), manifest.first_epoch, manifest.scale)
+        parts_held = tuple(range(layout.num_parts))
+        identity = manifest.class_names, manifest.run
+        header = Header(layout, parts_held, manifest.first_epoch, manifest.scale, *identity)
         parts = _join_parts(manifest, layout)
         store = PartStore(manifest.store)
         for part in range(old.num_rows // layout.part_rows, layout.num_parts):
             rows = range(max(layout.rows_of(part).start, old.num_rows), layout.rows_of(part).stop)
             here = slice(rows.start - old.num_rows, rows.stop - old.num_rows)
             batch = new_rows(rows, classes[here], None if keys is None else keys[here], header)
-            labels = put_piece(store, LABELS_FOLDER, batch)
-            ledger = put_piece(store, LEDGER_FOLDER, new_marks(len(rows)))
+            labels = put_piece(store, LABELS_FOLDER, batch, manifest.run)
+            ledger = put_piece(store, LEDGER_FOLDER, new_marks(len(rows)), manifest.run)
             parts[part] = _append(parts.get(part, NO_PIECES), labels, ledger)
     return replace(manifest, layout=layout, parts=parts)
 

@@ -1,6 +1,6 @@
 """The labels after each epoch: figures, warnings, and a history of what every label was.
 
-study = LabelStudy(storage, catalogue_version, run_name, history=True)
+study = LabelStudy(storage, catalogue_version, run_id, history=True)
 found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
 found.figures["corrected_share"], found.warnings, found.transitions
 """
@@ -36,7 +36,7 @@ class LabelStudy:
 
     storage: str
     catalogue_version: int
-    run_name: str
+    run: str  # its id
     members: npt.NDArray[np.int64] | None = None
     history: bool = False
     max_class_loss: float = 0.5
@@ -74,11 +74,11 @@ class LabelStudy:
         if epoch is None:
             yield None
             return
-        url = f"{history_folder(self.storage, self.run_name)}/epoch-{epoch:05d}.arrow"
+        url = f"{history_folder(self.storage, self.run)}/epoch-{epoch:05d}.arrow"
         with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
             yield writer
 
 
-def history_folder(storage: str, run_name: str) -> str:
+def history_folder(storage: str, run: str) -> str:
     """Where a run keeps what every label was after each epoch that moved labels."""
-    return f"{storage.rstrip('/')}/labels/history/{run_name}"
+    return f"{storage.rstrip('/')}/labels/history/{run}"

@@ -1,10 +1,10 @@
 """Manifests: a label table as it was at one moment, as content hashes over immutable files.
 
-A part of the table is one or more pieces, files named by the sha256 of their bytes: labels lie in
-`parts/<sha256>.arrow`, the epochs of the same rows in `ledger/<sha256>.arrow`. Pieces are written first,
-the manifest last, so what a manifest names is whole. A part that did not change is named again, not written
-again; a part that gained rows, or two parts joined when the table doubles its part size, are named as
-several pieces.
+A part of the table is one or more pieces, files named by the sha256 of their bytes under the id of the run
+that wrote them: labels are in `parts/<run id>/<sha256>.arrow`, the epochs of the same rows in
+`ledger/<run id>/<sha256>.arrow`. Pieces are written first, the manifest last, so what a manifest names is
+complete. A part that did not change is named again, not written again; a part that gained rows, or two parts
+joined when the table doubles its part size, are named as several pieces.
 
     merge([manifest_of_rank_0, ...]).save("s3://lake/labels/published/night-12.json")
     manifest = Manifest.load("s3://lake/labels/published/night-12.json")
@@ -35,6 +35,7 @@ class Piece:
     sha256: str
     num_bytes: int
     num_rows: int
+    run: str  # id of the run that wrote it, and alone may remove it
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Manifest:
     scale: float
     first_epoch: int  # the epoch of the table's life that the present run calls 0
     newest_epoch: int  # the newest epoch any row bears; 0 before the first
+    class_names: tuple[str, ...]  # what the class numbers stand for
+    run: str  # id of the run whose labels these are; what it writes goes under this id
     parts: Mapping[int, PartEntry]
 
     def save(self, url: str | Path) -> None:
@@ -73,6 +76,7 @@ class Manifest:
         """As JSON, for a file of its own or inside a checkpoint."""
         head = {"kind": KIND, "version": VERSION, "store": self.store, "layout": vars(self.layout)}
         head |= {"scale": self.scale, "first_epoch": self.first_epoch, "newest_epoch": self.newest_epoch}
+        head |= {"run": self.run, "class_names": self.class_names}
         parts = {part: _encode_entry(entry) for part, entry in sorted(self.parts.items())}
         return json.dumps(head | {"parts": parts}).encode()
 
@@ -83,11 +87,12 @@ class Manifest:
         parts = {int(part): _decode_entry(entry) for part, entry in found["parts"].items()}
         layout = Layout(**found["layout"])
         epochs = found["first_epoch"], found["newest_epoch"]
-        return cls(found["store"], layout, found["scale"], *epochs, parts)
+        names, run = tuple(found["class_names"]), found["run"]
+        return cls(found["store"], layout, found["scale"], *epochs, names, run, parts)
 
-    def for_new_run(self) -> "Manifest":
+    def for_new_run(self, run: str) -> "Manifest":
         """The same labels for a run that counts its own epochs from 0: no row bears any of them yet."""
-        return replace(self, first_epoch=self.newest_epoch + 1)
+        return replace(self, first_epoch=self.newest_epoch + 1, run=run)
 
     def require_whole(self) -> None:
         """Refuse a manifest that lacks parts."""

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from pencil_scale.schema import PencilError
 
-VERSION = 1
+VERSION = 2
 MIN_PART_ROWS = 1024
 MIN_PARTS = 64
 MAX_PARTS = 4096
@@ -98,6 +98,8 @@ class Header:
     parts: tuple[int, ...]  # the parts this file holds, in the order of its record batches
     first_epoch: int  # the epoch of the table's life that the present run calls 0
     scale: float  # K: a row starts, and is pinned, at K * one-hot
+    class_names: tuple[str, ...]  # what the class numbers stand for
+    run: str  # id of the run that writes it
 
     def encode(self) -> dict[bytes, bytes]:
         """As schema metadata."""
@@ -114,7 +116,14 @@ class Header:
                 f"{path}: a label table of version {found['version']}; this program reads version {VERSION}: "
                 "restore the table from a manifest, or use the program that wrote it"
             )
-        return cls(Layout(**found["layout"]), tuple(found["parts"]), found["first_epoch"], found["scale"])
+        return cls(
+            Layout(**found["layout"]),
+            tuple(found["parts"]),
+            found["first_epoch"],
+            found["scale"],
+            tuple(found["class_names"]),
+            found["run"],
+        )
 
 
 def labels_schema(num_classes: int) -> pa.Schema:

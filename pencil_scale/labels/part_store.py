@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from fsspec.implementations.local import LocalFileSystem
 from pencil_scale.labels.part_files import LabelTableError, TableDamagedError
 
 BESIDE = ".unfinished"
-RELIED_ON_S = 86_400.0  # an older file, though the same, is written again: a sweep may be about to take it
 
 
 class StorageRefusedError(LabelTableError):
@@ -105,15 +104,12 @@ class PartStore:
         return f"{self.url}/{name}"
 
     def holds(self, name: str, num_bytes: int) -> bool:
-        """Whether the file is there to rely on: whole, and too young to be swept.
-
-        A put cut off by a store without atomic puts is not whole.
-        """
+        """Whether the file is there with all its bytes: a store without atomic puts may have cut it off."""
         try:
             info = self._files.info(f"{self._root}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return int(info["size"]) == num_bytes and _age_s(info) < RELIED_ON_S
+        return int(info["size"]) == num_bytes
 
     def age_s(self, name: str) -> float:
         """How long ago a file was written, as far as its store tells."""
@@ -147,6 +143,11 @@ class PartStore:
         except FileNotFoundError:
             return []
         return sorted(f"{folder}/{Path(path).name}" for path in found)
+
+    def delete_if_there(self, name: str) -> None:
+        """Remove a file that may be gone already."""
+        with suppress(FileNotFoundError):
+            self.delete(name)
 
     def delete(self, name: str) -> None:
         """Remove a file."""

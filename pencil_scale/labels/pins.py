@@ -1,16 +1,20 @@
 """Pins: what people decided, kept for good. A pinned label never moves, and every run starts from it.
 
-`<storage>/labels/pins/` holds the whole list as one Parquet file, named by its content, and `manifest.json`,
-replaced last, that names the newest. The newest word on a row wins.
+Each call of `add_pins` writes one immutable Parquet file under `<storage>/labels/pins/`, so any number of
+people and jobs may add pins at the same time and no decision is lost. Readers merge the files: the newest
+decision on a sample wins. A pin names its class and its sample, and is translated into the class list and the
+rows of whoever uses it.
 
-    add_pins(storage, table)                # row, sample_id, class, by, at, note
-    pins = read_pins(storage)               # sorted by row
+    add_pins(storage, table)                                 # row, sample_id, sample_key, class, by, at, note
+    pins = read_pins(storage).resolve(class_names)           # rows and class numbers; or void
     apply_pins(label_table, pins)
 """
 
-import hashlib
 import io
-import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +22,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_files import TableDamagedError
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.schema import PencilError
+from pencil_scale.labels.part_store import BESIDE, PartStore
+from pencil_scale.schema import PencilError, new_id
 
 PINS = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
         pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("class", pa.int32(), nullable=False),
+        pa.field("sample_key", pa.binary(16), nullable=False),
+        pa.field("class", pa.string(), nullable=False),
         pa.field("by", pa.string()),
         pa.field("at", pa.string(), nullable=False),
         pa.field("note", pa.string()),
     ]
 )
-MANIFEST = "manifest.json"
+SHOWN = 3
+Keys = npt.NDArray[np.uint8]  # [N, 16]
 
 
 class PinsError(PencilError):
-    """A list of pins that cannot be read or used."""
+    """Pins that cannot be read or used."""
 
 
 def pins_folder(storage: str) -> str:
@@ -44,70 +49,113 @@ def pins_folder(storage: str) -> str:
     return f"{storage.rstrip('/')}/labels/pins"
 
 
-def read_pins(storage: str) -> pa.Table:
-    """Read the newest list, sorted by row; empty where nobody has decided anything."""
+@dataclass(frozen=True)
+class Pinned:
+    """Pins in the class numbers of one class list, sorted by row."""
+
+    rows: npt.NDArray[np.int64]
+    keys: Keys
+    classes: npt.NDArray[np.int32]
+    void: pa.Table  # pins to classes that this list does not have
+
+    def between(self, rows: range) -> "Pinned":
+        """The pins of some rows."""
+        some = slice(*np.searchsorted(self.rows, [rows.start, rows.stop]).tolist())
+        return Pinned(self.rows[some], self.keys[some], self.classes[some], self.void)
+
+    def within(self, num_rows: int) -> "Pinned":
+        """The pins of the first rows: a table may be older than the newest pins."""
+        return self.between(range(num_rows))
+
+    def void_warning(self) -> str:
+        """Say which pins have no effect; empty where all have."""
+        if not len(self.void):
+            return ""
+        entries = self.void.slice(0, SHOWN).to_pylist()
+        some = ", ".join(f"{entry['sample_id']!r} to {entry['class']!r}" for entry in entries)
+        return (
+            f"{len(self.void):,} pins are void, because the class list does not have their class: {some}; "
+            "these samples have the class they were given (pin them again, or name the new class in "
+            "nightly.remap)"
+        )
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The newest decision on every pinned sample, sorted by row."""
+
+    table: pa.Table
+
+    def resolve(self, class_names: Sequence[str], moved: Mapping[str, str | None] | None = None) -> Pinned:
+        """Translate into the numbers of a class list; `moved` says what became of classes that left it."""
+        numbers = {name: number for number, name in enumerate(class_names)}
+        became = {old: numbers[new] for old, new in (moved or {}).items() if new in numbers}
+        found = [numbers.get(name, became.get(name, -1)) for name in self.table["class"].to_pylist()]
+        classes = np.array(found, np.int32)
+        known = self.table.filter(pa.array(classes >= 0))
+        return Pinned(
+            known["row"].to_numpy(),
+            key_bytes(known["sample_key"]),
+            classes[classes >= 0],
+            self.table.filter(pa.array(classes < 0)),
+        )
+
+
+def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
+    """A column of 16-byte keys as uint8 [N, 16]."""
+    return np.frombuffer(b"".join(column.to_pylist()), np.uint8).reshape(-1, 16)
+
+
+def read_pins(storage: str) -> Pins:
+    """Merge all files of decisions; no pins where nobody has decided anything."""
     store = PartStore(pins_folder(storage))
-    name = newest_pins(storage)
-    if name is None:
-        return PINS.empty_table()
-    data = store.get(name)
-    if name != _name(data):
-        raise PinsError(f"{store.path(name)}: damaged; restore it, or name an older file in {MANIFEST}")
-    return pq.read_table(pa.BufferReader(data), schema=PINS)
-
-
-def newest_pins(storage: str) -> str | None:
-    """The file that holds the newest list; None where there is none."""
-    store = PartStore(pins_folder(storage))
-    try:
-        return str(json.loads(store.get(MANIFEST))["pins"])
-    except TableDamagedError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise PinsError(
-            f"{store.path(MANIFEST)}: damaged ({error}); name the newest file there again"
-        ) from error
-
-
-def add_pins(storage: str, pins: pa.Table) -> pa.Table:
-    """Lay newer words over the list and publish it; gives the whole list."""
-    whole = pa.concat_tables([read_pins(storage), pins.select(PINS.names).cast(PINS)]).combine_chunks()
-    rows = whole["row"].to_numpy()
+    tables = [PINS.empty_table()]
+    for name in sorted(PurePosixPath(path).name for path in store.names("")):
+        if name.endswith(BESIDE):
+            continue
+        try:
+            tables.append(pq.read_table(pa.BufferReader(store.get(name)), schema=PINS))
+        except (pa.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise PinsError(
+                f"{store.path(name)}: not an intact file of pins ({reason}); restore it, or remove it and "
+                "pin its decisions again"
+            ) from error
+    merged = pa.concat_tables(tables).combine_chunks()
+    merged = merged.take(pa.array(np.argsort(merged["at"].to_numpy(zero_copy_only=False), kind="stable")))
+    rows = merged["row"].to_numpy()
     newest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-    return _publish(storage, whole.take(pa.array(newest)).sort_by("row"))
+    return Pins(merged.take(pa.array(newest)))
 
 
-def renumber_pins(storage: str, new_numbers: npt.NDArray[np.int32]) -> pa.Table:
-    """Spell the list in another class list; what was pinned to a class that is gone is pinned no more."""
-    pins = read_pins(storage)
-    classes = new_numbers[pins["class"].to_numpy()]
-    place = pins.schema.get_field_index("class")
-    spelled = pins.set_column(place, PINS.field("class"), pa.array(classes, pa.int32()))
-    return _publish(storage, spelled.filter(pa.array(classes >= 0)))
-
-
-def _publish(storage: str, whole: pa.Table) -> pa.Table:
+def add_pins(storage: str, pins: pa.Table) -> None:
+    """Write one file of decisions; it is never changed."""
     sink = io.BytesIO()
-    pq.write_table(whole, sink, compression="zstd")
-    store, data = PartStore(pins_folder(storage)), sink.getvalue()
-    store.put(_name(data), data)
-    store.put(MANIFEST, json.dumps({"pins": _name(data), "num_pins": len(whole)}, indent=1).encode())
-    return whole
+    pq.write_table(pins.select(PINS.names).cast(PINS), sink, compression="zstd")
+    at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+    PartStore(pins_folder(storage)).put(f"{at}-{new_id()}.parquet", sink.getvalue())
 
 
-def apply_pins(table: LabelTable, pins: pa.Table) -> int:
-    """Pin the rows that a table, open for writing, has; gives how many."""
-    rows, classes = rows_and_classes(pins)
-    within = rows < table.layout.num_rows
-    if within.any():
-        table.pin(rows[within], classes[within])
-    return int(within.sum())
+def now() -> str:
+    """The time of a decision, fine enough to order two calls."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def rows_and_classes(pins: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The pinned rows, rising, and what each was pinned to."""
-    return pins["row"].to_numpy(), pins["class"].to_numpy()
+def apply_pins(table: LabelTable, pins: Pinned) -> int:
+    """Pin the rows that a table, open for writing, has; return how many."""
+    pins = pins.within(table.layout.num_rows)
+    if len(pins.rows):
+        require_same_samples(pins, table.read_key(pins.rows))
+        table.pin(pins.rows, pins.classes)
+    return len(pins.rows)
 
 
-def _name(data: bytes) -> str:
-    return f"pins-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+def require_same_samples(pins: Pinned, keys: Keys) -> None:
+    """Refuse pins whose rows are other samples now: the catalogue was rebuilt since."""
+    differs = (pins.keys != keys).any(axis=1) & keys.any(axis=1)  # a table made without keys has zeros
+    if differs.any():
+        raise PinsError(
+            f"pins: row {pins.rows[differs][0]:,} is another sample now ({int(differs.sum()):,} of "
+            f"{len(pins.rows):,} pins); the catalogue was rebuilt since they were made: move labels/pins "
+            "away and pin again"
+        )

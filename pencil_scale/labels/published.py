@@ -40,7 +40,7 @@ def find_published(storage: str, named: str) -> Published:
             raise
         raise NotPublishedError(f"{url}: no published labels; {_known(storage)}") from None
     manifest.require_whole()
-    return Published(name, url, manifest, history_folder(storage, name))
+    return Published(name, url, manifest, history_folder(storage, manifest.run))
 
 
 def published_url(storage: str, name: str) -> str:

@@ -2,10 +2,10 @@
 
 A shard that was written again may give a sample another label than before. What was learned of the old one
 says nothing of the new, so the row begins as every row does: scale * one-hot. A pinned row stays as it is,
-until people pin it to another class. Only the parts that hold such rows are read, and written anew.
+until people pin it to another class. Only the parts that hold such rows are read, and written again.
 
     manifest = regive(manifest, rows, classes)
-    manifest = regive(manifest, *rows_and_classes(read_pins(storage)), pin=True)
+    manifest = pin(manifest, read_pins(storage).resolve(class_names))
 """
 
 from dataclasses import replace
@@ -17,6 +17,7 @@ import pyarrow as pa
 from pencil_scale.labels.manifest import Manifest, PartEntry
 from pencil_scale.labels.part_files import fixed_width, labels_schema
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.pins import Pinned, key_bytes, require_same_samples
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part, put_piece
 from pencil_scale.labels.working_copy import checked_classes, scaled_one_hot
 
@@ -24,20 +25,33 @@ Int64s = npt.NDArray[np.int64]
 Classes = npt.NDArray[np.int32]
 
 
-def regive(manifest: Manifest, rows: Int64s, classes: Classes, pin: bool = False) -> Manifest:
-    """Put the parts of these rows into the store anew; `rows` rise, a class of -1 is no usable label."""
+def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
+    """Write the parts of these rows again; `rows` rise, a class of -1 is no usable label."""
     within = rows < manifest.layout.num_rows
-    rows, classes = rows[within], classes[within]
-    checked_classes(classes, manifest.layout.num_classes, lowest=0 if pin else -1, rows=rows)
+    return _set(manifest, rows[within], classes[within])
+
+
+def pin(manifest: Manifest, pins: Pinned) -> Manifest:
+    """Pin rows to classes, after checking that each row still is the sample that a person looked at."""
+    pins = pins.within(manifest.layout.num_rows)
+    return _set(manifest, pins.rows, pins.classes, pins)
+
+
+def _set(manifest: Manifest, rows: Int64s, classes: Classes, pins: Pinned | None = None) -> Manifest:
+    checked_classes(classes, manifest.layout.num_classes, lowest=-1 if pins is None else 0, rows=rows)
     parts = dict(manifest.parts)
     store = PartStore(manifest.store)
     for part in np.unique(rows >> manifest.layout.shift).tolist():
         here = manifest.layout.rows_of(part)
         some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
         batch = get_part(manifest, store, part, LABELS_FOLDER)
-        fresh = _regiven(batch, rows[some] - here.start, classes[some], manifest.scale, pin)
+        if pins is not None:
+            keys = key_bytes(batch.column("sample_key").take(pa.array(rows[some] - here.start)))
+            require_same_samples(pins.between(here), keys)
+        fresh = _regiven(batch, rows[some] - here.start, classes[some], manifest.scale, pins is not None)
         if fresh is not None:
-            parts[part] = PartEntry((put_piece(store, LABELS_FOLDER, fresh),), parts[part].ledger)
+            piece = put_piece(store, LABELS_FOLDER, fresh, manifest.run)
+            parts[part] = PartEntry((piece,), parts[part].ledger)
     return replace(manifest, parts=parts)
 
 

@@ -2,7 +2,7 @@
 
 The mapping names, for every new class, the old classes it is made of:
 
-    remap(table, [[0], [1, 4], [3], []], folder)      # 1 and 4 merged, 2 dropped, one class added
+    remap(table, [[0], [1, 4], [3], []], names, folder)      # 1 and 4 merged, 2 dropped, one class added
 
 A class made of one old class keeps its logits bit for bit. A merged class gets log(sum(exp(logits))), so it
 has the probabilities of both together. An added class starts at 0, as every class does that was not given.
@@ -34,14 +34,15 @@ log = logging.getLogger(__name__)
 Mapping = Sequence[Sequence[int]]
 
 
-def remap(table: LabelTable, mapping: Mapping, folder: str | Path) -> LabelTable:
+def remap(table: LabelTable, mapping: Mapping, class_names: Sequence[str], folder: str | Path) -> LabelTable:
     """Make a table over the new classes in `folder`; ledger, keys and pins come along.
 
     A row whose given class was dropped has class -1 from then on, and is no longer pinned.
     """
     _check(mapping, table.layout.num_classes)
     layout = choose_layout(table.layout.num_rows, len(mapping))
-    header = Header(layout, tuple(range(layout.num_parts)), table.first_epoch, table.scale)
+    parts = tuple(range(layout.num_parts))
+    header = Header(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
     row_ranges = [layout.rows_of(part) for part in header.parts]
     labels = (_remapped(table, mapping, np.arange(rows.start, rows.stop)) for rows in row_ranges)
     write_working_copy(Path(folder), header, labels, _ledger(table, row_ranges))

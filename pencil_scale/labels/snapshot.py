@@ -1,7 +1,8 @@
 """Snapshots: how parts get into a store under the names of their contents, and back out.
 
 Parts are written first, and what is returned names only what is there; so whoever saves that manifest last
-has a whole snapshot, and a kill at any moment before leaves only files that no manifest names, for `sweep`.
+has a complete snapshot, and a kill at any moment before leaves only files that no manifest names, for
+`sweep`.
 """
 
 import hashlib
@@ -18,7 +19,6 @@ from pencil_scale.labels.manifest import Manifest, PartEntry, Piece
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Header,
-    LabelTableError,
     PartFile,
     TableDamagedError,
     TableMismatchError,
@@ -32,23 +32,23 @@ LEDGER_FOLDER = "ledger"
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
 
-def put_piece(store: PartStore, folder: str, batch: pa.RecordBatch) -> Piece:
-    """Write one record batch under the name of its content, unless the store has it already."""
+def put_piece(store: PartStore, folder: str, batch: pa.RecordBatch, run: str) -> Piece:
+    """Write one record batch under the run's id and the name of its content, unless it is there already."""
     # The ledger is mostly runs of one number and shrinks to nothing; logits would not shrink at all.
     options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER_FOLDER else None)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema.remove_metadata(), options=options) as writer:
         writer.write_batch(batch.replace_schema_metadata(None))
     data = memoryview(sink.getvalue())
-    piece = Piece(hashlib.sha256(data).hexdigest(), data.nbytes, batch.num_rows)
+    piece = Piece(hashlib.sha256(data).hexdigest(), data.nbytes, batch.num_rows, run)
     if not store.holds(piece_name(folder, piece), piece.num_bytes):
         store.put(piece_name(folder, piece), data)
     return piece
 
 
 def piece_name(folder: str, piece: Piece) -> str:
-    """Where a piece lies in its store."""
-    return f"{folder}/{piece.sha256}.arrow"
+    """Where a piece is stored."""
+    return f"{folder}/{piece.run}/{piece.sha256}.arrow"
 
 
 def get_piece(store: PartStore, folder: str, piece: Piece, schema: pa.Schema) -> pa.RecordBatch:
@@ -99,7 +99,9 @@ def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator
 
 def restore_working_copy(manifest: Manifest, folder: Path, parts: tuple[int, ...]) -> None:
     """Write a working copy of these parts, every hash checked."""
-    header = Header(manifest.layout, parts, manifest.first_epoch, manifest.scale)
+    header = Header(
+        manifest.layout, parts, manifest.first_epoch, manifest.scale, manifest.class_names, manifest.run
+    )
     labels = get_parts(manifest, parts, LABELS_FOLDER)
     write_working_copy(folder, header, labels, get_parts(manifest, parts, LEDGER_FOLDER))
 
@@ -136,18 +138,21 @@ class PartTracker:
         header = self._header
         epochs = header.first_epoch, self._newest_epoch
         entries = {part: self._entries[part] for part in parts}
-        return Manifest(store.url, header.layout, header.scale, *epochs, entries)
+        identity = header.class_names, header.run
+        return Manifest(store.url, header.layout, header.scale, *epochs, *identity, entries)
 
     def _put_part(self, store: PartStore, part: int) -> int:
         """Put one part if it moved; the newest epoch known after that."""
         entry, newest_epoch = self._entries.get(part), self._newest_epoch
         if entry is None or self.labels_moved[part]:
-            labels: tuple[Piece, ...] = (put_piece(store, LABELS_FOLDER, self._labels.batch(part)),)
+            labels: tuple[Piece, ...] = (
+                put_piece(store, LABELS_FOLDER, self._labels.batch(part), self._header.run),
+            )
         else:
             labels = entry.labels
         if entry is None or self.ledger_moved[part]:
             batch = self._ledger.batch(part)
-            ledger: tuple[Piece, ...] = (put_piece(store, LEDGER_FOLDER, batch),)
+            ledger: tuple[Piece, ...] = (put_piece(store, LEDGER_FOLDER, batch, self._header.run),)
             newest_epoch = max(newest_epoch, int(batch.column("last_epoch").to_numpy().max()))
         else:
             ledger = entry.ledger
@@ -173,27 +178,17 @@ def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
     return seen
 
 
-def sweep(store: str | Path, manifests: Iterable[Manifest], min_age_s: float = 0.0) -> list[str]:
-    """Remove every part that none of these manifests names, and what killed writers left; say which.
+def sweep(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
+    """Remove the pieces that one run wrote and no manifest names; return their names.
 
-    For whoever is alone with the store: a part written for a manifest yet to come is named by none. Others
-    give a `min_age_s` that leaves such parts the time to be named.
+    For the run itself while it writes nothing: a piece is written before the manifest that names it.
     """
-    kept = list(manifests)
-    if not kept:
-        raise LabelTableError(
-            f"sweep of {store}: no manifest was given, so every part would go; give those to keep"
-        )
-    parts = PartStore(store)
-    named: set[str] = set()
+    parts, named = PartStore(store), set[str]()
     for entry in (entry for manifest in kept for entry in manifest.parts.values()):
         named.update(piece_name(LABELS_FOLDER, piece) for piece in entry.labels)
         named.update(piece_name(LEDGER_FOLDER, piece) for piece in entry.ledger)
-    swept = [
-        name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in parts.names(folder) if name not in named
-    ]
-    if min_age_s > 0:
-        swept = [name for name in swept if parts.age_s(name) >= min_age_s]
+    written = [name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in parts.names(f"{folder}/{run}")]
+    swept = [name for name in written if name not in named]
     for name in swept:
         parts.delete(name)
     return swept

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.pins import apply_pins, read_pins
+from pencil_scale.labels.pins import Pinned, apply_pins
 
 
 def label_store(storage: str) -> str:
@@ -19,7 +19,14 @@ def label_store(storage: str) -> str:
     return f"{storage.rstrip('/')}/labels"
 
 
-def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str | None) -> Manifest:
+def start_labels(
+    catalogue: Catalogue,
+    storage: str,
+    scale: float,
+    scratch: str | None,
+    pins: Pinned | None = None,
+    run: str | None = None,
+) -> Manifest:
     """Make a fresh table over all rows of the catalogue and put it into the label store.
 
     A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
@@ -28,15 +35,16 @@ def start_labels(catalogue: Catalogue, storage: str, scale: float, scratch: str 
     if scratch is not None:
         Path(scratch).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
-        table = fresh_table(catalogue, folder, scale)
-        apply_pins(table, read_pins(storage))
+        table = fresh_table(catalogue, folder, scale, run)
+        if pins is not None:
+            apply_pins(table, pins)
         return table.snapshot(label_store(storage))
 
 
-def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0) -> LabelTable:
+def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0, run: str | None = None) -> LabelTable:
     """Make a table in which every row of the catalogue has the class it was given."""
     keys, classes = _keys(catalogue), _classes(catalogue)
-    return LabelTable.create(Path(folder) / "table", classes, catalogue.num_classes, keys, scale)
+    return LabelTable.create(Path(folder) / "table", classes, catalogue.class_names, keys, scale, run)
 
 
 def _classes(catalogue: Catalogue) -> Iterator[npt.NDArray[np.int32]]:

@@ -66,11 +66,17 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 
 def create_working_copy(
-    folder: Path, noisy_class: ClassSource, num_classes: int, sample_keys: KeySource | None, scale: float
+    folder: Path,
+    noisy_class: ClassSource,
+    class_names: Sequence[str],
+    sample_keys: KeySource | None,
+    scale: float,
+    run: str,
 ) -> Header:
     """Write the working copy of a new table, whose rows nobody has visited."""
+    num_classes = len(class_names)
     if num_classes < 2:
-        raise LabelTableError(f"{folder}: num_classes is {num_classes}; labels need at least 2 classes")
+        raise LabelTableError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
     with named_storage_errors(folder):
         if (folder / LABELS_FILE).exists():
             raise LabelTableError(f"{folder}: holds a label table already; open it, or empty the folder")
@@ -78,7 +84,8 @@ def create_working_copy(
             classes = class_column(noisy_class, num_classes, Path(spool))
             keys = key_column(sample_keys, len(classes), Path(spool))
             layout = choose_layout(len(classes), num_classes)
-            header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=scale)
+            parts = tuple(range(layout.num_parts))
+            header = Header(layout, parts, 1, scale, tuple(class_names), run)
             write_working_copy(folder, header, first_labels(header, classes, keys), first_ledger(header))
     return header
 

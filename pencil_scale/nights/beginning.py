@@ -15,7 +15,7 @@ from pencil_scale.config import describe
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
 from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, now
-from pencil_scale.nights.retention import NIGHTS, remove_made
+from pencil_scale.nights.retention import remove_made
 from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder
 from pencil_scale.settings import Config
@@ -85,7 +85,7 @@ def resumable(nights: NightFiles, settings: Mapping[str, str], say: Say) -> Plan
         say(f"{plan.name} goes on where it stopped")
         return plan
     say(f"{plan.name} was not finished, and is abandoned: {reason}")
-    remove_made(nights.storage, plan.name, kept=(NIGHTS,))
+    remove_made(nights, plan)
     nights.close(plan.name, "abandoned")
     return None
 

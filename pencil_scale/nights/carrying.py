@@ -1,9 +1,10 @@
 """Carrying over: the labels of one night as those the next one begins with.
 
 Every known row keeps its logits bit for bit, whatever shard it lies in now. New rows follow, as given; rows
-that were given another class begin anew; what people pinned since is laid over all.
+that were given another class start again; what people pinned since is laid over all. A row that was pinned to
+a class that has left the list gets the class the catalogue gives it.
 
-    labels = carry_over(parent_manifest, crawl, catalogue, mapping, read_pins(storage), scratch=None)
+    labels = carry_over(parent_manifest, crawl, catalogue, mapping, pins, run=plan.id, scratch=None)
 """
 
 import tempfile
@@ -21,10 +22,10 @@ from pencil_scale.labels.growth import grow
 from pencil_scale.labels.label_moves import START
 from pencil_scale.labels.label_report import HISTORY, study_labels
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.pins import rows_and_classes
-from pencil_scale.labels.regiving import regive
+from pencil_scale.labels.pins import Pinned
+from pencil_scale.labels.regiving import pin, regive
 from pencil_scale.labels.remap import remap
-from pencil_scale.nights.class_changes import Classes, is_same
+from pencil_scale.nights.class_changes import Classes, is_same, new_numbers
 from pencil_scale.nights.crawl import Crawl
 from pencil_scale.nights.night_files import NightError
 
@@ -32,22 +33,27 @@ STRETCH = 1 << 18
 
 
 def carry_over(
-    parent: Manifest, crawl: Crawl, after: Catalogue, mapping: Classes, pins: pa.Table, scratch: str | None
+    parent: Manifest,
+    crawl: Crawl,
+    after: Catalogue,
+    mapping: Classes,
+    pins: Pinned,
+    run: str,
+    scratch: str | None,
 ) -> Manifest:
-    """Make the labels that a night begins with, in the parent's store."""
+    """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
     if parent.layout.num_rows != crawl.first_row:
         raise NightError(
             f"labels over {parent.layout.num_rows:,} rows, the catalogue of their night has "
             f"{crawl.first_row:,}; promote another night"
         )
-    labels = parent
+    labels = parent.for_new_run(run)
     if not is_same(mapping, parent.layout.num_classes):
-        labels = _remapped(labels, mapping, scratch)
+        labels = _remapped(labels, mapping, after, scratch)
     if after.num_rows > crawl.first_row:
         labels = grow(labels, _classes(after, crawl.first_row), _keys(after, crawl.first_row))
     labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
-    labels = regive(labels, *rows_and_classes(pins), pin=True)
-    return labels.for_new_run()
+    return pin(labels, pins)
 
 
 def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
@@ -59,11 +65,21 @@ def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
         study_labels(labels, catalogue, history=writer)
 
 
-def _remapped(labels: Manifest, mapping: Classes, scratch: str | None) -> Manifest:
+def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str | None) -> Manifest:
     """The one step that reads every label: another class list changes the width of all of them."""
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
         table = LabelTable.restore(labels, Path(folder) / "old")
-        return remap(table, mapping, Path(folder) / "new").snapshot(labels.store)
+        rows = np.arange(table.layout.num_rows)
+        numbers = np.array(new_numbers(mapping, table.layout.num_classes))
+        freed = rows[table.read_pinned(rows) & (numbers[table.read_class(rows)] < 0)]
+        remapped = remap(table, mapping, after.class_names, Path(folder) / "new").snapshot(labels.store)
+    return regive(remapped, freed, _given(after, freed))
+
+
+def _given(catalogue: Catalogue, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The classes that the catalogue gives some rows; -1 where it gives none."""
+    found = [catalogue.read(row, row + 1, ["noisy_class"])["noisy_class"][0].as_py() for row in rows.tolist()]
+    return np.array([-1 if number is None else number for number in found], np.int32)
 
 
 def _classes(catalogue: Catalogue, first_row: int) -> Iterator[npt.NDArray[np.int32]]:

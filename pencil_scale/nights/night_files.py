@@ -37,6 +37,7 @@ class Plan:
     """What a night was begun with."""
 
     name: str
+    id: str  # of its run, and of all label parts it writes
     number: int
     parent: str | None
     catalogue_version: int
@@ -111,12 +112,20 @@ class NightFiles:
         self._write(f"{night.name}/{NIGHT}", asdict(night))
         return night
 
+    def carried(self, name: str) -> str:
+        """Where a night keeps the manifest of the labels it starts with."""
+        return f"{self.folder(name)}/{CARRIED}"
+
     # -- nights under way ---------------------------------------------------------------------------
+
+    def plans(self) -> list[Plan]:
+        """Every night that was started, in order."""
+        found = [plan for name in self.names() if (plan := self.plan(name))]
+        return sorted(found, key=lambda plan: plan.number)
 
     def next_number(self) -> int:
         """The number of the night to come; no number is given twice."""
-        numbers = [plan.number for name in self.names() if (plan := self.plan(name))]
-        return max(numbers, default=0) + 1
+        return max((plan.number for plan in self.plans()), default=0) + 1
 
     def plan(self, name: str) -> Plan | None:
         """Read what a night was begun with."""
@@ -130,8 +139,7 @@ class NightFiles:
 
     def unclosed(self) -> Plan | None:
         """The newest night that was begun, if it has not come to its end."""
-        plans = [plan for name in self.names() if (plan := self.plan(name))]
-        newest = max(plans, key=lambda plan: plan.number, default=None)
+        newest = next(reversed(self.plans()), None)
         return None if newest is None or self._read(f"{newest.name}/{CLOSED}") is not None else newest
 
     def close(self, name: str, verdict: str) -> None:

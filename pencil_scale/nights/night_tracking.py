@@ -50,7 +50,8 @@ def _plan(config: Config, record: RunRecord) -> TrackedRun:
     """The same MLflow run as before, with what was known of it then."""
     settings: dict[str, Any] = dict(record.settings)
     params = {name: text for name, text in settings.items() if " " not in name}
-    plan = plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking)
+    version = str(record.catalogue_version)
+    plan = plan_tracking(config, catalogue_version=version, run_id=record.id, state=record.tracking)
     named = settings.get("tracking.experiment")
     experiment = record.name if named in (None, "None") else named
     return replace(plan, experiment=experiment, params=params)

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import difference
 from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.pins import newest_pins, read_pins, renumber_pins
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.same_rows import require_same_rows
 from pencil_scale.nights.carrying import carry_over, write_start
-from pencil_scale.nights.class_changes import Classes, class_mapping, is_same, new_numbers
+from pencil_scale.nights.class_changes import Classes, class_mapping, is_same
 from pencil_scale.nights.crawl import Crawl, find_crawl, old_rows
-from pencil_scale.nights.night_files import CARRIED, Night, NightFiles, Plan
+from pencil_scale.nights.night_files import CARRIED, Night, NightError, NightFiles, Plan
 from pencil_scale.plan import mixed_key
 from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.settings import Config, Stages
 from pencil_scale.subset_files import SubsetWords, read_table, read_words, write_subset
 
-ROWS, WEIGHTS, OLD_PINS = "rows", "start.pt", "old_pins.txt"
+ROWS, WEIGHTS = "rows", "start.pt"
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,27 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
     parent, storage = nights.must_find(plan.parent), nights.storage
     after = Catalogue.open(storage, plan.catalogue_version)
     before = Catalogue.open(storage, parent.catalogue_version)
-    mapping = class_mapping(parent.class_names, after.manifest["classes"], config.nightly.remap)
+    old = Manifest.load(parent.labels)
+    if old.class_names != before.class_names:
+        raise NightError(
+            f"{parent.labels}: its class list {difference(old.class_names, before.class_names)}, compared "
+            f"with catalogue version {before.version} of {parent.name}; promote another night"
+        )
+    mapping = class_mapping(old.class_names, after.class_names, config.nightly.remap)
     crawl = find_crawl(before, after, mapping)
     folder = nights.folder(plan.name)
     if not _is_there(folder, CARRIED):
-        _renumber_pins(storage, mapping, before.num_classes, folder)
-        old, scratch = Manifest.load(parent.labels), config.workers.scratch
-        carried = carry_over(old, crawl, after, mapping, read_pins(storage), scratch)
+        require_same_rows(old, after)
+        pins = read_pins(storage).resolve(after.class_names, config.nightly.remap)
+        if warning := pins.void_warning():
+            print(f"WARNING: {warning}", flush=True)
+        carried = carry_over(old, crawl, after, mapping, pins, plan.id, config.workers.scratch)
         if config.checkpoint.history:
-            write_start(carried, after, history_folder(storage, plan.name))
-        carried.save(f"{folder}/{CARRIED}")
+            write_start(carried, after, history_folder(storage, plan.id))
+        carried.save(nights.carried(plan.name))
     rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
     weights = _weights(parent, mapping, folder)
-    labels = Manifest.load(f"{folder}/{CARRIED}")
+    labels = Manifest.load(nights.carried(plan.name))
     return Prepared(parent, before, after, mapping, crawl, labels, rows, f"{folder}/{ROWS}", weights)
 
 
@@ -108,21 +118,12 @@ def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: st
     members = pa.concat_tables([crawl.fresh, drawn]).sort_by("row")
     counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
     how = {"seed": config.run.seed, "night": plan.number, "new": len(crawl.fresh), "old": len(drawn)}
-    words = SubsetWords(config.run.storage, after.version, len(members), tuple(counts), how)
+    words = SubsetWords(
+        config.run.storage, after.version, len(members), after.class_names, tuple(counts), how
+    )
     write_subset(folder, words, members)
     rows: npt.NDArray[np.int64] = members["row"].to_numpy()
     return rows
-
-
-def _renumber_pins(storage: str, mapping: Classes, num_old: int, folder: str) -> None:
-    """Pins are numbers of classes, so they follow the class list: once, also if this is done again."""
-    newest = newest_pins(storage)
-    if newest is None or is_same(mapping, num_old):
-        return
-    if not _is_there(folder, OLD_PINS):
-        PartStore(folder).put(OLD_PINS, newest.encode())
-    if PartStore(folder).get(OLD_PINS).decode() == newest:
-        renumber_pins(storage, np.array(new_numbers(mapping, num_old), np.int32))
 
 
 def _weights(parent: Night, mapping: Classes, folder: str) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pencil_scale.class_names import ClassOrder
 from pencil_scale.decisions import UNLABELLED, decide
 from pencil_scale.export import LABELS, PERSON, SCHEMA
 from pencil_scale.export_rows import ExportRows, Source
@@ -112,7 +113,9 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
 
 def _tables(source: Source, rules: Rules, rows: range) -> Iterator[pa.Table]:
     """The rows of an export, and under `before` what their labels were at the time to compare with."""
-    before = _classes(rules.since, rows) if rules.since is not None else np.full(len(rows), UNLABELLED)
+    before = np.full(len(rows), UNLABELLED)
+    if rules.since is not None:
+        before = _classes(rules.since, rows, source.words.class_names)
     for table in ExportRows(source).tables(rows):
         here = before[table["row"].to_numpy() - rows.start]
         yield table.append_column("before", pa.array(here, pa.int64(), mask=here == UNLABELLED))
@@ -162,8 +165,9 @@ def _drawn(drawn: pa.Table, stratum: str, rules: Rules) -> pa.Table:
     return here.take(pa.array(draw(here["row"].to_numpy(), rules.seed, rules.audit)))
 
 
-def _classes(published: Published, rows: range) -> Int64s:
-    """What published labels say of these rows; -1 where they do not know them."""
+def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:
+    """What published labels say of these rows, in the numbers of a class list; -1 where they say nothing."""
+    order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
     manifest, layout = published.manifest, published.manifest.layout
     classes = np.full(len(rows), UNLABELLED, np.int64)
     store, stop = PartStore(manifest.store), min(rows.stop, layout.num_rows)
@@ -174,7 +178,7 @@ def _classes(published: Published, rows: range) -> Int64s:
         first, last = max(here.start, rows.start), min(here.stop, stop)
         if first < last:
             classes[first - rows.start : last - rows.start] = found[first - here.start : last - here.start]
-    return classes
+    return order.classes(classes)
 
 
 def _added(cells: Sequence[Cells]) -> Cells:

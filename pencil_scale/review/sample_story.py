@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.decisions import UNLABELLED, decide
-from pencil_scale.export_files import read_manifest
+from pencil_scale.export_files import first_row, read_manifest
 from pencil_scale.indexing.catalogue_update import hashes_of
 from pencil_scale.indexing.duplicates import contains
 from pencil_scale.indexing.index_rules import make_overlay
@@ -103,11 +103,9 @@ def tell(storage: str, sample_id: str, exclude: str | None, export_folders: Sequ
         for aliases in catalogue.small_tables("alias_tables")
         for alias in aliases.filter(pc.equal(aliases["row"], number)).to_pylist()
     )
-    pins = read_pins(storage)
-    pin = next(iter(pins.filter(pc.equal(pins["row"], number)).to_pylist()), None)
-    if pin is not None:
-        pin["class_name"] = _named(names, pin["class"])
-    chapters = tuple(_chapters(storage, number, names))
+    pins = read_pins(storage).table
+    pin = next(iter(pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()), None)
+    chapters = tuple(_chapters(storage, number))
     exports = tuple(_exports(storage, number, row["shard_url"], export_folders))
     return Story(row, duplicates, False, chapters, pin, exports)
 
@@ -138,7 +136,7 @@ def _alike(catalogue: Catalogue, text: str) -> str:
 # --- runs and nights ---------------------------------------------------------------------------------
 
 
-def _chapters(storage: str, row: int, names: tuple[str, ...]) -> Iterable[Chapter]:
+def _chapters(storage: str, row: int) -> Iterable[Chapter]:
     files = NightFiles(storage)
     nights = {night.name: night for night in files.nights()}
     current = files.current()
@@ -150,14 +148,11 @@ def _chapters(storage: str, row: int, names: tuple[str, ...]) -> Iterable[Chapte
         if row < published.manifest.layout.num_rows:
             night = nights.get(published.name)
             standing = "in use" if current and current.name == published.name else ""
-            yield _chapter(storage, published, night, standing, row, names)
+            yield _chapter(storage, published, night, standing, row)
 
 
-def _chapter(
-    storage: str, published: Published, night: Night | None, standing: str, row: int, names: tuple[str, ...]
-) -> Chapter:
-    if night is not None:
-        names = night.class_names
+def _chapter(storage: str, published: Published, night: Night | None, standing: str, row: int) -> Chapter:
+    names = published.manifest.class_names
     trained_by = night.trained_by if night else published.name
     record = read_record(storage, trained_by)
     model = night.model if night else f"{storage}/models/{published.name}.pt"
@@ -223,7 +218,7 @@ def _exports(storage: str, row: int, shard: str, folders: Sequence[str]) -> Iter
         manifest = read_manifest(folder)
         if manifest is None:
             continue
-        starts = [int(PurePosixPath(file).name[:10]) for file in manifest.table]
+        starts = [first_row(file) for file in manifest.table]
         place = int(np.searchsorted(starts, row, side="right")) - 1
         entry = _entry(f"{folder}/{manifest.table[place]}", row) if place >= 0 else None
         sidecar = manifest.sidecars.get(shard)

@@ -93,7 +93,7 @@ def _pin(story: Story) -> Iterator[str]:
         return
     note = f" ({_plain(pin['note'])})" if pin["note"] else ""
     by = _plain(pin["by"] or "somebody who left no name")
-    yield f"pin          {_plain(pin['class_name'])}, by {by}, at {pin['at']}{note}"
+    yield f"pin          {_plain(pin['class'])}, by {by}, at {pin['at']}{note}"
 
 
 def _export(exported: Exported) -> Iterator[str]:

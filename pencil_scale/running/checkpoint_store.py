@@ -1,12 +1,17 @@
-"""Checkpoint store: where Ray Train keeps the checkpoints of a run, good whenever it is killed.
+"""Checkpoint store: where Ray Train keeps the checkpoints of a run, usable whenever it is killed.
 
-Ray tells which checkpoints count in one small file that it writes anew each time. On a local disk that file
-is empty for a moment, and a run killed in it could never go on. Here a file gets its name when it is whole.
-In an object store it does so anyway.
+Ray lists the checkpoints that count in one small file that it rewrites each time. On a local disk that file
+is empty for a moment, and a run killed in it could never be resumed. Here a file gets its name when it is
+complete. In an object store it does so anyway.
+
+    store = CheckpointStore(storage, name, run_id)
+    store.newest()              # (attempt, path) to resume from; None at the start of a run
 """
 
 import io
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,10 @@ import fsspec
 import pyarrow.fs
 from fsspec.implementations.local import LocalFileSystem
 
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.checkpoint import CheckpointError
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the checkpoints that count
 BESIDE = ".unfinished"
-YOUNG_S = 300.0
 
 
 class WholeFile(io.BufferedWriter):
@@ -56,34 +60,76 @@ class WholeFiles(LocalFileSystem):  # type: ignore[misc]
         return super()._open(path, mode, *arguments, **options)
 
 
-def checkpoint_store(storage: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """The filesystem and the folder in which Ray Train keeps the checkpoints of all runs of a storage."""
-    files, path = fsspec.core.url_to_fs(f"{storage.rstrip('/')}/checkpoints")
-    if isinstance(files, LocalFileSystem):
-        files = WholeFiles()
-    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(files)), path
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one run: a folder for each attempt, in which Ray Train keeps its list.
 
-
-def sweep_checkpoints(storage: str, name: str) -> list[str]:
-    """Remove what killed uploads left of checkpoints that never counted; say which.
-
-    For whoever holds the run: a checkpoint on its way is not in the list yet either. Workers of a command
-    that was killed go on until their cluster notices, and a checkpoint that they list after it was swept
-    would make the run useless for ever; so what is young is left for the next start.
+    An attempt writes only into its own folder, so one that was given up for dead and wakes again cannot touch
+    what a later one wrote. Folders bear the run's id: a run that reuses a name finds nothing of the one
+    before.
     """
-    files, path = fsspec.core.url_to_fs(f"{storage.rstrip('/')}/checkpoints/{name}")
-    if not files.exists(f"{path}/{SNAPSHOT}"):
-        return []
-    counted = files.cat_file(f"{path}/{SNAPSHOT}").decode()
-    found = [str(one).rstrip("/").rsplit("/", 1)[-1] for one in files.ls(path, detail=False)]
-    left = [folder for folder in found if folder.startswith("checkpoint-") and folder not in counted]
-    store = PartStore(f"{storage.rstrip('/')}/checkpoints/{name}")
-    old = [folder for folder in left if _age_s(store, folder) >= YOUNG_S]
-    for folder in old:
-        files.rm(f"{path}/{folder}", recursive=True)
-    return old
+
+    storage: str
+    name: str
+    run: str  # id
+
+    @property
+    def url(self) -> str:
+        return f"{self.storage.rstrip('/')}/checkpoints/{self.name}"
+
+    def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        """The filesystem and the folder that Ray Train is given for the attempts of this run."""
+        files, path = fsspec.core.url_to_fs(self.url)
+        if isinstance(files, LocalFileSystem):
+            files = WholeFiles()
+        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(files)), path
+
+    def attempt_name(self, attempt: int) -> str:
+        return f"{self.run}-{attempt:04d}"
+
+    def attempts(self) -> list[int]:
+        """The attempts of this run that left a folder, rising."""
+        files, path = fsspec.core.url_to_fs(self.url)
+        files.invalidate_cache()
+        if not files.exists(path):
+            return []
+        names = [str(one).rstrip("/").rsplit("/", 1)[-1] for one in files.ls(path, detail=False)]
+        return sorted(int(name[len(self.run) + 1 :]) for name in names if self._is_attempt(name))
+
+    def _is_attempt(self, name: str) -> bool:
+        run, _, attempt = name.rpartition("-")
+        return run == self.run and attempt.isdigit()
+
+    def newest(self) -> tuple[int, str] | None:
+        """The newest attempt that committed a checkpoint, and the path of that checkpoint."""
+        files, path = fsspec.core.url_to_fs(self.url)
+        for attempt in reversed(self.attempts()):
+            folder = f"{path}/{self.attempt_name(attempt)}"
+            latest = _latest(files, f"{folder}/{SNAPSHOT}")
+            if latest is not None:
+                return attempt, f"{folder}/{latest}"
+        return None
+
+    def remove(self, before: int | None = None) -> list[int]:
+        """Remove the attempts before one, or all of them; return which."""
+        files, path = fsspec.core.url_to_fs(self.url)
+        old = [attempt for attempt in self.attempts() if before is None or attempt < before]
+        for attempt in old:
+            files.rm(f"{path}/{self.attempt_name(attempt)}", recursive=True)
+        if before is None and files.exists(path) and not files.ls(path, detail=False):
+            files.rmdir(path)
+        return old
 
 
-def _age_s(store: PartStore, folder: str) -> float:
-    """How long ago the newest file of a folder was written."""
-    return min((store.age_s(file) for file in store.names(folder)), default=YOUNG_S)
+def _latest(files: Any, path: str) -> str | None:
+    """The checkpoint that Ray's list calls the latest; a checkpoint that is not listed does not count."""
+    if not files.exists(path):
+        return None
+    try:
+        latest = json.loads(files.cat_file(path))["latest_checkpoint_result"]
+        return None if latest is None else str(latest["checkpoint_dir_name"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: not an intact list of checkpoints ({error}); restore it, or remove its folder to "
+            "resume from an earlier attempt"
+        ) from error

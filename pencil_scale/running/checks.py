@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from pencil_scale.backbones import build_backbone
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.class_names import read_class_names
+from pencil_scale.class_names import difference, read_class_names
+from pencil_scale.indexing.index_rules import newly_excluded
 from pencil_scale.outlook import check_outlook
 from pencil_scale.schedule import Schedule
 from pencil_scale.schema import PencilError
@@ -32,8 +33,11 @@ class Checked:
     lines: list[str]
 
 
-def check_run(config: Config) -> Checked:
-    """Look at the server, the classes, the network, the labels' outlook and the catalogue."""
+def check_run(config: Config, version: int | None = None) -> Checked:
+    """Look at the server, the classes, the network, the labels' outlook and the catalogue.
+
+    `version` is that of the catalogue a run started with; without, the newest.
+    """
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         check_server(uri)
@@ -45,15 +49,22 @@ def check_run(config: Config) -> Checked:
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
     size = sum(parameter.numel() for parameter in model.parameters())
     outlook = check_outlook(schedule, len(names))
-    catalogue = Catalogue.open(config.run.storage)
-    if catalogue.num_classes != len(names):
+    catalogue = Catalogue.open(config.run.storage, version)
+    if catalogue.class_names != names:
+        remedy = "run pipelines.index_shards again"
+        if version is not None:
+            remedy = f"put back the list of catalogue version {version}, or choose another run.name"
         raise RunRefusedError(
-            f"data.classes: {config.data.classes} names {len(names)} classes, the catalogue was indexed with "
-            f"{catalogue.num_classes}; run pipelines.index_shards again"
+            f"data.classes: {config.data.classes} {difference(names, catalogue.class_names)}, "
+            f"compared with the catalogue; {remedy}"
         )
     subset = None
     if config.data.subset is not None:
         subset = read_members(config.data.subset, catalogue, config.run.storage)
+    taken_down = newly_excluded(catalogue, config.data.exclude)
+    if len(taken_down):
+        known = catalogue.ok_rows().row.astype(np.int64) if subset is None else subset
+        subset = np.setdiff1d(known, taken_down)
     stages = schedule.stages
     lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
     lines = [
@@ -62,6 +73,8 @@ def check_run(config: Config) -> Checked:
         "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
         outlook,
     ]
+    if len(taken_down):
+        lines.append(f"data.exclude: {len(taken_down):,} more samples are taken down and trained on no more")
     return Checked(names, schedule, catalogue, subset, lines)
 
 

@@ -14,7 +14,7 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pencil_scale.running.checkpoint_store import checkpoint_store, sweep_checkpoints
+from pencil_scale.running.checkpoint_store import CheckpointStore
 from pencil_scale.running.control import take_news
 from pencil_scale.running.failures import TellFailures
 from pencil_scale.running.worker import Job, train_worker
@@ -64,8 +64,8 @@ def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None]) -> None:
 def _trainer(job: Job) -> TorchTrainer:
     config = job.config
     fewest, most = config.workers.count
-    sweep_checkpoints(config.run.storage, config.run.name)
-    filesystem, path = checkpoint_store(config.run.storage)
+    store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
+    filesystem, path = store.filesystem()
     some: Any = most if fewest == most else (fewest, most)
     scaling: dict[str, Any] = {
         "num_workers": 0 if config.workers.in_process else some,  # 0 is Ray Train's local mode
@@ -79,7 +79,7 @@ def _trainer(job: Job) -> TorchTrainer:
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(**scaling),
         run_config=ray.train.RunConfig(
-            name=config.run.name,
+            name=store.attempt_name(job.origin.attempt),
             storage_path=path,
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),

@@ -1,10 +1,11 @@
-"""Run record: what a run of some name was begun with, so that the same name goes on or is refused.
+"""Run record: what a run was started with, so that the same name resumes it or is refused.
 
-`<storage>/runs/<name>/run.json` is written before anything trains. The same command again goes on where the
-run stopped, with any number of workers. A name that is finished, or was begun with other settings, is
-refused: a reused name must never quietly continue something else.
+`<storage>/runs/<name>/run.json` is written before anything trains. It gives the run a random id, and
+everything the run writes bears that id: a name can be reused, an id cannot. The same command again resumes
+the run, with any number of workers. A name that is finished, or was started with other settings, is refused.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,9 +13,10 @@ from typing import Any
 
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.schema import PencilError
 
-# What may differ when a run goes on: how it is executed, not what it computes.
+# What may differ when a run is resumed: how it is executed, not what it computes.
 FREE = (
     "workers.",
     "checkpoint.",
@@ -36,15 +38,25 @@ class RunNameError(PencilError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run was begun with, and how it stands."""
+    """What a run was started with, and how it stands."""
 
     name: str
+    id: str
     settings: Mapping[str, str]
     catalogue_version: int
+    class_names: tuple[str, ...]
+    clean: Mapping[str, int]  # catalogue versions of the clean sets it is evaluated on
     labels: str  # the label manifest it starts from
+    weights: str | None = None  # what the network starts from: a copy, so that the original may go
     status: str = "running"  # running | stopped | finished
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Name the settings that decide what the run computes."""
+        decisive = {key: text for key, text in self.settings.items() if not key.startswith(FREE)}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_folder(storage: str, name: str) -> str:
@@ -53,9 +65,10 @@ def run_folder(storage: str, name: str) -> str:
 
 
 def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunRecord | None:
-    """Find the run to go on with; None if the name is new; refuse a name that means something else."""
+    """Find the run to resume; None if the name is new; refuse a name that means something else."""
     record = read_record(storage, name)
     if record is None:
+        _require_unused(storage, name)
         return None
     if record.status == "finished":
         raise RunNameError(
@@ -70,10 +83,23 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         was, now = record.settings.get(key), settings.get(key)
         more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
         raise RunNameError(
-            f"run {name} was begun with {key}={was}, now it is {now}{more}; "
-            "set it back to go on, or choose another run.name"
+            f"run {name} was started with {key}={was}, now it is {now}{more}; "
+            "set it back to resume, or choose another run.name"
         )
     return record
+
+
+def _require_unused(storage: str, name: str) -> None:
+    """Refuse a name whose record is gone but whose results are there: they would be overwritten."""
+    for left in (f"labels/published/{name}.json", f"labels/held/{name}.json", f"models/{name}.pt"):
+        filesystem, path = filesystem_of(f"{storage.rstrip('/')}/{left}")
+        filesystem.invalidate_cache()
+        if filesystem.exists(path):
+            raise RunNameError(
+                f"run {name}: {storage}/{left} is there, left by an earlier run of this name whose record "
+                f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
+                "run.name, or remove what it left (labels/published, labels/held and models)"
+            )
 
 
 def read_record(storage: str, name: str) -> RunRecord | None:
@@ -82,7 +108,7 @@ def read_record(storage: str, name: str) -> RunRecord | None:
         found = json.loads(PartStore(run_folder(storage, name)).get("run.json"))
     except TableDamagedError:
         return None
-    return RunRecord(**found)
+    return RunRecord(**{**found, "class_names": tuple(found["class_names"])})
 
 
 def write_record(storage: str, record: RunRecord, **changes: Any) -> RunRecord:

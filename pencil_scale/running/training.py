@@ -1,30 +1,38 @@
-"""A run from its config to its summary: check, begin or go on, train, publish."""
+"""A run from its config to its summary: check, start or resume, train, publish."""
 
 import hashlib
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.checkpoint import Origin
 from pencil_scale.config import describe
 from pencil_scale.labels.label_study import LabelStudy
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.same_rows import require_same_rows
 from pencil_scale.labels.start_labels import start_labels
-from pencil_scale.labels.sweeping import sweep_storage
+from pencil_scale.labels.sweeping import sweep_run
 from pencil_scale.outlook import label_scale
 from pencil_scale.reading.byte_source import filesystem_of, is_local
+from pencil_scale.running.checkpoint_store import CheckpointStore
 from pencil_scale.running.checks import Checked, check_run
 from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
 from pencil_scale.running.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.running.run_lock import alone, run_lock
+from pencil_scale.running.run_lock import run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
-from pencil_scale.schema import PencilError
+from pencil_scale.schema import PencilError, new_id
 from pencil_scale.settings import Config
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
@@ -35,30 +43,45 @@ from pencil_scale.telling.tracker import Tracker
 STOPPED = 143  # what a shell reports of a command that SIGTERM ended
 
 
-def train(config: Config, labels: Manifest | None = None, alias: str | None = "current") -> Summary:
-    """Train to the end, publish the model and the labels, and say what came of it.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts with that follows another, as a night does."""
 
-    `labels` are those a run begins with that goes on from another; without, every row begins as given.
-    `alias` is what a registered model is called from then on; without, somebody decides later.
+    run: str  # its id
+    catalogue_version: int
+    labels: Manifest | None  # None: every row starts as given
+
+
+def train(config: Config, start: Start | None = None, alias: str | None = "current") -> Summary:
+    """Train to the end, publish the model and the labels, and report the outcome.
+
+    Without a `start`, a new run has a new id and the newest catalogue, and every row starts as given. `alias`
+    is what a registered model is called from then on; without, somebody decides later.
     """
     config = with_absolute_storage(config)
-    checked = check_run(config)
-    print("\n".join(checked.lines), flush=True)
     with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, checked, labels, alias)
+        return _train_locked(config, start, alias)
 
 
-def _train_locked(config: Config, checked: Checked, labels: Manifest | None, alias: str | None) -> Summary:
+def _train_locked(config: Config, start: Start | None, alias: str | None) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
+    version = record.catalogue_version if record else start.catalogue_version if start else None
+    if record is not None:
+        config = _with_weights(config, record.weights)
+    checked = check_run(config, version)
+    print("\n".join(checked.lines), flush=True)
     ensure_ray()
     require_room(config.workers)
     control = start_control(config.run.storage, config.run.name)
     if record is None:
-        record = _begin(config, checked, labels)
+        record = _begin(config, checked, start)
+        config = _with_weights(config, record.weights)
     else:
-        print(f"run {record.name} goes on where it stopped, on catalogue version {record.catalogue_version}")
+        print(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
     tracker = Tracker(
-        plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking),
+        plan_tracking(
+            config, catalogue_version=str(record.catalogue_version), run_id=record.id, state=record.tracking
+        ),
         outbox_folder(config),
     )
     record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
@@ -67,23 +90,23 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None, ali
     if not outcome.finished:
         write_record(config.run.storage, record, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
-        _say(f"stopped and saved; to go on: {_this_command()}")
+        _say(f"stopped and saved; to resume: {_this_command()}")
         raise SystemExit(STOPPED)
     summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
     tracker.finish()
     write_record(config.run.storage, record, status="finished", tracking=tracker.state())
     print(summary.table())
-    _sweep(config)
+    _tidy(config, record)
     return summary
 
 
-def _sweep(config: Config) -> None:
-    """Remove the label parts that only checkpoints named that are gone; a finished run never fails by it."""
+def _tidy(config: Config, record: RunRecord) -> None:
+    """Remove the checkpoints of a finished run, and label parts that only they named; never fail by it."""
     try:
-        with alone(config.run.storage, config.run.name) as is_alone:
-            swept = sweep_storage(config.run.storage, is_alone)
+        CheckpointStore(config.run.storage, record.name, record.id).remove()
+        swept = sweep_run(config.run.storage, record.id)
     except (PencilError, OSError) as error:
-        _say(f"label parts that nothing names any more were left: {error}")
+        _say(f"checkpoints or label parts that nothing needs any more were left: {error}")
     else:
         if swept:
             _say(f"{len(swept):,} label parts removed that nothing names any more")
@@ -111,21 +134,57 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _begin(config: Config, checked: Checked, labels: Manifest | None) -> RunRecord:
-    """Make the labels a new run starts with, then write down what it begins with."""
-    print(f"run {config.run.name} begins, on catalogue version {checked.catalogue.version}", flush=True)
-    scale = label_scale(config.stages.pencil, len(checked.class_names))
+def _begin(config: Config, checked: Checked, start: Start | None) -> RunRecord:
+    """Make the labels a new run starts with, then write down what it starts with."""
+    print(f"run {config.run.name} starts, on catalogue version {checked.catalogue.version}", flush=True)
+    run = start.run if start else new_id()
+    labels = start.labels if start else None
     if labels is None:
-        labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
+        labels = _fresh_labels(config, checked, run)
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
     labels.save(url)
     counted = count(config, checked, weight_bytes_of(config.model.backbone, len(checked.class_names)))
-    record = RunRecord(config.run.name, _settings(config), checked.catalogue.version, url)
-    return write_record(config.run.storage, record, estimate=counted.facts())
+    record = RunRecord(
+        name=config.run.name,
+        id=run,
+        settings=_settings(config),
+        catalogue_version=checked.catalogue.version,
+        class_names=checked.class_names,
+        clean={part: Catalogue.open(config.run.storage, part=part).version for part in _clean_parts(config)},
+        labels=url,
+        weights=_own_weights(config),
+        estimate=counted.facts(),
+    )
+    return write_record(config.run.storage, record)
+
+
+def _fresh_labels(config: Config, checked: Checked, run: str) -> Manifest:
+    scale = label_scale(config.stages.pencil, len(checked.class_names))
+    pins = read_pins(config.run.storage).resolve(checked.class_names, config.nightly.remap)
+    if warning := pins.void_warning():
+        _say(f"WARNING: {warning}")
+    return start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch, pins, run)
+
+
+def _own_weights(config: Config) -> str | None:
+    """Copy the weights a run starts from into its storage, by hash: the original may change or go."""
+    weights, storage = config.model.weights, config.run.storage.rstrip("/")
+    if weights is None or weights.startswith(f"{storage}/"):
+        return weights
+    with fsspec.open(weights, "rb") as file:
+        data = file.read()
+    name = f"weights-{hashlib.sha256(data).hexdigest()[:16]}.pt"
+    store = PartStore(run_folder(storage, config.run.name))
+    store.put(name, data)
+    return store.path(name)
+
+
+def _with_weights(config: Config, weights: str | None) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"weights": weights})})
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """All a run is begun with: a subset drawn anew under the same name is another one."""
+    """All a run is started with: a subset redrawn under the same name is another one."""
     drawn = {} if config.data.subset is None else {"data.subset members": fingerprint(config.data.subset)}
     return describe(config) | drawn
 
@@ -133,21 +192,37 @@ def _settings(config: Config) -> dict[str, str]:
 def _train(
     config: Config, record: RunRecord, checked: Checked, control: Any, narrator: Narrator, tracker: Tracker
 ) -> Outcome:
-    version = record.catalogue_version
+    version, storage = record.catalogue_version, config.run.storage
+    checkpoints = CheckpointStore(storage, record.name, record.id)
+    newest = checkpoints.newest()
+    checkpoints.remove(before=newest[0] if newest else None)
+    attempts = checkpoints.attempts()
+    origin = Origin(
+        run=record.id,
+        attempt=max(attempts, default=0) + 1,
+        settings=record.fingerprint,
+        catalogue_version=version,
+        class_names=record.class_names,
+        clean=record.clean,
+    )
+    labels = Manifest.load(record.labels)
+    require_same_rows(labels, checked.catalogue)
     study = LabelStudy(
-        config.run.storage,
+        storage,
         version,
-        config.run.name,
+        record.id,
         members=checked.subset,
         history=config.checkpoint.history,
         max_class_loss=config.stages.pencil.max_class_loss,
     )
+    clean: Any = record.clean.items()
     job = Job(
         config=config,
-        num_classes=len(checked.class_names),
-        labels=Manifest.load(record.labels),
+        origin=origin,
+        resume=newest[1] if newest else None,
+        labels=labels,
         stream=StreamSpec.from_config(config, version, subset=checked.subset),
-        clean=_clean_specs(config),
+        clean={part: StreamSpec.from_config(config, found, part) for part, found in clean},
         study=study,
         control=control,
     )
@@ -158,11 +233,9 @@ def _train(
         raise
 
 
-def _clean_specs(config: Config) -> dict[str, StreamSpec]:
-    given: dict[Any, object] = {"validation": config.data.validation, "test": config.data.test}
-    parts = [part for part, shards in given.items() if shards]
-    catalogues = {part: Catalogue.open(config.run.storage, part=part) for part in parts}
-    return {part: StreamSpec.from_config(config, catalogues[part].version, part) for part in parts}
+def _clean_parts(config: Config) -> list[str]:
+    given = {"validation": config.data.validation, "test": config.data.test}
+    return [part for part, shards in given.items() if shards]
 
 
 def outbox_folder(config: Config) -> str:

@@ -16,7 +16,7 @@ import ray.train
 import ray.train.torch
 
 from pencil_scale.augment import Recipe
-from pencil_scale.checkpoint import Progress, Saved, read_checkpoint, write_checkpoint
+from pencil_scale.checkpoint import Origin, Progress, Saved, read_checkpoint, write_checkpoint
 from pencil_scale.evaluation import CleanReader, CleanSet, accuracy, count_right
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import OwnersError
@@ -25,6 +25,7 @@ from pencil_scale.labels.manifest import Manifest, merge
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Owners, owned_parts
+from pencil_scale.running.checkpoint_store import CheckpointStore
 from pencil_scale.running.control import StopWatch, tell
 from pencil_scale.running.preparation import (
     Preparation,
@@ -51,12 +52,17 @@ class Job:
     """All a worker is told."""
 
     config: Config
-    num_classes: int
+    origin: Origin  # which run this is; checkpoints of any other are refused
+    resume: str | None  # a checkpoint that an earlier attempt left
     labels: Manifest  # where labels start, unless a checkpoint says otherwise
     stream: StreamSpec
     clean: dict[str, StreamSpec]  # "validation", "test"
     study: LabelStudy
     control: Any  # an actor: tell(event), stop_wanted()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.origin.class_names)
 
 
 def train_worker(settings: dict[str, Any]) -> Any:
@@ -87,7 +93,7 @@ class Worker:
         self.ranks = Ranks.meet(config.workers.timeout_s)
         self.device = ray.train.torch.get_device()
         settle(config, self.device)
-        saved = _last_checkpoint(config.workers.scratch)
+        saved = _last_checkpoint(job)
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.record = saved.record if saved else []
@@ -95,7 +101,7 @@ class Worker:
         self.model = build_model(config, job.num_classes, self.device)
         self.stepper = self._stepper(saved)
         parts = owned_parts(self.manifest.layout.num_parts, self.ranks.rank, self.ranks.world)
-        self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.num_classes)
+        self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.origin.class_names)
         self.owners = Owners(
             self.table,
             self.ranks.rank,
@@ -154,7 +160,7 @@ class Worker:
     # --- what the loop asks for ----------------------------------------------------------------------
 
     def epoch(self, epoch: int) -> Epoch:
-        """This rank's batches; rows that a run before a crash has visited are left out."""
+        """This rank's batches, without the rows that the run visited before a crash."""
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
@@ -203,7 +209,9 @@ class Worker:
                 shutil.rmtree(self.last_saved, ignore_errors=True)
             self.last_saved = folder
         optimizer = self.stepper.optimizer.state_dict()
-        write_checkpoint(folder, Saved(self.model.state_dict(), optimizer, progress, manifest, self.record))
+        weights = self.model.state_dict()
+        saved = Saved(self.job.origin, weights, optimizer, progress, manifest, self.record)
+        write_checkpoint(folder, saved)
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
@@ -227,14 +235,20 @@ class Worker:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _last_checkpoint(scratch: str | None) -> Saved | None:
-    checkpoint = ray.train.get_checkpoint()
+def _last_checkpoint(job: Job) -> Saved | None:
+    """The newest checkpoint of this attempt, else the one that an earlier attempt left."""
+    config, checkpoint = job.config, ray.train.get_checkpoint()
+    if checkpoint is None and job.resume is not None:
+        store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
+        checkpoint = ray.train.Checkpoint(job.resume, store.filesystem()[0])
     if checkpoint is None:
         return None
     # A folder of our own: one that Ray shares between the ranks of a node (`as_directory`) is removed by the
     # first to have read it, also under the eyes of one that comes late.
-    folder = claim(scratch, "resume")
+    folder = claim(config.workers.scratch, "resume")
     try:
-        return read_checkpoint(Path(checkpoint.to_directory(str(folder))))
+        saved = read_checkpoint(Path(checkpoint.to_directory(str(folder))))
+        saved.origin.require(job.origin, checkpoint.path)
+        return saved
     finally:
         shutil.rmtree(folder, ignore_errors=True)

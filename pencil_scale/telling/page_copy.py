@@ -22,7 +22,7 @@ def copy_page(config: Config, tracking: Mapping[str, Any], name: str, page: str)
     if run_id is None:
         return "MLflow knows no run of these labels"
     try:
-        uri = plan_tracking(config, catalogue_version="").uri
+        uri = plan_tracking(config, catalogue_version="", run_id="").uri
         with tempfile.TemporaryDirectory(prefix="pencil_scale-") as folder:
             outbox = Outbox(folder)
             try:

@@ -1,7 +1,7 @@
 """What is tracked of a run, and where: all that is known before the first step, as plain values.
 
-    plan = plan_tracking(config, catalogue_version="7", state=None)    # on the driver: its environment counts
-    plan = plan_tracking(config, catalogue_version="7", state=saved)   # goes on in the same MLflow runs
+    plan = plan_tracking(config, catalogue_version="7", run_id=id, state=None)   # on the driver
+    plan = plan_tracking(config, catalogue_version="7", run_id=id, state=saved)  # resumes its MLflow runs
 
 Made where the job starts and handed on whole, so that whoever speaks to MLflow needs neither the config nor
 the environment of the driver. Passwords are in `uri` alone, and never in what is tracked.
@@ -48,7 +48,12 @@ class TrackedRun:
 
 
 def plan_tracking(
-    config: Config, *, catalogue_version: str, state: Mapping[str, Any] | None = None, folder: str = "."
+    config: Config,
+    *,
+    catalogue_version: str,
+    run_id: str,
+    state: Mapping[str, Any] | None = None,
+    folder: str = ".",
 ) -> TrackedRun:
     """Decide where this run is tracked, or say why it cannot be; `state` is what `Tracker.state()` gave."""
     uri, artifacts = _where(config)
@@ -64,6 +69,7 @@ def plan_tracking(
         params=describe(config),
         tags={
             "catalogue_version": catalogue_version,
+            "run_id": run_id,
             "seed": str(config.run.seed),
             **{f"version.{name}": found for name, found in installed_versions().items()},
             **({"mlflow.source.git.commit": commit} if (commit := git_commit(folder)) else {}),
