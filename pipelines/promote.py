@@ -3,7 +3,8 @@
     python -m pipelines.promote configs/nightly.yaml night-0012
 
 Moves <storage>/nights/CURRENT, and the registered model's alias, to any night that is kept; the next night
-begins from there. It takes seconds, and may be run again.
+starts from there. If the export or the page of that night was removed since, it is made again first. The job
+may be run again.
 """
 
 import sys
@@ -55,9 +56,11 @@ def run(config: Config, night: str) -> Summary:
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
     from pencil_scale.nights.night_tracking import tell_current
+    from pipelines.night_outputs import shown_again
 
     before = nights.current()
     name = None if before is None else before.name
+    night = shown_again(config, nights, night)
     # A night that was killed before its last step would otherwise take CURRENT back when it goes on.
     for other in nights.nights():
         nights.close(other.name, other.verdict)

@@ -23,6 +23,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
 from pencil_scale.nights.beginning import (
+    abandon,
     adopt,
     clean_accuracy,
     clean_set,
@@ -84,12 +85,19 @@ def run(config: Config) -> Summary:
 
 
 def _night(config: Config, nights: NightFiles) -> Summary:
-    current = nights.current()
+    current, class_names = nights.current(), read_class_names(config.data.classes)
     if current is not None:  # before indexing by a class list that nobody can follow
-        class_mapping(current.class_names, read_class_names(config.data.classes), config.nightly.remap)
-    plan = resumable(nights, decisive_settings(config), _say)
-    if plan is None:
+        class_mapping(current.class_names, class_names, config.nightly.remap)
+    plan = resumable(nights, decisive_settings(config), class_names, _say)
+    catalogue = None
+    if plan is not None and nights.refusal(plan.name):
+        # It would be refused again, unless something is new: then that makes another night.
         catalogue = index_shards.run(config).catalogue
+        if catalogue.version != plan.catalogue_version:
+            abandon(nights, plan, "it was refused, and the crawl has changed since", _say)
+            plan = None
+    if plan is None:
+        catalogue = catalogue or index_shards.run(config).catalogue
         current = current or adopt(nights, config.nightly.start_from, clean_set(config))
         known = [night for night in nights.nights() if night.catalogue_version == catalogue.version]
         if known:
@@ -98,7 +106,11 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     night = nights.find(plan.name)
     facts: Mapping[str, str] = {}
     if night is None:
-        night, facts = _make(config, nights, plan)
+        try:
+            night, facts = _make(config, nights, plan)
+        except PencilError as error:
+            nights.refuse(plan.name, str(error))
+            raise
     in_numbers = {name.replace("_", " "): f"{value:,.6g}" for name, value in night.figures.items()}
     return _close(config, nights, night, facts or in_numbers)
 
@@ -116,6 +128,8 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
             "pencil_scale.train, or set nightly.first_epochs, as in nightly.first_epochs=[5,10,10]"
         )
     number = nights.next_number()
+    while read_record(nights.storage, night_name(number)) is not None:
+        number += 1  # a training run of somebody's has this name
     name = None if parent is None else parent.name
     return Plan(night_name(number), new_id(), number, name, catalogue.version, decisive_settings(config))
 
@@ -126,6 +140,7 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
 def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mapping[str, str]]:
     """Train, examine, export and show one night; its manifest is written last."""
     from pencil_scale.nights.preparing import prepare
+    from pipelines.night_outputs import export_night, report_night
 
     prepared = prepare(config, nights, plan)
     _learn(config, nights, plan, prepared)
@@ -143,8 +158,8 @@ def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mappin
         labels=published_url(storage, name),
         model=f"{storage}/models/{name}.pt",
         trained_by=name if trained or prepared is None else prepared.parent.trained_by,
-        export=_export(config, name),
-        report=_report(config, name, since),
+        export=export_night(config, name),
+        report=report_night(config, name, since),
         verdict="held" if findings.reasons else "passed",
         reasons=findings.reasons,
         figures=findings.figures,
@@ -193,21 +208,6 @@ def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared
     return examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
 
 
-def _export(config: Config, name: str) -> str:
-    from pipelines import export_labels
-
-    job = config.export.model_copy(update={"labels": name, "folder": None})
-    return export_labels.run(config.model_copy(update={"export": job})).folder
-
-
-def _report(config: Config, name: str, since: str | None) -> str | None:
-    """Render the page of a night, with what changed since the one before."""
-    from pipelines import review_report
-
-    job = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
-    return review_report.run(config.model_copy(update={"report": job})).page
-
-
 def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:
     """The labels to compare with: the parent's, or what they are under another class list."""
     return prepared.parent.labels if prepared.same_classes else nights.carried(plan.name)
@@ -240,10 +240,12 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
 
 
 def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str) -> None:
-    """Ids that must vanish do not wait for a night that is used: what is in use is made anew without them."""
+    """Ids that must vanish do not wait for a night that is used: what is in use is made without them."""
+    from pipelines.night_outputs import export_night, report_night
+
     try:
         if current.export is not None:
-            export, report = _export(config, current.name), _report(config, current.name, None)
+            export, report = export_night(config, current.name), report_night(config, current.name, None)
             nights.save(replace(current, export=export, report=report, overlay=overlay))
             _say(f"{current.name} is exported again: ids were taken down, or put back, since")
         for name in remove_taken_down(nights, overlay):

@@ -109,7 +109,7 @@ def test_ray_mlflow_and_yaml_stay_behind_their_doors(path: Path) -> None:
             )
 
 
-JOBS_THAT_RUN_OTHERS = {"reclean_nightly", "demo"}
+JOBS_THAT_RUN_OTHERS = {"reclean_nightly", "night_outputs", "demo"}
 ENTRY_POINTS = {
     "pipelines.make_shards",
     "pipelines.index_shards",

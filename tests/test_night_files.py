@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalogue_making import samples
+from catalogue_making import CLASSES, samples
 from night_making import Nights
 
 from pencil_scale.export_files import ExportManifest, publish
@@ -51,14 +51,14 @@ def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights)
     bench.version()
     nights, said = bench.nights, []
     plan = nights.begin(Plan("night-0001", "id-1", 1, None, 1, {"run.seed": "1"}))
-    assert resumable(nights, {"run.seed": "1"}, said.append) == plan
-    assert "goes on where it stopped" in said[-1]
+    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) == plan
+    assert "night-0001 resumes" in said[-1]
     nights.close(plan.name, "passed")
-    assert resumable(nights, {"run.seed": "1"}, said.append) is None
+    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) is None
     assert nights.next_number() == 2
 
 
-@pytest.mark.parametrize("why", ["settings", "parent", "shard"])
+@pytest.mark.parametrize("why", ["settings", "parent", "shard", "classes"])
 def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
     bench.shard("a.tar", samples(range(3)))
     bench.version()
@@ -72,7 +72,8 @@ def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nig
     )
     if why == "shard":
         bench.shard("a.tar", samples(range(4)))
-    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, said.append) is None
+    names = CLASSES[::-1] if why == "classes" else CLASSES
+    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, names, said.append) is None
     assert "abandoned" in said[-1]
     assert nights.unclosed() is None
     assert nights.next_number() == 3  # no name means two nights

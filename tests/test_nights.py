@@ -10,17 +10,20 @@ import torch
 from catalogue_making import Bench, sample, samples
 from night_making import Nights, pins_of
 
+from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.regiving import pin, regive
+from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.nights.beginning import clean_set
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
 from pencil_scale.nights.night_files import Night, NightError, Plan
 from pencil_scale.nights.preparing import prepare, remapped_head
+from pencil_scale.settings import Config
 
 SAME = [[0], [1], [2]]
 
@@ -210,6 +213,68 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
         head = torch.load(_file(prepared.weights), weights_only=True)
         assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
         assert head["0.weight"].tolist() == weights["0.weight"].tolist()
+
+
+def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night, Catalogue, Config]:
+    """A first night over ant, bee and cat, and a catalogue indexed by another class list since."""
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    pins = read_pins(bench.storage).resolve(before.class_names)
+    start_labels(before, bench.storage, 10.0, str(bench.folder), pins).save(
+        published_url(bench.storage, "first")
+    )
+    weights = {"1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
+    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    night = Night(
+        "first",
+        0,
+        None,
+        before.version,
+        before.class_names,
+        published_url(bench.storage, "first"),
+        f"{bench.storage}/models/first.pt",
+        "first",
+    )
+    bench.nights.save(night)
+    (bench.folder / "classes.txt").write_text(names)
+    after = bench.version(label="json:name")
+    return night, after, load_config(bench.folder / "config.yaml", [f"nightly.remap={remap}"])
+
+
+def test_a_pin_keeps_its_class_however_many_nights_of_a_new_class_list_are_held(bench: Nights) -> None:
+    _, after, config = reordered_after_night(bench, "cat\nant\nbee\n", "{}")
+    add_pins(bench.storage, pins_of({0: "cat"}))
+    for number in (1, 2, 3):  # each is held, so the next one starts from the first night again
+        plan = Plan(f"night-000{number}", f"id-{number}", number, "first", after.version, {})
+        prepared = prepare(config, bench.nights, plan)
+        assert prepared is not None
+        assert prepared.labels.class_names == ("cat", "ant", "bee")
+        assert bench.table(prepared.labels).read_class([0, 1]).tolist() == [0, 2]
+
+
+def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
+    bench: Nights, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_pins(bench.storage, pins_of({0: "cat", 1: "ant"}))  # given ant and bee
+    _, after, config = reordered_after_night(bench, "bee\nant\n", "{cat: null}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    table = bench.table(prepared.labels)
+    assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats have no usable label any more
+    assert table.read_pinned(range(6)).tolist() == [False, True, False, False, False, False]
+    assert table.read([0]).tolist() == [[0, 10]]
+    ok = after.read(0, 6, ["status"])["status"].to_pylist()
+    assert [status == "ok" for status in ok] == [True, True, False, True, True, False]
+    assert "1 pins are void" in capsys.readouterr().out
+
+
+def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({0: "cat"}))
+    _, after, config = reordered_after_night(bench, "feline\nant\nbee\n", "{cat: feline}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    assert bench.table(prepared.labels).read_class([0]).tolist() == [0]
+    assert bench.table(prepared.labels).read_pinned([0]).all()
 
 
 def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:

@@ -1,8 +1,10 @@
 """Pins: what people decided is found again by id, wins over everything, and starts every run."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,3 +116,32 @@ def test_an_export_marks_pins_also_those_newer_than_its_labels(bench: PinBench) 
     )
     assert told["is_label_issue"]
     assert told["label_score"] < 0.01
+
+
+def test_no_decision_is_lost_when_many_people_pin_at_once(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path)
+    bench.shard("a.tar", samples(range(40)))
+    bench.index()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: bench.pin(f"{n}.csv", f"sample_id,class\n{n:06d},cat\n"), range(40)))
+    assert [row for row, _, _ in bench.pins()] == list(range(40))
+
+
+def test_pins_name_their_class_so_a_reordered_list_changes_nothing(bench: PinBench) -> None:
+    bench.pin("d.csv", "sample_id,class\n000001,cat\n")
+    (bench.folder / "classes.txt").write_text("cat\nbee\nant\n")
+    catalogue = bench.index(label="json:name").catalogue
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    manifest = start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
+    table = LabelTable.restore(manifest, bench.folder / "copy")
+    assert [manifest.class_names[number] for number in table.read_class([0, 1])] == ["ant", "cat"]
+
+
+def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench: PinBench) -> None:
+    bench.pin("d.csv", "sample_id,class\n000001,cat\n")
+    fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
+    bench.shard("0.tar", samples(range(6, 12)))  # comes first now
+    catalogue = bench.index().catalogue
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    with pytest.raises(PinsError, match="row 1 is another sample now"):
+        start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)

@@ -1,20 +1,21 @@
-"""How a night begins: from the night in use, from a finished training run, or where a killed job left it.
+"""How a night starts: from the night in use, from a finished training run, or where a killed job left it.
 
 parent = nights.current() or adopt(nights, named=None)       # None: nothing was ever trained here
-plan = resumable(nights, settings) or nights.begin(...)
+plan = resumable(nights, settings, class_names, say) or nights.begin(...)
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
 
 from pencil_scale.catalogue import Catalogue
+from pencil_scale.class_names import difference
 from pencil_scale.config import describe
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
-from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, now
+from pencil_scale.nights.night_files import CURRENT, Night, NightError, NightFiles, Plan, now
 from pencil_scale.nights.retention import remove_made
 from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder
@@ -39,6 +40,8 @@ def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
     if not records:
         return None
     record = records[named or next(iter(records))]
+    if record.name == CURRENT:
+        raise NightError(f"nightly.start_from: a run called {CURRENT} cannot be followed by nights")
     night = nights.save(_as_night(storage, record, clean))
     nights.move_current(night, expected=None)
     return night
@@ -75,32 +78,42 @@ def _listed(records: Mapping[str, RunRecord]) -> str:
 # --- after a kill ------------------------------------------------------------------------------------
 
 
-def resumable(nights: NightFiles, settings: Mapping[str, str], say: Say) -> Plan | None:
-    """Find the night that was begun and not finished; one that can no longer be finished is abandoned."""
+def resumable(
+    nights: NightFiles, settings: Mapping[str, str], class_names: Sequence[str], say: Say
+) -> Plan | None:
+    """Find the night that was started and not finished; one that can no longer be finished is abandoned."""
     plan = nights.unclosed()
     if plan is None:
         return None
-    reason = _outdated(nights, plan, settings)
-    if not reason:
-        say(f"{plan.name} goes on where it stopped")
-        return plan
+    reason = _outdated(nights, plan, settings, class_names)
+    if reason:
+        abandon(nights, plan, reason, say)
+        return None
+    say(f"{plan.name} resumes")
+    return plan
+
+
+def abandon(nights: NightFiles, plan: Plan, reason: str, say: Say) -> None:
+    """Give up a night that was not finished, with all that it made; its number is not given again."""
     say(f"{plan.name} was not finished, and is abandoned: {reason}")
     remove_made(nights, plan)
     nights.close(plan.name, "abandoned")
-    return None
 
 
-def _outdated(nights: NightFiles, plan: Plan, settings: Mapping[str, str]) -> str:
+def _outdated(nights: NightFiles, plan: Plan, settings: Mapping[str, str], class_names: Sequence[str]) -> str:
     current = nights.current()
     name = None if current is None else current.name
     if nights.find(plan.name) is not None:  # all but the last step is done
         return ""
     if name != plan.parent:
-        return f"it began from {plan.parent}, and CURRENT is {name} now"
+        return f"it started from {plan.parent}, and CURRENT is {name} now"
     changed = [key for key in {**plan.settings, **settings} if plan.settings.get(key) != settings.get(key)]
     if changed:
-        return f"{sorted(changed)[0]} is another now"
-    return _changed_shard(Catalogue.open(nights.storage, plan.catalogue_version))
+        return f"{sorted(changed)[0]} has changed"
+    catalogue = Catalogue.open(nights.storage, plan.catalogue_version)
+    if differs := difference(class_names, catalogue.class_names):
+        return f"the class list has changed: it {differs}"
+    return _changed_shard(catalogue)
 
 
 def _changed_shard(catalogue: Catalogue) -> str:

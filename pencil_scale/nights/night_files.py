@@ -2,6 +2,7 @@
 
     <storage>/nights/night-0012/plan.json     what a night was begun with; how it is found again after a kill
     <storage>/nights/night-0012/night.json    its manifest: labels, model, export, figures, verdict; for good
+    <storage>/nights/night-0012/refused       why it could not be finished: bad data, bad settings
     <storage>/nights/night-0012/closed        that it came to its end: CURRENT moved, or stayed on purpose
     <storage>/nights/CURRENT                  the night in use; the only file that changes, and the last one
 
@@ -23,7 +24,7 @@ from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import BESIDE, PartStore
 from pencil_scale.schema import PencilError
 
-CURRENT, PLAN, NIGHT, CLOSED = "CURRENT", "plan.json", "night.json", "closed"
+CURRENT, PLAN, NIGHT, CLOSED, REFUSED = "CURRENT", "plan.json", "night.json", "closed", "refused"
 CARRIED = "carried.json"  # the labels a night begins with
 FORMAT = 1
 
@@ -141,6 +142,15 @@ class NightFiles:
         """The newest night that was begun, if it has not come to its end."""
         newest = next(reversed(self.plans()), None)
         return None if newest is None or self._read(f"{newest.name}/{CLOSED}") is not None else newest
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Write down why a night could not be finished, so that it does not stand in the way of the next."""
+        self._write(f"{name}/{REFUSED}", {"reason": reason, "at": now()})
+
+    def refusal(self, name: str) -> str | None:
+        """Why a night could not be finished; None where it was merely interrupted."""
+        found = self._read(f"{name}/{REFUSED}")
+        return None if found is None else str(found["reason"])
 
     def close(self, name: str, verdict: str) -> None:
         """Write down that a night came to its end: passed, held or abandoned."""

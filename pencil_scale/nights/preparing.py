@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.class_names import difference
+from pencil_scale.indexing.index_rules import newly_excluded
 from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
@@ -82,6 +83,7 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
             write_start(carried, after, history_folder(storage, plan.id))
         carried.save(nights.carried(plan.name))
     rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
+    rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # taken down since it started
     weights = _weights(parent, mapping, folder)
     labels = Manifest.load(nights.carried(plan.name))
     return Prepared(parent, before, after, mapping, crawl, labels, rows, f"{folder}/{ROWS}", weights)
