@@ -4,7 +4,8 @@
 
 Makes shards of scikit-learn's digits, indexes them, trains PENCIL with two workers on a local Ray, then plain
 cross entropy for as long, and compares; exports the repaired labels, and makes a page to look at them.
-Everything is under runs/demo, which is made anew each time.
+Everything is under runs/demo, which is rebuilt each time, unless it holds something that the demo did not
+make.
 """
 
 import argparse
@@ -19,11 +20,14 @@ from pencil_scale.config import load_config
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.running.local_ray import ensure_ray
 from pencil_scale.running.training import train
+from pencil_scale.schema import PencilError
 from pipelines import export_labels, index_shards, make_shards, review_report
 
 FOLDER = Path("runs/demo")
 CONFIG = "configs/demo.yaml"
 NOISE = "symmetric:0.4"
+RUNS = {"demo", "demo-cross-entropy"}
+THEIRS = ("nights", "subsets", "labels/pins")  # what people make with the demo's config
 CROSS_ENTROPY = [
     "run.name=demo-cross-entropy",
     "stages.backbone.epochs=32",
@@ -32,9 +36,13 @@ CROSS_ENTROPY = [
 ]
 
 
+class DemoError(PencilError):
+    """A folder that the demo must not rebuild."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, and give its exit code."""
-    # It takes no arguments, but whoever asks for --help must not have runs/demo made anew.
+    # It takes no arguments, but --help must not rebuild runs/demo.
     argparse.ArgumentParser(
         prog="python -m pipelines.demo",
         description=__doc__,
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> dict[str, object]:
     """Make, index, train twice, export, show, compare."""
     refuse_lost("the demo, which is for one machine", str(FOLDER))
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    clear(FOLDER)
     ensure_ray()
     _headline("1. Shards: 1,437 digits for training, 40 % of their labels drawn anew at random")
     make_shards.main(["digits", str(FOLDER / "shards"), "--noise", NOISE, "--samples-per-shard", "200"])
@@ -78,6 +86,20 @@ def run() -> dict[str, object]:
     print("and at every figure with")
     print(f"  .venv/bin/mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
     return summary
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier demo left; refuse a folder in which somebody has worked since."""
+    runs = {path.name for path in (folder / "runs").glob("*")} - RUNS
+    made = [f"runs/{name}" for name in sorted(runs)]
+    made += [name for name in THEIRS if (folder / name).exists()]
+    if folder.exists() and any(folder.iterdir()) and not (folder / "shards").exists():
+        made.append("files that are not the demo's")
+    if made:
+        raise DemoError(
+            f"{folder}: holds {made[0]}; the demo would remove it: move the folder away, or delete it yourself"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _headline(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo makes its folder anew, so it must not begin for somebody who only asks."""
+"""The demo rebuilds its folder, so it must not start by accident, nor remove what is not its own."""
 
 from pathlib import Path
 
@@ -19,3 +19,22 @@ def test_asking_for_help_or_giving_an_argument_removes_nothing(
         demo.main([argument])
     assert ended.value.code == code
     assert kept.exists()
+
+
+@pytest.mark.parametrize("theirs", ["runs/mine/run.json", "labels/pins/a.parquet", "nights/CURRENT"])
+def test_what_somebody_made_in_the_folder_of_the_demo_is_not_removed(theirs: str, tmp_path: Path) -> None:
+    for name in ("shards/train-000000.tar", "runs/demo/run.json", theirs):
+        (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "demo" / name).write_text("{}")
+    with pytest.raises(demo.DemoError, match=f"holds {theirs.rpartition('/')[0]}; the demo would remove it"):
+        demo.clear(tmp_path / "demo")
+    assert (tmp_path / "demo" / theirs).exists()
+
+
+def test_what_an_earlier_demo_left_is_rebuilt(tmp_path: Path) -> None:
+    for name in ("shards/train-000000.tar", "runs/demo/run.json", "labels/published/demo.json"):
+        (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "demo" / name).write_text("{}")
+    demo.clear(tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+    demo.clear(tmp_path / "demo")  # the first demo on a machine
