@@ -97,7 +97,7 @@ def clear(folder: Path) -> None:
         made.append("files that are not the demo's")
     if made:
         raise DemoError(
-            f"{folder}: holds {made[0]}; the demo would remove it: move the folder away, or delete it yourself"
+            f"{folder}: holds {made[0]}; the demo would remove it: move the folder away, or delete it"
         )
     shutil.rmtree(folder, ignore_errors=True)
 
