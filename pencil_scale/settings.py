@@ -113,7 +113,9 @@ class PencilStage(Settings):
         lt=1,
     )
     max_class_loss: float = key("warn when a class lost more than this share of its samples", 0.5, ge=0, le=1)
-    allow_fixed_labels: bool = key("train although no label can change with these numbers", False)
+    allow_fixed_labels: bool = key(
+        "train although no label can change with these numbers, or in so few epochs", False
+    )
 
 
 class FinetuneStage(Settings):
