@@ -68,10 +68,15 @@ class Source:
     model: Model | None
 
 
-def find_source(storage: str, labels: str, exclude: str | None, top_k: int, model: Model | None) -> Source:
-    """Bring together the newest catalogue, published labels of its classes, and what people decided."""
+def find_source(
+    storage: str, labels: str, exclude: str | None, top_k: int, model: Model | None, held: bool = False
+) -> Source:
+    """Bring together the newest catalogue, published labels of its classes, and what people decided.
+
+    With `held`, the labels may be those of a run that is held.
+    """
     catalogue = Catalogue.open(storage)
-    published = find_published(storage, labels)
+    published = find_published(storage, labels, held)
     names = tuple(catalogue.manifest["classes"])
     if published.manifest.layout.num_classes != len(names):
         raise ExportError(

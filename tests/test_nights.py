@@ -15,12 +15,13 @@ from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import PINS, add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.regiving import regive
-from pencil_scale.nights.beginning import clean_set
+from pencil_scale.nights.beginning import adopt, clean_set
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
 from pencil_scale.nights.night_files import Night, NightError, Plan
 from pencil_scale.nights.preparing import prepare, remapped_head
+from pencil_scale.running.run_record import RunRecord, write_record
 
 SAME = [[0], [1], [2]]
 
@@ -211,6 +212,13 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
         head = torch.load(_file(prepared.weights), weights_only=True)
         assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
         assert head["0.weight"].tolist() == weights["0.weight"].tolist()
+
+
+def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
+    write_record(bench.storage, RunRecord("bad", {}, 1, "", status="held", held_because=("cat vanished",)))
+    assert adopt(bench.nights, None, "") is None
+    with pytest.raises(NightError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
+        adopt(bench.nights, "bad", "")
 
 
 def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:

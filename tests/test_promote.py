@@ -1,4 +1,4 @@
-"""promote: CURRENT goes where a person says, to any night that is kept, and stays there."""
+"""promote: CURRENT goes where a person says, to any night that is kept; and held labels are released."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,15 @@ import pytest
 from catalogue_making import REST
 
 from pencil_scale.export_files import ExportManifest, publish
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import find_published, held_names, held_url
 from pencil_scale.nights.night_files import Night, NightFiles, Plan, night_name
+from pencil_scale.running import summary
+from pencil_scale.running.run_record import RunRecord, read_record, write_record
+from pencil_scale.running.summary import write_facts
+from pipelines import promote as promoting
 from pipelines.promote import main
 
 
@@ -58,7 +66,9 @@ def test_an_unknown_night_is_refused_with_the_names_of_those_kept(
     nights: NightFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert promote(nights, "night-0009") == 2
-    assert "night-0009: no finished night" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "night-0009: no held run and no finished night" in told
+    assert "held runs: none; nights: night-0001, night-0002, night-0003" in told
     assert current(nights) == "night-0002"
 
 
@@ -82,7 +92,71 @@ def test_an_export_that_was_made_by_hand_is_found_and_one_of_other_labels_is_not
         assert told in capsys.readouterr().out
 
 
-def test_the_night_is_asked_for(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
+# --- a held training run -----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The job ends here, as if it were killed."""
+
+
+@pytest.fixture
+def held(nights: NightFiles, tmp_path: Path) -> str:
+    """The storage of a held run, `tiny`, beside the nights."""
+    table = LabelTable.create(tmp_path / "table", [0, 1], 2)
+    table.snapshot(f"{nights.storage}/labels").save(held_url(nights.storage, "tiny"))
+    write_record(nights.storage, RunRecord("tiny", {}, 1, "", status="held", held_because=("b vanished",)))
+    facts = {"run": "tiny", "status": "held", "held_because": ["b vanished"], "warnings": {}, "samples": 2}
+    write_facts(nights.storage, "tiny", facts)
+    return nights.storage
+
+
+@pytest.mark.slow
+def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
+    nights: NightFiles, held: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [(Manifest, "save"), (PartStore, "delete"), (summary, "write_facts"), (promoting, "write_record")]
+    for holder, name in steps:
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, _killed)
+            with pytest.raises(Killed):
+                promote(nights, "tiny")
+    assert promote(nights, "tiny") == 0
+    assert "b vanished" in capsys.readouterr().out
+    assert not find_published(held, "tiny").held
+    assert held_names(held) == []
+    assert not Path(held_url(held, "tiny")).exists()
+    record = read_record(held, "tiny")
+    assert record is not None
+    assert record.status == "finished"
+    assert json.loads((Path(held) / "runs" / "tiny" / "summary.json").read_text())["status"] == "finished"
+    assert current(nights) == "night-0002"  # the nights go their own way
+
+
+@pytest.mark.slow
+def test_a_name_that_is_both_a_night_and_a_held_run_is_refused(
+    nights: NightFiles, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(held, RunRecord("night-0003", {}, 1, "", status="held", held_because=("b vanished",)))
+    assert promote(nights, "night-0003") == 2
+    told = capsys.readouterr().err
+    assert "night-0003: both a night and a held run" in told
+    assert "held runs: tiny; nights: night-0001" in told
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_was_never_held_is_nothing_to_promote(
+    nights: NightFiles, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(held, RunRecord("good", {}, 1, "", status="finished"))
+    assert promote(nights, "good") == 2
+    assert "good: no held run and no finished night" in capsys.readouterr().err
+
+
+def _killed(*_: object, **__: object) -> None:
+    raise Killed
+
+
+def test_a_name_is_asked_for(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         promote(nights)
-    assert "NIGHT" in capsys.readouterr().err
+    assert "NAME" in capsys.readouterr().err

@@ -41,3 +41,16 @@ def test_a_finished_run_is_refused(storage: str) -> None:
     write_record(storage, record, status="finished")
     with pytest.raises(RunNameError, match=r"run night is finished .*choose another run.name"):
         find_record(storage, "night", SETTINGS)
+
+
+def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    write_record(storage, record, status="held", held_because=("it guesses", "cat vanished"))
+    with pytest.raises(RunNameError, match=r"run night is held.*it guesses; cat vanished") as refused:
+        find_record(storage, "night", SETTINGS)
+    assert "promote CONFIG night`, or train again under another run.name" in str(refused.value)
+
+
+def test_whether_the_gate_holds_may_change_when_a_run_goes_on(storage: str) -> None:
+    assert find_record(storage, "night", {**SETTINGS, "gate.hold": "False"}) is not None

@@ -1,12 +1,12 @@
 """Run record: what a run of some name was begun with, so that the same name goes on or is refused.
 
 `<storage>/runs/<name>/run.json` is written before anything trains. The same command again goes on where the
-run stopped, with any number of workers. A name that is finished, or was begun with other settings, is
+run stopped, with any number of workers. A name that is finished or held, or was begun with other settings, is
 refused: a reused name must never quietly continue something else.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ FREE = (
     "checkpoint.",
     "tracking.",
     "cost.",
+    "gate.",
     "subset.",
     "export.",
     "pin.",
@@ -42,7 +43,8 @@ class RunRecord:
     settings: Mapping[str, str]
     catalogue_version: int
     labels: str  # the label manifest it starts from
-    status: str = "running"  # running | stopped | finished
+    status: str = "running"  # running | stopped | held | finished
+    held_because: Sequence[str] = ()  # also once a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
 
@@ -61,6 +63,10 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         raise RunNameError(
             f"run {name} is finished ({run_folder(storage, name)}/summary.json); choose another run.name"
         )
+    if record.status == "held":
+        raise RunNameError(
+            f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
+        )
     differing = [
         key for key in {**record.settings, **settings} if record.settings.get(key) != settings.get(key)
     ]
@@ -74,6 +80,19 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
             "set it back to go on, or choose another run.name"
         )
     return record
+
+
+def why_held(name: str, reasons: Sequence[str]) -> str:
+    """Say why a run is held, and what a person can do about it."""
+    return f"{'; '.join(reasons) or 'its record gives no reason'}. {ways_on(name)}"
+
+
+def ways_on(name: str) -> str:
+    """Say how to look at the labels of a held run, and the two ways on."""
+    return (
+        f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
+        f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
+    )
 
 
 def read_record(storage: str, name: str) -> RunRecord | None:

@@ -35,20 +35,26 @@ from pencil_scale.telling.tracker import Tracker
 STOPPED = 143  # what a shell reports of a command that SIGTERM ended
 
 
-def train(config: Config, labels: Manifest | None = None, alias: str | None = "current") -> Summary:
+def train(
+    config: Config, labels: Manifest | None = None, alias: str | None = "current", hold: bool = True
+) -> Summary:
     """Train to the end, publish the model and the labels, and say what came of it.
 
     `labels` are those a run begins with that goes on from another; without, every row begins as given.
     `alias` is what a registered model is called from then on; without, somebody decides later.
+    Labels that look wrong are held. Without `hold` they are published all the same, and the caller decides by
+    the reasons in the summary.
     """
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
     with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, checked, labels, alias)
+        return _train_locked(config, checked, labels, alias, hold)
 
 
-def _train_locked(config: Config, checked: Checked, labels: Manifest | None, alias: str | None) -> Summary:
+def _train_locked(
+    config: Config, checked: Checked, labels: Manifest | None, alias: str | None, hold: bool
+) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     require_room(config.workers)
@@ -69,11 +75,13 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None, ali
         tracker.finish("KILLED")
         _say(f"stopped and saved; to go on: {_this_command()}")
         raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias, hold)
     tracker.finish()
-    write_record(config.run.storage, record, status="finished", tracking=tracker.state())
+    write_record(config.run.storage, record, **summary.standing(), tracking=tracker.state())
     print(summary.table())
     _sweep(config)
+    for line in summary.ending():
+        _say(line)
     return summary
 
 
