@@ -14,6 +14,8 @@ from pencil_scale.job_folder import refuse_lost
 from pencil_scale.schema import PencilError
 from pencil_scale.versions import check_versions
 
+HELD = 3  # the exit code of a job whose labels wait for a person
+
 
 def run_job(
     run: Callable[..., object],

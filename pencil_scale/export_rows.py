@@ -78,9 +78,13 @@ def find_source(
     top_k: int,
     model: Model | None,
     moved: Mapping[str, str | None] | None = None,
+    held: bool = False,
 ) -> Source:
-    """Bring together published labels, the newest catalogue of their classes, and what people decided."""
-    published = find_published(storage, labels)
+    """Bring together published labels, the newest catalogue of their classes, and what people decided.
+
+    With `held`, the labels may be those of a run that is held.
+    """
+    published = find_published(storage, labels, held)
     catalogue = newest_of_classes(storage, published)
     names = catalogue.class_names
     order = ClassOrder.between(published.manifest.class_names, names, f"labels {published.name}")

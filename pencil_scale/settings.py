@@ -112,8 +112,15 @@ class PencilStage(Settings):
         gt=0,
         lt=1,
     )
-    max_class_loss: float = key("warn when a class lost more than this share of its samples", 0.5, ge=0, le=1)
-    allow_fixed_labels: bool = key("train although no label can change with these numbers", False)
+    max_class_loss: float = key(
+        "a run in which a class lost more than this share of its samples is held (see gate.hold)",
+        0.5,
+        ge=0,
+        le=1,
+    )
+    allow_fixed_labels: bool = key(
+        "train although no label can change with these numbers, or in so few epochs", False
+    )
 
 
 class FinetuneStage(Settings):
@@ -165,6 +172,14 @@ class Tracking(Settings):
     register_as: str | None = key("register the trained model under this name", None)
 
 
+class Gate(Settings):
+    hold: bool = key(
+        "publish no labels, and end with exit code 3, where the network is not clearly better than chance, a "
+        "class lost most of its samples, or data.truth says the labels got worse; false: publish and warn",
+        True,
+    )
+
+
 class Cost(Settings):
     gpu_hour: float | None = key("price of one worker for an hour, for --dry-run", None, ge=0)
 
@@ -181,6 +196,7 @@ class Config(Settings):
     workers: Workers = key("who trains", Workers())
     checkpoint: Checkpoint = key("what survives a crash", Checkpoint())
     tracking: Tracking = key("where figures go", Tracking())
+    gate: Gate = key("when labels wait for a person", Gate())
     cost: Cost = key("what it costs", Cost())
     subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
     export: ExportJob = key("what pipelines.export_labels writes", ExportJob())

@@ -6,20 +6,30 @@
 
 The same command again goes on where the run stopped; a run that is finished, or was begun with other
 settings, is refused. On SIGTERM or Ctrl-C the workers save and the command ends with exit code 143.
+
+Labels are held, not published, where the network is not clearly better than chance, a class lost most of its
+samples, or data.truth says that they got worse. The command then prints why and ends with exit code 3; look
+with pipelines.review_report, and release the labels with pipelines.promote. gate.hold=false only warns.
 """
 
 import sys
 from collections.abc import Sequence
 
-from pencil_scale.command import run_job
+from pencil_scale.command import HELD, run_job
 from pencil_scale.settings import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job a command line asks for, and give its exit code."""
-    what = "Train on noisy shards and repair their labels."
-    flags = {"dry_run": "say what the run will take (a trial of 30 seconds), write nothing, and end"}
-    return run_job(run, argv, module="pencil_scale.train", what=what, flags=flags)
+    """Run the job a command line asks for, and give its exit code; 3 says that labels wait for a person."""
+    ended: list[object] = []
+    code = run_job(
+        lambda config, dry_run: ended.append(run(config, dry_run)),
+        argv,
+        module="pencil_scale.train",
+        what="Train on noisy shards and repair their labels.",
+        flags={"dry_run": "say what the run will take (a trial of 30 seconds), write nothing, and end"},
+    )
+    return HELD if code == 0 and getattr(ended[-1], "held", False) else code
 
 
 def run(config: Config, dry_run: bool = False) -> object:

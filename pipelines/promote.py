@@ -1,24 +1,38 @@
-"""Use another night: release one that is held, or go back to an older one.
+"""Release a held training run or night, or go back to an older night.
 
+    python -m pipelines.promote configs/clothing1m.yaml clothing1m
     python -m pipelines.promote configs/nightly.yaml night-0012
 
-Moves <storage>/nights/CURRENT, and the registered model's alias, to any night that is kept; the next night
-starts from there. If the export or the page of that night was removed since, it is made again first. The job
-may be run again.
+Of a held run it publishes the labels. Of a night, any that is kept, it moves <storage>/nights/CURRENT there;
+the next night starts from it. If the export or the page of that night was removed since, it is made again
+first. Both move the registered model's alias. The job may be run again. Look first: pipelines.review_report
+shows held labels too.
 """
 
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.command import run_job
 from pencil_scale.export_files import ExportError, read_manifest
+from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import find_published, held_names, published_url
 from pencil_scale.nights.night_files import Night, NightFiles
+from pencil_scale.running.run_record import RunRecord, read_record, write_record
+from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+
+if TYPE_CHECKING:
+    from pencil_scale.running.summary import Summary as RunSummary
+
+
+class PromoteError(PencilError):
+    """A name that cannot be promoted."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +45,78 @@ class Summary:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job on the config and the night that the command line names."""
+    """Run the job on the config and the run or night that the command line names."""
     return run_job(
         run,
         argv,
         module="pipelines.promote",
         what=(__doc__ or "").splitlines()[0],
-        words={"night": "the night to use from now on, such as night-0012"},
+        words={"name": "the held run to release, or the night to use from now on, such as night-0012"},
     )
 
 
-def run(config: Config, night: str) -> Summary:
-    """Move CURRENT to a night, whatever its verdict was."""
-    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
+def run(config: Config, name: str) -> "Summary | RunSummary":
+    """Release a held run, or move CURRENT to a night, whatever its verdict was."""
+    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once. Below likewise.
     from pencil_scale.nights.night_lock import night_lock
+    from pencil_scale.running.run_lock import run_lock
 
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
+    record = _held_run(nights, name)
+    if record is not None:
+        with run_lock(nights.storage, name):
+            return _release(config, record)
     with night_lock(nights.storage):
-        summary = _promote(config, nights, nights.must_find(night))
+        summary = _promote(config, nights, nights.must_find(name))
     print_summary(summary)
     return summary
+
+
+def _held_run(nights: NightFiles, name: str) -> RunRecord | None:
+    """Find the held run of a name, or one whose release was interrupted; None if it names a night."""
+    record, night = read_record(nights.storage, name), nights.find(name)
+    is_held = record is not None and record.status == "held"
+    if night is not None and is_held:
+        raise PromoteError(f"{name}: both a night and a held run of {nights.storage}; {_known(nights)}")
+    if night is not None:
+        return None
+    if record is None or not record.held_because:
+        raise PromoteError(f"{name}: no held run and no finished night of {nights.storage}; {_known(nights)}")
+    return record
+
+
+def _known(nights: NightFiles) -> str:
+    held, kept = held_names(nights.storage), [night.name for night in nights.nights()]
+    return f"held runs: {', '.join(held) or 'none'}; nights: {', '.join(kept) or 'none'}"
+
+
+# --- a held run --------------------------------------------------------------------------------------
+
+
+def _release(config: Config, record: RunRecord) -> "RunSummary":
+    """Publish the labels of a held run; a step that was done before an interruption is done again."""
+    from pencil_scale.nights.beginning import run_facts
+    from pencil_scale.nights.night_tracking import tell_released
+    from pencil_scale.running.summary import Summary as RunSummary
+    from pencil_scale.running.summary import write_facts
+
+    storage, name = config.run.storage, record.name
+    published, labels = published_url(storage, name), PartStore(f"{storage}/labels")
+    find_published(storage, name, held=True).manifest.save(published)
+    if f"held/{name}.json" in labels.names("held"):
+        labels.delete(f"held/{name}.json")
+    summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
+    write_facts(storage, name, summary.facts)
+    write_record(storage, tell_released(config, record), status="finished")
+    print(f"released: the labels of {name} are published")
+    for reason in record.held_because:
+        print(f"  held because {reason}")
+    print(summary.table())
+    return summary
+
+
+# --- a night -----------------------------------------------------------------------------------------
 
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:

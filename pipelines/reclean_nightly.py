@@ -4,8 +4,9 @@
     ray job submit --working-dir . -- python -m pipelines.reclean_nightly configs/nightly.yaml
 
 One command for cron. It begins from the night that <storage>/nights/CURRENT names, and moves CURRENT last. A
-night that looks wrong is kept but held: CURRENT stays, the exit code is 3, and `python -m pipelines.promote`
-releases it, or goes back to an older one. Killed at any step, the same command goes on from there.
+night that looks wrong, by the limits under `nightly:` or by those of any run (`gate.hold`), is kept but held:
+CURRENT stays, the exit code is 3, and `python -m pipelines.promote` releases it, or goes back to an older
+one. Killed at any step, the same command goes on from there.
 """
 
 import sys
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.class_names import read_class_names
-from pencil_scale.command import run_job
+from pencil_scale.command import HELD, run_job
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from pencil_scale.nights.examining import Findings
     from pencil_scale.nights.preparing import Prepared
 
-HELD = 3
 Status = Literal["current", "held", "kept", "nothing new"]
 
 
@@ -186,7 +186,7 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
         _say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
         labels = None if prepared is None else prepared.labels
         start = Start(plan.id, plan.catalogue_version, labels)
-        train(night_config(config, plan, prepared), start, alias=None)
+        train(night_config(config, plan, prepared), start, alias=None, hold=False)
         return
     _say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
     home, _, name = prepared.weights.rpartition("/")  # under the night's own class list
@@ -198,14 +198,16 @@ def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared
     from pencil_scale.nights.examining import Findings, examine
 
     storage = nights.storage
-    if prepared is None:
-        found = run_facts(storage, plan.name)
-        counts = {"new_samples": found["samples"], "new_repaired": found["corrected"]}
-        return Findings({**counts, **clean_accuracy(found)})
     trained = read_record(storage, plan.name) is not None
-    figures = clean_accuracy(run_facts(storage, plan.name)) if trained else prepared.parent.figures
+    found = run_facts(storage, plan.name) if trained else {}
+    reasons = tuple(found.get("held_because", ()))
+    if prepared is None:
+        counts = {"new_samples": found["samples"], "new_repaired": found["corrected"]}
+        return Findings({**counts, **clean_accuracy(found)}, reasons)
+    figures = clean_accuracy(found) if trained else prepared.parent.figures
     labels = Manifest.load(published_url(storage, plan.name))
-    return examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
+    findings = examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
+    return replace(findings, reasons=(*findings.reasons, *reasons))
 
 
 def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:

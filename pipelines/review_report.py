@@ -4,6 +4,8 @@
     python -m pipelines.review_report CONFIG report.labels=night-12 report.since=night-11
     python -m pipelines.review_report CONFIG report.judged=decisions.json        # what an audit came to
 
+Labels of a run that is held are shown too: look at them before you promote the run.
+
 The page needs no server and no network. Decisions made there are saved as a file for pipelines.pin_labels.
 Its audit asks for a judgement on labels drawn at random, and tells how many repairs are right and how much
 noise was missed, with 95 % intervals; report.judged tells the same from a saved file.
@@ -78,8 +80,9 @@ def run(config: Config) -> Summary:
     refuse_lost("report.page", config.report.page)
     storage = PartStore(config.run.storage).url  # tasks stand in other folders
     named = config.report.labels or config.run.name
-    source = find_source(storage, named, config.data.exclude, TOP_K, None, config.nightly.remap)
+    source = find_source(storage, named, config.data.exclude, TOP_K, None, config.nightly.remap, held=True)
     rules, warnings = _rules(config, source, storage)
+    warnings = [*_held_because(storage, source.published), *warnings]
     here = is_in_memory(storage)
     tally = _scan(source, rules, here)
     html = _page(config, storage, source, tally, warnings, rules.since, here)
@@ -99,13 +102,19 @@ def _rules(config: Config, source: Source, storage: str) -> tuple[Rules, list[st
     rules = Rules(config.report.listed, config.report.audit, seed)
     if config.report.since is None:
         return rules, []
-    since = find_published(storage, config.report.since)
+    since = find_published(storage, config.report.since, held=True)
     differs = difference(since.manifest.class_names, source.words.class_names)
     if set(since.manifest.class_names) != set(source.words.class_names):
         return rules, [
             f"{since.name}: its class list {differs}, compared with these labels: nothing to compare."
         ]
     return rules._replace(since=since), []
+
+
+def _held_because(storage: str, published: Published) -> list[str]:
+    """What to say on the page of a run that is held: a person decides by this page whether to release it."""
+    record = read_record(storage, published.name) if published.held else None
+    return [f"These labels are held: {reason}." for reason in record.held_because] if record else []
 
 
 def _scan(source: Source, rules: Rules, here: bool) -> Tally:

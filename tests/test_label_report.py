@@ -100,7 +100,7 @@ def test_the_history_tells_every_label_of_an_epoch(tmp_path: Path, catalogue: Ca
 def test_labels_that_stood_still_or_got_worse_are_warned_of(tmp_path: Path, catalogue: Catalogue) -> None:
     looking = study(catalogue, max_class_loss=0.4)
     first = looking.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
-    assert first.warnings == {"classes_shrink": "1 classes lose their samples: class 2 lost 50%"}
+    assert first.warnings == {"classes_shrink": "classes that lose their samples: 1: cat lost 50%"}
     worse = looking.of(snapshot(tmp_path / "2", [2, 2, 1, 1, 2, 2]), 1, moved=True, before=first.figures)
     assert worse.warnings["label_accuracy_falls"] == "label accuracy fell from 1.000 to 0.400"
     still = looking.of(snapshot(tmp_path / "3", [2, 2, 1, 1, 2, 2]), 2, moved=True, before=worse.figures)

@@ -17,12 +17,13 @@ from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.regiving import pin, regive
 from pencil_scale.labels.start_labels import start_labels
-from pencil_scale.nights.beginning import clean_set
+from pencil_scale.nights.beginning import adopt, clean_set
 from pencil_scale.nights.carrying import carry_over
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.crawl import Crawl, archive_counts, find_crawl, old_rows
 from pencil_scale.nights.night_files import Night, NightError, Plan
 from pencil_scale.nights.preparing import prepare, remapped_head
+from pencil_scale.running.run_record import RunRecord, write_record
 from pencil_scale.settings import Config
 
 SAME = [[0], [1], [2]]
@@ -275,6 +276,16 @@ def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
     assert prepared is not None
     assert bench.table(prepared.labels).read_class([0]).tolist() == [0]
     assert bench.table(prepared.labels).read_pinned([0]).all()
+
+
+def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
+    write_record(
+        bench.storage,
+        RunRecord("bad", "a1b2", {}, 1, (), {}, "", status="held", held_because=("cat vanished",)),
+    )
+    assert adopt(bench.nights, None, "") is None
+    with pytest.raises(NightError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
+        adopt(bench.nights, "bad", "")
 
 
 def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:

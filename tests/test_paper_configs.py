@@ -50,3 +50,9 @@ def test_rows_of_the_papers_table_are_overrides() -> None:
 def test_clothing1m_has_its_fourteen_classes() -> None:
     names = (CONFIGS / "classes" / "clothing1m.txt").read_text().splitlines()
     assert len(names) == len(set(names)) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_classes"), [("demo", 10), ("nightly", 14)])
+def test_every_other_config_changes_labels_within_its_pencil_stage(name: str, num_classes: int) -> None:
+    assert " changes after " in check_outlook(schedule(name, num_classes), num_classes)

@@ -300,5 +300,20 @@ def test_a_takedown_does_not_wait_for_a_night_that_is_used(
         assert "000102" not in Path(str(night.report)).read_text()
 
 
+def test_a_first_night_that_learned_nothing_is_held_by_the_gate_of_every_run(
+    ray_session: None, tmp_path: Path
+) -> None:
+    crawl = Crawl(tmp_path)
+    crawl.add(0)
+    hopeless = ["stages.backbone.rate=20", "stages.pencil.rate=20", "nightly.first_epochs=[1,1,0]"]
+    summary = reclean_nightly.run(crawl.settings(*hopeless))
+    assert (summary.status, summary.current) == ("held", None)
+    assert any("not clearly better than chance" in reason for reason in summary.night.reasons)
+    assert Path(summary.night.labels) == tmp_path / "lake" / "labels" / "published" / "night-0001.json"
+    assert not (tmp_path / "lake" / "labels" / "held").exists()
+    assert promote.main([str(crawl.config), "night-0001"]) == 0
+    assert crawl.current == "night-0001"
+
+
 def _killed(*_: object, **__: object) -> None:
     raise Killed

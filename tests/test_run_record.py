@@ -62,3 +62,16 @@ def test_execution_settings_do_not_change_what_a_run_is(storage: str) -> None:
     other_workers = replace(record, settings={**SETTINGS, "workers.count": "(2, 2)"})
     other_seed = replace(record, settings={**SETTINGS, "run.seed": "2"})
     assert record.fingerprint == other_workers.fingerprint != other_seed.fingerprint
+
+
+def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    write_record(storage, record, status="held", held_because=("it guesses", "cat vanished"))
+    with pytest.raises(RunNameError, match=r"run night is held.*it guesses; cat vanished") as refused:
+        find_record(storage, "night", SETTINGS)
+    assert "promote CONFIG night`, or train again under another run.name" in str(refused.value)
+
+
+def test_whether_the_gate_holds_may_change_when_a_run_goes_on(storage: str) -> None:
+    assert find_record(storage, "night", {**SETTINGS, "gate.hold": "False"}) is not None

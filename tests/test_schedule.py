@@ -1,5 +1,6 @@
 """The three stages, with every setting of the paper, and what is said of them before a run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,27 @@ def test_before_a_run_it_says_when_labels_change() -> None:
     assert "after 1 of 10 visits" in check_outlook(schedule(CLOTHING, 14), 14)
 
 
-def test_a_stage_too_short_for_any_change_is_warned_of() -> None:
-    assert "WARNING: that is more than the stage has" in check_outlook(schedule("stages.pencil.epochs=2"), 10)
+def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
+    short = "stages.pencil.epochs=5"
+    with pytest.raises(OutlookError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
+        check_outlook(schedule(short), 10)
+    tried = re.search(r"try (\S+) or (\S+), or set stages.pencil.allow_fixed_labels", str(refused.value))
+    assert tried is not None
+    for setting in tried.groups():
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
+    assert "WARNING" in check_outlook(schedule(f"{short} stages.pencil.allow_fixed_labels=true"), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", ['{"start":400,"end":0}', "[[0,400],[6,40]]", "[[0,40],[3,4000]]"])
+def test_advice_for_a_short_stage_holds_for_a_lambda_that_varies(curve: str) -> None:
+    short = f"stages.pencil.epochs=3 stages.pencil.lambda={curve}"
+    with pytest.raises(OutlookError) as refused:
+        check_outlook(schedule(short), 10)
+    settings = re.findall(r"stages.pencil.(?:lambda|epochs)=\S+\b", str(refused.value))
+    assert settings
+    for setting in settings:
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
 
 
 @pytest.mark.slow
@@ -129,14 +149,14 @@ def test_the_papers_cifar100_run_can_be_asked_for_all_the_same() -> None:
 def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
     for overrides, why in (
         (CIFAR10_50, "stays at 0.49"),
-        (f"{CLOTHING} stages.pencil.lambda=3000", "swings"),
+        (f"{CLOTHING} stages.pencil.lambda=3000", "oscillates"),
     ):
         with pytest.raises(OutlookError, match=f"{why}.*; try stages.pencil.compatibility=released"):
             check_outlook(schedule(f"{overrides} stages.pencil.compatibility=printed"), 10)
 
 
 def test_labels_that_stand_still_are_refused_with_a_pace_that_moves_them() -> None:
-    with pytest.raises(OutlookError, match=r"try stages.pencil.lambda=192,"):
+    with pytest.raises(OutlookError, match=r"try stages.pencil.lambda=320,"):
         check_outlook(schedule("stages.pencil.lambda=0"), 10)
 
 

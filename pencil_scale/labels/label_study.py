@@ -5,7 +5,7 @@ found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
 found.figures["corrected_share"], found.warnings, found.transitions
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,7 @@ class LabelStudy:
     history: bool = False
     max_class_loss: float = 0.5
     _last: LabelReport | None = field(default=None, init=False)
+    _class_names: Sequence[str] = field(default=(), init=False)
 
     def of(self, manifest: Manifest, epoch: int, moved: bool, before: Mapping[str, float]) -> Found:
         """Study a snapshot taken after `epoch`; `before` are the figures of the epoch before."""
@@ -48,6 +49,7 @@ class LabelStudy:
             catalogue = Catalogue.open(self.storage, self.catalogue_version)
             with self._history_file(epoch if moved and self.history else None) as history:
                 self._last = study_labels(manifest, catalogue, self.members, history)
+            self._class_names = catalogue.manifest["classes"]
         figures = self._last.figures()
         warnings = self._warnings(self._last, figures, before) if moved else {}
         return Found(figures, warnings, self._last.transitions if moved else None)
@@ -65,8 +67,8 @@ class LabelStudy:
             )
         shrunken = report.shrunken_classes(self.max_class_loss)
         if shrunken:
-            worst = ", ".join(f"class {number} lost {lost:.0%}" for number, lost in shrunken[:5])
-            found["classes_shrink"] = f"{len(shrunken)} classes lose their samples: {worst}"
+            worst = ", ".join(f"{self._class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5])
+            found["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
         return found
 
     @contextmanager

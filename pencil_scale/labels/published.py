@@ -1,7 +1,13 @@
 """Published labels: the manifests that finished runs left, found by the run's name or by URL.
 
-published = find_published("s3://lake/clothing1m", "night-12")
-published.name, published.manifest, published.history
+    <storage>/labels/published/NAME.json     labels that may be used
+    <storage>/labels/held/NAME.json          labels that wait for a person (`pencil_scale.gate`)
+
+    published = find_published("s3://lake/clothing1m", "night-12")
+    published.name, published.manifest, published.history
+
+Held labels are found only by those who ask for them, to look: everybody else gets an error that says why
+they are held.
 """
 
 from dataclasses import dataclass
@@ -11,11 +17,16 @@ from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.running.run_record import read_record, why_held
 from pencil_scale.schema import PencilError
 
 
 class NotPublishedError(PencilError):
     """Labels that nobody has published."""
+
+
+class HeldError(NotPublishedError):
+    """Labels that wait for a person."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +37,37 @@ class Published:
     url: str
     manifest: Manifest
     history: str  # folder of what its labels were after each epoch; may hold nothing
+    held: bool = False
 
 
-def find_published(storage: str, named: str) -> Published:
-    """Read the labels that a run of this name published, or those of a manifest's URL."""
+def find_published(storage: str, named: str, held: bool = False) -> Published:
+    """Read the labels that a run of this name published, or those of a manifest's URL.
+
+    With `held`, also find those of a run that is held: to look at them, not to use them.
+    """
     is_url = "/" in named or named.endswith(".json")
     name = PurePosixPath(named).name.removesuffix(".json")
-    url = named if is_url else published_url(storage, named)
+    urls = [named] if is_url else [published_url(storage, named), held_url(storage, named)]
+    found = ((url, manifest) for url in urls if (manifest := _load(url)) is not None)
+    url, manifest = next(found, (urls[0], None))
+    if manifest is None:
+        raise NotPublishedError(f"{url}: no published labels; {_known(storage)}")
+    is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
+    if is_held and not held:
+        record = read_record(storage, name)
+        reasons = record.held_because if record else ()
+        raise HeldError(f"{url}: the labels of this run are held: {why_held(name, reasons)}")
+    manifest.require_whole()
+    return Published(name, url, manifest, history_folder(storage, manifest.run), is_held)
+
+
+def _load(url: str) -> Manifest | None:
     try:
-        manifest = Manifest.load(url)
+        return Manifest.load(url)
     except TableDamagedError as error:
         if "missing" not in str(error):
             raise
-        raise NotPublishedError(f"{url}: no published labels; {_known(storage)}") from None
-    manifest.require_whole()
-    return Published(name, url, manifest, history_folder(storage, manifest.run))
+        return None
 
 
 def published_url(storage: str, name: str) -> str:
@@ -48,8 +75,26 @@ def published_url(storage: str, name: str) -> str:
     return f"{storage.rstrip('/')}/labels/published/{name}.json"
 
 
+def held_url(storage: str, name: str) -> str:
+    """Where the labels of a held run wait."""
+    return f"{storage.rstrip('/')}/labels/held/{name}.json"
+
+
+def published_names(storage: str) -> list[str]:
+    """The runs and nights whose labels are published."""
+    return _names(storage, "published")
+
+
+def held_names(storage: str) -> list[str]:
+    """The runs whose labels are held."""
+    return sorted(set(_names(storage, "held")) - set(published_names(storage)))
+
+
+def _names(storage: str, folder: str) -> list[str]:
+    found = PartStore(f"{storage.rstrip('/')}/labels").names(folder)
+    return [PurePosixPath(name).stem for name in found]
+
+
 def _known(storage: str) -> str:
-    names = [
-        PurePosixPath(name).stem for name in PartStore(f"{storage.rstrip('/')}/labels").names("published")
-    ]
+    names = published_names(storage)
     return f"published are {', '.join(names[:10])}" if names else "train first"

@@ -18,7 +18,7 @@ from pencil_scale.labels.published import published_url
 from pencil_scale.nights.night_files import CURRENT, Night, NightError, NightFiles, Plan, now
 from pencil_scale.nights.retention import remove_made
 from pencil_scale.reading.byte_source import versions_of
-from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder
+from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder, why_held
 from pencil_scale.settings import Config
 
 Say = Callable[[str], None]
@@ -30,10 +30,16 @@ def decisive_settings(config: Config) -> dict[str, str]:
 
 
 def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
-    """Take a finished training run for the night before the first; None where nothing was trained."""
+    """Take a finished training run for the night before the first; None where none is finished.
+
+    A held run is not finished: nights start from it only once a person has promoted it.
+    """
     storage = nights.storage
     records = {record.name: record for record in _finished_runs(storage) if nights.plan(record.name) is None}
     if named is not None and named not in records:
+        record = read_record(storage, named)
+        if record is not None and record.status == "held":
+            raise NightError(f"nightly.start_from: {named} is held: {why_held(named, record.held_because)}")
         raise NightError(f"nightly.start_from: {named} is no finished run of {storage}; {_listed(records)}")
     if named is None and len(records) > 1:
         raise NightError(f"nightly.start_from: which run? {_listed(records)}")

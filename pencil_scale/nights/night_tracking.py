@@ -4,6 +4,7 @@ Words wait on disk like all others while the server is away, so CURRENT never wa
 
     tell(config, night, "held")
     tell_current(config, night, before)        # also moves the registered model's alias
+    tell_released(config, record)              # of a held training run that a person promotes: likewise
 """
 
 from dataclasses import asdict, replace
@@ -32,8 +33,7 @@ def tell(config: Config, night: Night, word: str) -> None:
     record = read_record(storage, night.trained_by)
     if record is None or not record.tracking:
         return  # taken over from elsewhere: no run to speak of
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": record.name})})
-    tracker = Tracker(_plan(named, record), outbox_folder(named))
+    tracker = _tracker(config, record)
     tracker.set_tag("night", word)
     tracker.set_tag("night.name", night.name)
     tracker.set_tag("night.parent", night.parent or "")
@@ -44,6 +44,22 @@ def tell(config: Config, night: Night, word: str) -> None:
         tracker.move_alias(ALIAS)
     tracker.finish()
     write_record(storage, record, tracking=tracker.state())
+
+
+def tell_released(config: Config, record: RunRecord) -> RunRecord:
+    """Tag the MLflow run of a held run that is released, give its model the alias, and update the record."""
+    if not record.tracking:
+        return record
+    tracker = _tracker(config, record)
+    tracker.set_tag("labels", "released")
+    tracker.move_alias(ALIAS)
+    tracker.finish()
+    return write_record(config.run.storage, record, tracking=tracker.state())
+
+
+def _tracker(config: Config, record: RunRecord) -> Tracker:
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": record.name})})
+    return Tracker(_plan(named, record), outbox_folder(named))
 
 
 def _plan(config: Config, record: RunRecord) -> TrackedRun:

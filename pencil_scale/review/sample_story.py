@@ -7,7 +7,6 @@ story.chapters                                        # one a run or night that 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from pencil_scale.indexing.raw_text import from_stored
 from pencil_scale.labels.label_traces import read_traces
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.published import Published, find_published
+from pencil_scale.labels.published import Published, find_published, held_names, published_names
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.nights.night_files import Night, NightFiles
 from pencil_scale.reading.byte_source import filesystem_of
@@ -54,7 +53,7 @@ class Chapter:
     """What one run, or one night, did with the label."""
 
     name: str
-    standing: str  # of a night: in use, passed, held
+    standing: str  # of a night: in use, passed, held; of a run: held, or nothing
     catalogue_version: int | None
     model: str | None
     trained_by: str
@@ -140,14 +139,15 @@ def _chapters(storage: str, row: int) -> Iterable[Chapter]:
     files = NightFiles(storage)
     nights = {night.name: night for night in files.nights()}
     current = files.current()
-    stems = [PurePosixPath(name).stem for name in PartStore(f"{storage}/labels").names("published")]
-    labels = [find_published(storage, stem) for stem in stems]
+    stems = [*published_names(storage), *held_names(storage)]
+    labels = [find_published(storage, stem, held=True) for stem in stems]
     order = {name: place for place, name in enumerate(nights)}
     labels.sort(key=lambda one: (order.get(one.name, -1), one.manifest.newest_epoch, one.name))
     for published in labels:
         if row < published.manifest.layout.num_rows:
             night = nights.get(published.name)
             standing = "in use" if current and current.name == published.name else ""
+            standing = "held" if published.held else standing
             yield _chapter(storage, published, night, standing, row)
 
 

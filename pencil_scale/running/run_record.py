@@ -2,12 +2,13 @@
 
 `<storage>/runs/<name>/run.json` is written before anything trains. It gives the run a random id, and
 everything the run writes bears that id: a name can be reused, an id cannot. The same command again resumes
-the run, with any number of workers. A name that is finished, or was started with other settings, is refused.
+the run, with any number of workers. A name that is finished or held, or was started with other settings, is
+refused.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ FREE = (
     "checkpoint.",
     "tracking.",
     "cost.",
+    "gate.",
     "subset.",
     "export.",
     "pin.",
@@ -48,7 +50,8 @@ class RunRecord:
     clean: Mapping[str, int]  # catalogue versions of the clean sets it is evaluated on
     labels: str  # the label manifest it starts from
     weights: str | None = None  # what the network starts from: a copy, so that the original may go
-    status: str = "running"  # running | stopped | finished
+    status: str = "running"  # running | stopped | held | finished
+    held_because: Sequence[str] = ()  # also once a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
 
@@ -73,6 +76,10 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
     if record.status == "finished":
         raise RunNameError(
             f"run {name} is finished ({run_folder(storage, name)}/summary.json); choose another run.name"
+        )
+    if record.status == "held":
+        raise RunNameError(
+            f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
         )
     differing = [
         key for key in {**record.settings, **settings} if record.settings.get(key) != settings.get(key)
@@ -100,6 +107,19 @@ def _require_unused(storage: str, name: str) -> None:
                 f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
                 "run.name, or remove what it left (labels/published, labels/held and models)"
             )
+
+
+def why_held(name: str, reasons: Sequence[str]) -> str:
+    """Say why a run is held, and what a person can do about it."""
+    return f"{'; '.join(reasons) or 'its record gives no reason'}. {ways_on(name)}"
+
+
+def ways_on(name: str) -> str:
+    """Say how to look at the labels of a held run, and the two ways on."""
+    return (
+        f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
+        f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
+    )
 
 
 def read_record(storage: str, name: str) -> RunRecord | None:

@@ -10,15 +10,21 @@ from typing import Any
 import torch
 
 from pencil_scale.catalogue import Catalogue
-from pencil_scale.checkpoint import read_checkpoint
+from pencil_scale.checkpoint import Saved, read_checkpoint
+from pencil_scale.gate import judge
+from pencil_scale.labels.label_report import study_labels
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.published import held_url, published_url
 from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
 from pencil_scale.running.estimate import estimate_beside_outcome
-from pencil_scale.running.run_record import RunRecord, run_folder
+from pencil_scale.running.run_record import RunRecord, run_folder, ways_on
 from pencil_scale.settings import Config
 from pencil_scale.telling.tracker import Tracker
+
+GATE = "gate"  # the warning that stands in for a held run
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,25 @@ class Summary:
         rows = [(words, self.facts[name]) for name, words in named.items() if name in self.facts]
         return "\n".join(f"{words:<32} {_spelled(value)}" for words, value in rows)
 
+    @property
+    def held(self) -> bool:
+        return bool(self.facts["status"] == "held")
+
+    def standing(self) -> dict[str, Any]:
+        """How the run stands, as its record says it."""
+        return {
+            "status": self.facts["status"],
+            "held_because": self.facts["held_because"] if self.held else (),
+        }
+
+    def ending(self) -> list[str]:
+        """The last lines a person sees: why the labels are held, or what a gate that only warns found."""
+        if self.held:
+            name = self.facts["run"]
+            held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
+            return [*held, f"The labels of {name} are not published. {ways_on(name)}"]
+        return [f"WARNING: {text}" for kind, text in self.facts["warnings"].items() if kind == GATE]
+
 
 def publish(
     config: Config,
@@ -54,28 +79,70 @@ def publish(
     warnings: dict[str, str],
     tracker: Tracker,
     alias: str | None = "current",
+    hold: bool = True,
 ) -> Summary:
-    """Put the weights and the labels' manifest under their final names, then the summary."""
+    """Put the weights and the labels' manifest under their final names, then the summary.
+
+    Labels that look wrong are saved as held, and their model gets no alias; not so without `hold`.
+    """
     with outcome.checkpoint.as_directory() as folder:
         saved = read_checkpoint(Path(folder))
     storage, name = config.run.storage.rstrip("/"), config.run.name
-    model, labels = f"{storage}/models/{name}.pt", f"{storage}/labels/published/{name}.json"
+    catalogue = Catalogue.open(storage, record.catalogue_version)
+    doubts = _doubts(config, checked, catalogue, saved.labels, record, outcome.record)
+    if doubts and not config.gate.hold:
+        warnings = {**warnings, GATE: "; ".join(doubts)}
+        tracker.set_warning(GATE, warnings[GATE])
+        doubts = ()
+    held = hold and bool(doubts)
+    facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
+    facts |= {"run": name, "warnings": warnings, **_save(storage, name, saved, held)}
+    facts |= {"status": "held" if held else "finished", "held_because": list(doubts)}
+    facts["catalogue_version"] = record.catalogue_version
+    facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
+    PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
+    write_facts(storage, name, facts)
+    tracker.log_json("summary", facts)
+    if held:
+        alias = None  # until a person promotes the run
+        tracker.set_tag("labels", "held")
+        tracker.set_tag("labels.held_because", "; ".join(doubts))
+    tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
+    return Summary(facts)
+
+
+def write_facts(storage: str, name: str, facts: dict[str, Any]) -> None:
+    """Write the summary beside the run, and as the newest one of the storage."""
+    text = json.dumps(facts, indent=2).encode()
+    PartStore(run_folder(storage, name)).put("summary.json", text)
+    PartStore(storage).put("summary.json", text)
+
+
+def _save(storage: str, name: str, saved: Saved, held: bool) -> dict[str, str]:
+    """Write weights and labels; give where they are."""
     weights = io.BytesIO()
     torch.save(saved.weights, weights)
     PartStore(f"{storage}/models").put(f"{name}.pt", weights.getvalue())
+    labels = held_url(storage, name) if held else published_url(storage, name)
     saved.labels.save(labels)
-    catalogue = Catalogue.open(storage, record.catalogue_version)
-    facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
-    facts |= {"run": name, "model": model, "labels": labels, "warnings": warnings}
-    facts["catalogue_version"] = record.catalogue_version
-    facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
-    text = json.dumps(facts, indent=2).encode()
-    PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
-    PartStore(run_folder(storage, name)).put("summary.json", text)
-    PartStore(storage).put("summary.json", text)
-    tracker.log_json("summary", facts)
-    tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
-    return Summary(facts)
+    return {"model": f"{storage}/models/{name}.pt", "labels": labels}
+
+
+def _doubts(
+    config: Config,
+    checked: Checked,
+    catalogue: Catalogue,
+    labels: Manifest,
+    record: RunRecord,
+    figures: list[dict[str, Any]],
+) -> tuple[str, ...]:
+    """Judge the labels that a run ended with."""
+    report = study_labels(labels, catalogue, checked.subset)
+    clean = {
+        part: Catalogue.open(config.run.storage, version, part) for part, version in record.clean.items()
+    }
+    num_clean = {part: found.num_ok for part, found in clean.items()}
+    return judge(figures, report, checked.class_names, config.stages.pencil.max_class_loss, num_clean)
 
 
 def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:

@@ -52,18 +52,22 @@ class Start:
     labels: Manifest | None  # None: every row starts as given
 
 
-def train(config: Config, start: Start | None = None, alias: str | None = "current") -> Summary:
+def train(
+    config: Config, start: Start | None = None, alias: str | None = "current", hold: bool = True
+) -> Summary:
     """Train to the end, publish the model and the labels, and report the outcome.
 
     Without a `start`, a new run has a new id and the newest catalogue, and every row starts as given. `alias`
-    is what a registered model is called from then on; without, somebody decides later.
+    is what a registered model is called from then on; without, somebody decides later. Labels that look wrong
+    are held. Without `hold` they are published all the same, and the caller decides by the reasons in the
+    summary.
     """
     config = with_absolute_storage(config)
     with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, start, alias)
+        return _train_locked(config, start, alias, hold)
 
 
-def _train_locked(config: Config, start: Start | None, alias: str | None) -> Summary:
+def _train_locked(config: Config, start: Start | None, alias: str | None, hold: bool) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     version = record.catalogue_version if record else start.catalogue_version if start else None
     if record is not None:
@@ -92,11 +96,13 @@ def _train_locked(config: Config, start: Start | None, alias: str | None) -> Sum
         tracker.finish("KILLED")
         _say(f"stopped and saved; to resume: {_this_command()}")
         raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias, hold)
     tracker.finish()
-    write_record(config.run.storage, record, status="finished", tracking=tracker.state())
+    write_record(config.run.storage, record, **summary.standing(), tracking=tracker.state())
     print(summary.table())
     _tidy(config, record)
+    for line in summary.ending():
+        _say(line)
     return summary
 
 
