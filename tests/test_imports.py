@@ -16,7 +16,7 @@ LAYERS = {
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
         gpu_decoding augment backbones host_copy noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_pieces tar_search tar_walk
-        shard_urls shards range_reader
+        shard_urls shards range_reader objects conditional holder lease
         part_files part_store working_copy row_checks manifest snapshot sweeping growth remap label_table
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging

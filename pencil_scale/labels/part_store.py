@@ -24,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pencil_scale.labels.part_files import LabelTableError, TableDamagedError
 
 BESIDE = ".unfinished"
+LOCK = ".lock"  # a file of a local folder that is locked while an object beside it is compared and replaced
 RELIED_ON_S = 86_400.0  # an older file, though the same, is written again: a sweep may be about to take it
 
 
@@ -146,7 +147,7 @@ class PartStore:
             found = self._files.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return []
-        return sorted(f"{folder}/{Path(path).name}" for path in found)
+        return sorted(f"{folder}/{name}" for name in (Path(path).name for path in found) if name != LOCK)
 
     def delete(self, name: str) -> None:
         """Remove a file."""
