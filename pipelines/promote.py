@@ -42,18 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config, night: str) -> Summary:
     """Move CURRENT to a night, whatever its verdict was."""
-    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
-    from pencil_scale.nights.night_lock import night_lock
-
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
-    with night_lock(nights.storage):
+    with nights.held() as nights:
         summary = _promote(config, nights, nights.must_find(night))
     print_summary(summary)
     return summary
 
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
+    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
     from pencil_scale.nights.night_tracking import tell_current
 
     before = nights.current()

@@ -34,7 +34,7 @@ from pencil_scale.nights.beginning import (
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.night_files import CARRIED, Night, NightError, NightFiles, Plan, night_name, now
 from pencil_scale.nights.retention import CHECKPOINTS, remove, remove_old, remove_taken_down
-from pencil_scale.running.run_lock import alone
+from pencil_scale.running.run_lock import NIGHTS, alone, run_lock
 from pencil_scale.running.run_record import read_record
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
@@ -72,14 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Make one night of whatever is new, and say what came of it."""
-    # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
-    from pencil_scale.nights.night_lock import night_lock
-
     if config.data.subset is not None:
         raise NightError("data.subset: a night chooses its rows itself; leave it out")
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
-    with night_lock(nights.storage):
+    with nights.held() as nights, run_lock(nights.storage, NIGHTS):
         summary = _night(config, nights)
     print_summary(summary)
     return summary
@@ -127,6 +124,7 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
 
 def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mapping[str, str]]:
     """Train, examine, export and show one night; its manifest is written last."""
+    # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
     from pencil_scale.nights.preparing import prepare
 
     prepared = prepare(config, nights, plan)
@@ -256,14 +254,12 @@ def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str)
 
 def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
     """Remove what nobody needs any more; CURRENT has moved, so a night never fails by it."""
-    from pencil_scale.nights.night_lock import LOCK
-
     try:
         for name in remove_old(nights, config.nightly.keep_nights):
             _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
         for name in remove_taken_down(nights, night.overlay):
             _say(f"{name} keeps no export: ids were taken down, or put back, since")
-        with alone(nights.storage, LOCK) as is_alone:
+        with alone(nights.storage, NIGHTS) as is_alone:
             swept = sweep_storage(nights.storage, is_alone)
     except (PencilError, OSError) as error:
         _say(f"what is outdated was left: {error}")

@@ -31,7 +31,7 @@ LAYERS = {
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
     "jobs": """process_group local_ray control failures ranks scratch run_lock checkpoint_store checks
-        agreement preparation estimate worker driver summary training train night_lock night_tracking""",
+        agreement preparation estimate worker driver summary training train night_tracking""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}
@@ -47,7 +47,6 @@ ALONE = {
         "estimate",
         "worker",
         "driver",
-        "night_lock",
     },
     "mlflow": {"tracking"},
     "yaml": {"config"},

@@ -1,9 +1,9 @@
-"""Run lock: one command trains a run at a time, also where every command has a Ray of its own.
+"""Run lock: who works on a local storage, so that label parts are swept only by a command that is alone.
 
-The actor of a run keeps a second job of the same cluster away. Two commands on a laptop share no cluster, but
-they share the storage: the first holds a lock on a file there, which the system lets go of when it dies.
+A lock on a file, which the system releases when its process dies, marks a run that is being trained. It keeps
+nobody away: that is what the run's lease does.
 
-    with run_lock("/data/lake", "demo"): ...      # refuses if another command holds it
+    with run_lock("/data/lake", "demo"): ...      # being trained
     with alone("/data/lake", "demo") as is_alone: ...      # whether the holder may sweep what nobody names
 """
 
@@ -14,14 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pencil_scale.reading.byte_source import filesystem_of, is_local
-from pencil_scale.running.run_record import RunNameError, run_folder
+from pencil_scale.running.run_record import run_folder
 
 SWEEP = ".sweep"  # held while label parts are swept
+NIGHTS = ".nights"  # marks a job on the nights; no run can have this name
 
 
 @contextmanager
 def run_lock(storage: str, name: str) -> Iterator[None]:
-    """Hold the run if its storage is local; in an object store the cluster's own lock has to do."""
+    """Mark a run of a local storage as being trained, for `alone`; its lease keeps other commands away."""
     filesystem, folder = filesystem_of(run_folder(storage, name))
     if not is_local(filesystem):
         yield
@@ -31,7 +32,7 @@ def run_lock(storage: str, name: str) -> Iterator[None]:
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with _no_sweep(path.parent.parent):
-            _lock(handle, name)
+            _try(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
@@ -81,14 +82,3 @@ def _opened(path: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, name: str) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RunNameError(
-            f"run {name} is being trained by another command; wait for it, or choose another run.name"
-        ) from error
-    except OSError:  # a disk that knows no locks: the cluster's own has to do
-        return
