@@ -13,6 +13,7 @@ from typing import Any
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.schema import PencilError
+from pencil_scale.storage.lease import Lease
 
 # What may differ when a run goes on: how it is executed, not what it computes.
 FREE = (
@@ -45,6 +46,7 @@ class RunRecord:
     status: str = "running"  # running | stopped | finished
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
+    attempt: int = 0  # of the run's lease: which of its commands wrote this
 
 
 def run_folder(storage: str, name: str) -> str:
@@ -85,8 +87,16 @@ def read_record(storage: str, name: str) -> RunRecord | None:
     return RunRecord(**found)
 
 
-def write_record(storage: str, record: RunRecord, **changes: Any) -> RunRecord:
-    """Write the record, with some of it changed."""
-    record = replace(record, **changes)
-    PartStore(run_folder(storage, record.name)).put("run.json", json.dumps(asdict(record), indent=2).encode())
+def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **changes: Any) -> RunRecord:
+    """Write the record, with some of it changed; who trains the run writes it under the run's lease."""
+    if lease is None:
+        record = replace(record, **changes)
+        PartStore(run_folder(storage, record.name)).put("run.json", _encoded(record))
+    else:
+        record = replace(record, attempt=lease.attempt, **changes)
+        lease.put(f"runs/{record.name}/run.json", _encoded(record))
     return record
+
+
+def _encoded(record: RunRecord) -> bytes:
+    return json.dumps(asdict(record), indent=2).encode()

@@ -11,13 +11,13 @@ import torch
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.checkpoint import read_checkpoint
-from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
 from pencil_scale.running.estimate import estimate_beside_outcome
-from pencil_scale.running.run_record import RunRecord, run_folder
+from pencil_scale.running.run_record import RunRecord
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease
 from pencil_scale.telling.tracker import Tracker
 
 
@@ -53,26 +53,29 @@ def publish(
     outcome: Outcome,
     warnings: dict[str, str],
     tracker: Tracker,
+    lease: Lease,
     alias: str | None = "current",
 ) -> Summary:
     """Put the weights and the labels' manifest under their final names, then the summary."""
     with outcome.checkpoint.as_directory() as folder:
         saved = read_checkpoint(Path(folder))
     storage, name = config.run.storage.rstrip("/"), config.run.name
-    model, labels = f"{storage}/models/{name}.pt", f"{storage}/labels/published/{name}.json"
+    model, labels = f"models/{name}.pt", f"labels/published/{name}.json"
     weights = io.BytesIO()
     torch.save(saved.weights, weights)
-    PartStore(f"{storage}/models").put(f"{name}.pt", weights.getvalue())
-    saved.labels.save(labels)
+    saved.labels.require_whole()
+    lease.put(model, weights.getvalue())
+    lease.put(labels, saved.labels.encode())
     catalogue = Catalogue.open(storage, record.catalogue_version)
     facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
-    facts |= {"run": name, "model": model, "labels": labels, "warnings": warnings}
+    facts |= {"run": name, "model": f"{storage}/{model}", "labels": f"{storage}/{labels}"}
+    facts["warnings"] = warnings
     facts["catalogue_version"] = record.catalogue_version
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
     text = json.dumps(facts, indent=2).encode()
-    PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
-    PartStore(run_folder(storage, name)).put("summary.json", text)
-    PartStore(storage).put("summary.json", text)
+    lease.put(f"runs/{name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
+    lease.put(f"runs/{name}/summary.json", text)
+    lease.put("summary.json", text)
     tracker.log_json("summary", facts)
     tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
     return Summary(facts)

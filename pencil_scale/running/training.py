@@ -26,6 +26,7 @@ from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
 from pencil_scale.telling.narrator import Narrator
@@ -44,34 +45,40 @@ def train(config: Config, labels: Manifest | None = None, alias: str | None = "c
     config = with_absolute_storage(config)
     checked = check_run(config)
     print("\n".join(checked.lines), flush=True)
-    with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, checked, labels, alias)
+    storage, name = config.run.storage, config.run.name
+    with (
+        Lease.hold(storage, f"runs/{name}/lease", what=f"run {name} is being trained") as lease,
+        run_lock(storage, name),
+    ):
+        return _train_locked(config, checked, labels, alias, lease)
 
 
-def _train_locked(config: Config, checked: Checked, labels: Manifest | None, alias: str | None) -> Summary:
+def _train_locked(
+    config: Config, checked: Checked, labels: Manifest | None, alias: str | None, lease: Lease
+) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     ensure_ray()
     require_room(config.workers)
-    control = start_control(config.run.storage, config.run.name)
+    control = start_control()
     if record is None:
-        record = _begin(config, checked, labels)
+        record = _begin(config, checked, labels, lease)
     else:
         print(f"run {record.name} goes on where it stopped, on catalogue version {record.catalogue_version}")
     tracker = Tracker(
         plan_tracking(config, catalogue_version=str(record.catalogue_version), state=record.tracking),
         outbox_folder(config),
     )
-    record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
+    record = write_record(config.run.storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
-    outcome = _train(config, record, checked, control, narrator, tracker)
+    outcome = _train(config, record, checked, control, narrator, tracker, lease)
     if not outcome.finished:
-        write_record(config.run.storage, record, status="stopped", tracking=tracker.state())
+        write_record(config.run.storage, record, lease, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
         _say(f"stopped and saved; to go on: {_this_command()}")
         raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias)
     tracker.finish()
-    write_record(config.run.storage, record, status="finished", tracking=tracker.state())
+    write_record(config.run.storage, record, lease, status="finished", tracking=tracker.state())
     print(summary.table())
     _sweep(config)
     return summary
@@ -111,17 +118,18 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _begin(config: Config, checked: Checked, labels: Manifest | None) -> RunRecord:
+def _begin(config: Config, checked: Checked, labels: Manifest | None, lease: Lease) -> RunRecord:
     """Make the labels a new run starts with, then write down what it begins with."""
     print(f"run {config.run.name} begins, on catalogue version {checked.catalogue.version}", flush=True)
     scale = label_scale(config.stages.pencil, len(checked.class_names))
     if labels is None:
         labels = start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch)
+    labels.require_whole()
+    lease.put(f"runs/{config.run.name}/labels.json", labels.encode())
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
-    labels.save(url)
     counted = count(config, checked, weight_bytes_of(config.model.backbone, len(checked.class_names)))
     record = RunRecord(config.run.name, _settings(config), checked.catalogue.version, url)
-    return write_record(config.run.storage, record, estimate=counted.facts())
+    return write_record(config.run.storage, record, lease, estimate=counted.facts())
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -131,7 +139,13 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _train(
-    config: Config, record: RunRecord, checked: Checked, control: Any, narrator: Narrator, tracker: Tracker
+    config: Config,
+    record: RunRecord,
+    checked: Checked,
+    control: Any,
+    narrator: Narrator,
+    tracker: Tracker,
+    lease: Lease,
 ) -> Outcome:
     version = record.catalogue_version
     study = LabelStudy(
@@ -152,7 +166,9 @@ def _train(
         control=control,
     )
     try:
-        return drive(job, narrator.hear)
+        return drive(job, narrator.hear, lease)
+    except LeaseLostError:
+        raise  # the run has not failed: another command goes on with it, also in MLflow
     except BaseException:
         tracker.finish("FAILED", wait_s=5)
         raise
