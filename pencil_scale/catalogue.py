@@ -235,10 +235,15 @@ def catalogue_folder(storage: str, part: str = "") -> str:
     return "/".join([storage.rstrip("/"), "catalogue", *([part] if part else [])])
 
 
+def manifest_name(version: int | None = None) -> str:
+    """Where a catalogue keeps the manifest of a version, or the newest one."""
+    return "manifest.json" if version is None else f"manifests/{version:06d}.json"
+
+
 def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | None:
     """Read the newest manifest of a catalogue, or a certain version's; None when there is none."""
     filesystem, root = filesystem_of(folder)
-    name = "manifest.json" if version is None else f"manifests/{version:06d}.json"
+    name = manifest_name(version)
     filesystem.invalidate_cache()
     try:
         with store_errors(f"{folder}: no manifest can be read"):

@@ -5,7 +5,9 @@ goes wrong is ours, and keeps its traceback.
 """
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from pencil_scale.config import load_config, masked
@@ -62,6 +64,9 @@ def run_job(
 
 def exit_code(work: Callable[[], object]) -> int:
     """Do the work; turn an error a person can act on into its lines and exit code 2."""
+    if threading.current_thread() is threading.main_thread():
+        # Like Ctrl-C, SIGTERM unwinds the job, so that it releases its leases.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         check_versions()
         work()

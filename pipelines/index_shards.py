@@ -5,7 +5,7 @@
 
 Writes <storage>/catalogue/ with a page to look at, summary.html. Run again it reads only shards that are new
 or changed. Validation and test shards get catalogues of their own (catalogue/validation, catalogue/test); ids
-they share with training leave training.
+they share with training leave training. One such job at a time works on a storage: it holds catalogue/lease.
 """
 
 import sys
@@ -24,6 +24,7 @@ from pencil_scale.indexing.catalogue_update import (
     Overlay,
     StagedShard,
     Written,
+    finish_publish,
     merged_entries,
     publish,
 )
@@ -35,6 +36,7 @@ from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.shard_urls import Listing, Shard, expand_urls, list_shards
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease
 from pipelines.shard_making.shard_tasks import stage_all
 
 UNKNOWN_LABELS_KEPT = 100
@@ -71,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Bring the catalogues of validation, test and training up to date, in this order."""
+    storage = PartStore(config.run.storage).url
+    with Lease.hold(storage, "catalogue/lease", what=f"the shards of {storage} are being indexed") as lease:
+        return _run(config, lease)
+
+
+def _run(config: Config, lease: Lease) -> Summary:
     data, storage, limit = config.data, config.run.storage, config.data.max_damaged_share
     decode = data.check_images == "decode"
     clean = {name: urls for name, urls in (("validation", data.validation), ("test", data.test)) if urls}
@@ -82,18 +90,20 @@ def run(config: Config) -> Summary:
         parts = [
             Part(name, storage, urls, *clean_rules, overlay, False, limit) for name, urls in clean.items()
         ]
-        held_out = [index(part).catalogue for part in parts]
+        held_out = [index(part, lease).catalogue for part in parts]
     rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
     overlay = make_overlay(data.exclude, held_out)
-    summary = index(Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit))
+    part = Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit)
+    summary = index(part, lease)
     _say_excluded(overlay, [summary.catalogue, *held_out])
     return summary
 
 
-def index(part: Part) -> Summary:
+def index(part: Part, lease: Lease) -> Summary:
     """Bring one catalogue up to date: list, read what changed, check the damage, merge, publish."""
     folder = catalogue_folder(part.storage, part.name)
     store = PartStore(folder)
+    finish_publish(store)
     manifest = read_manifest(folder)
     old = Catalogue(folder, manifest) if manifest else None
     _check_identity(old, part)
@@ -103,7 +113,7 @@ def index(part: Part) -> Summary:
     changes = compare(listing, old, part.rules_name)
     _say_changes(part, listing, changes, old)
     if old is not None and _is_current(old, part, changes, listing):
-        _sweep(store)
+        _sweep(store, lease)
         _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         if alarm := held_out_alarm(old.manifest):
             _say(part, f"WARNING: {alarm}")
@@ -112,7 +122,8 @@ def index(part: Part) -> Summary:
     what = f"indexing {part.name or 'training'} shards"
     reports = stage_all(store, shards, part.rules, part.rules_name, part.max_damaged_share, what)
     check_damage(shards, reports, listing.missing, part.max_damaged_share)
-    return _publish(part, store, old, changes, listing, shards, reports)
+    lease.check()
+    return _publish(part, store, old, changes, listing, shards, reports, lease)
 
 
 def _publish(
@@ -123,6 +134,7 @@ def _publish(
     listing: Listing,
     shards: Sequence[Shard],
     reports: Sequence[ShardReport],
+    lease: Lease,
 ) -> Summary:
     read = list(zip(shards, reports, strict=True))
     fresh = [_entry(shard, report, part.rules_name) for shard, report in read]
@@ -135,13 +147,14 @@ def _publish(
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
-    _sweep(store)
+    _sweep(store, lease)
     print(summary_text(catalogue, part.name or "training"))
     return Summary(catalogue, len(shards), written, published=True)
 
 
-def _sweep(store: PartStore) -> None:
+def _sweep(store: PartStore, lease: Lease) -> None:
     """Remove what was staged; the manifest that is now published has no need of it."""
+    lease.check()  # else it would be what another job stages
     for name in store.names("staging"):
         store.delete(name)
 

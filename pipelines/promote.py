@@ -26,6 +26,7 @@ from pencil_scale.nights.night_files import Night, NightFiles
 from pencil_scale.running.run_record import RunRecord, read_record, write_record
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease
 
 if TYPE_CHECKING:
     from pencil_scale.running.summary import Summary as RunSummary
@@ -57,17 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config, name: str) -> "Summary | RunSummary":
     """Release a held run, or move CURRENT to a night, whatever its verdict was."""
-    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once. Below likewise.
-    from pencil_scale.nights.night_lock import night_lock
-    from pencil_scale.running.run_lock import run_lock
-
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
     record = _held_run(nights, name)
     if record is not None:
-        with run_lock(nights.storage, name):
-            return _release(config, record)
-    with night_lock(nights.storage):
+        what = f"run {name} is being trained or released"
+        with Lease.hold(nights.storage, f"runs/{name}/lease", what=what) as lease:
+            return _release(config, record, lease)
+    with nights.held() as nights:
         summary = _promote(config, nights, nights.must_find(name))
     print_summary(summary)
     return summary
@@ -94,7 +92,7 @@ def _known(nights: NightFiles) -> str:
 # --- a held run --------------------------------------------------------------------------------------
 
 
-def _release(config: Config, record: RunRecord) -> "RunSummary":
+def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     """Publish the labels of a held run; a step that was done before an interruption is done again."""
     from pencil_scale.nights.beginning import run_facts
     from pencil_scale.nights.night_tracking import tell_released
@@ -102,13 +100,12 @@ def _release(config: Config, record: RunRecord) -> "RunSummary":
     from pencil_scale.running.summary import write_facts
 
     storage, name = config.run.storage, record.name
-    published, labels = published_url(storage, name), PartStore(f"{storage}/labels")
-    find_published(storage, name, held=True).manifest.save(published)
-    if f"held/{name}.json" in labels.names("held"):
-        labels.delete(f"held/{name}.json")
+    published = published_url(storage, name)
+    lease.put(f"labels/published/{name}.json", find_published(storage, name, held=True).manifest.encode())
+    PartStore(f"{storage}/labels").delete_if_there(f"held/{name}.json")
     summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
-    write_facts(storage, name, summary.facts)
-    write_record(storage, tell_released(config, record), status="finished")
+    write_facts(name, summary.facts, lease)
+    write_record(storage, tell_released(config, record), lease, status="finished")
     print(f"released: the labels of {name} are published")
     for reason in record.held_because:
         print(f"  held because {reason}")
@@ -120,6 +117,7 @@ def _release(config: Config, record: RunRecord) -> "RunSummary":
 
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
+    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
     from pencil_scale.nights.night_tracking import tell_current
     from pipelines.night_outputs import shown_again
 

@@ -71,14 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Make one night of whatever is new, and say what came of it."""
-    # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
-    from pencil_scale.nights.night_lock import night_lock
-
     if config.data.subset is not None:
         raise NightError("data.subset: a night chooses its rows itself; leave it out")
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
-    with night_lock(nights.storage):
+    with nights.held() as nights:
         summary = _night(config, nights)
     print_summary(summary)
     return summary
@@ -139,6 +136,7 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
 
 def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mapping[str, str]]:
     """Train, examine, export and show one night; its manifest is written last."""
+    # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
     from pencil_scale.nights.preparing import prepare
     from pipelines.night_outputs import export_night, report_night
 

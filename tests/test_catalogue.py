@@ -1,13 +1,15 @@
 """Rows for life: what happens to them when shards come, change, move and go."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from catalogue_making import Bench, accounted_for, image, sample, samples
 
-from pencil_scale.catalogue import Catalogue, CatalogueError
+from pencil_scale.catalogue import Catalogue, CatalogueError, read_manifest
 from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
 from pencil_scale.indexing.catalogue_update import publish
 from pencil_scale.labels.part_store import PartStore
@@ -281,6 +283,25 @@ def test_a_job_that_was_overtaken_does_not_publish(bench: Bench) -> None:
     catalogue = bench.index().catalogue
     with pytest.raises(CatalogueError, match="another job published version 1"):
         publish(PartStore(catalogue.folder), {**catalogue.manifest, "version": 1}, old_version=0)
+
+
+def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) -> None:
+    bench.shard("a.tar", samples([1]))
+    catalogue = bench.index().catalogue
+    following = [{**catalogue.manifest, "version": 2, "job": job} for job in ("one", "two")]
+
+    def published(manifest: dict[str, Any]) -> bool:
+        try:
+            publish(PartStore(catalogue.folder), manifest, old_version=1)
+        except CatalogueError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(published, following))
+    assert sorted(done) == [False, True]
+    for version in (None, 2):
+        assert read_manifest(catalogue.folder, version) == following[done.index(True)]
 
 
 def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ LAYERS = {
     "pure": """pencil schedule outlook plan subset decisions tiff_tags image_headers images decoding
         gpu_decoding augment backbones host_copy noise figures audit gallery""",
     "storage": """class_names byte_source tar_headers tar_extensions tar_pieces tar_search tar_walk
-        shard_urls shards range_reader
+        shard_urls shards range_reader objects conditional holder lease
         part_files part_store working_copy row_checks manifest snapshot sweeping growth remap label_table
         catalogue catalogue_entries catalogue_schema catalogue_files catalogue_manifest catalogue_changes
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
@@ -30,8 +30,8 @@ LAYERS = {
         evaluation prediction export export_rows
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
-    "jobs": """process_group local_ray control failures ranks scratch run_lock checkpoint_store checks
-        agreement preparation estimate worker driver summary training train night_lock night_tracking""",
+    "jobs": """process_group local_ray control failures ranks scratch checkpoint_store checks
+        agreement preparation estimate worker driver summary training train night_tracking""",
 }
 HEIGHT = {name: height for height, modules in enumerate(LAYERS.values()) for name in modules.split()}
 LAYER_OF = {name: layer for layer, modules in LAYERS.items() for name in modules.split()}
@@ -47,7 +47,6 @@ ALONE = {
         "estimate",
         "worker",
         "driver",
-        "night_lock",
     },
     "mlflow": {"tracking"},
     "yaml": {"config"},

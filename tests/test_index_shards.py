@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from tar_making import python_tar
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.storage.lease import Lease, LeaseHeldError
+from pencil_scale.storage.objects import PlainObjects
 from pipelines.index_shards import main
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +56,7 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
     before = bench.rows(bench.index())
     bench.shard("a.tar", samples([3, 4, 9]))
     bench.shard("b.tar", [*samples([1, 6]), ("x.cls", b"1")])
-    real_put = PartStore.put
+    real_put, real_conditional_put = PartStore.put, PlainObjects._put
     died_at = set()
     for last in range(100):
         num_puts = 0
@@ -62,15 +64,26 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
         for name in store.names("staging"):
             store.delete(name)  # so that every attempt writes everything
 
-        def put(self: PartStore, name: str, data: bytes, last: int = last) -> None:
+        def count(name: str, last: int = last) -> None:
             nonlocal num_puts
             num_puts += 1
             if num_puts > last:
                 died_at.add(name.partition("/")[0])
                 raise Died
+
+        def put(self: PartStore, name: str, data: bytes, count: Callable[[str], None] = count) -> None:
+            count(name)
             real_put(self, name, data)
 
+        def conditional_put(
+            self: PlainObjects, name: str, *more: Any, count: Callable[[str], None] = count
+        ) -> bool:
+            if not name.endswith("/lease"):
+                count(name)
+            return real_conditional_put(self, name, *more)
+
         monkeypatch.setattr(PartStore, "put", put)
+        monkeypatch.setattr(PlainObjects, "_put", conditional_put)
         try:
             bench.index()
             break
@@ -85,6 +98,48 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
     assert ids[:5] == [f"{number:06d}" for number in range(5)]
     assert sorted(ids[5:]) == ["000006", "000009", "x"]
     assert accounted_for(summary) == 6
+
+
+def test_a_version_whose_job_died_before_it_became_the_newest_does_not_block_the_next_job(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples([1]))
+    old = bench.index().catalogue.manifest
+    bench.shard("b.tar", samples([2]))
+    newer = bench.index().catalogue.manifest
+    bench.shard("c.tar", samples([3]))
+    PartStore(f"{bench.storage}/catalogue").put("manifest.json", json.dumps(old).encode())  # as it was left
+    summary = bench.index()
+    assert summary.catalogue.version == 3
+    assert [row["sample_id"] for row in bench.rows(summary)] == ["000001", "000002", "000003"]
+    assert Catalogue.open(bench.storage, 2).manifest == newer
+
+
+def test_two_jobs_do_not_index_the_same_storage_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples([1]))
+    with (
+        Lease.hold(bench.storage, "catalogue/lease", "x"),
+        pytest.raises(LeaseHeldError, match="are being indexed by another command"),
+    ):
+        bench.index()
+    assert bench.index().catalogue.version == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_is_told_to_end_releases_its_lease(tmp_path: Path, number: int) -> None:
+    os.mkfifo(tmp_path / "aliases.txt")  # whoever reads it waits
+    (tmp_path / "0.tar").write_bytes(python_tar(samples([1])))
+    job = start(write_config(tmp_path, str(tmp_path / "lake"), aliases=str(tmp_path / "aliases.txt")))
+    lease = tmp_path / "lake/catalogue/lease"
+    while not lease.exists():
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    job.send_signal(number)
+    told = job.communicate(timeout=60)
+    assert job.returncode != 0, told
+    assert json.loads(lease.read_text())["free"]
 
 
 @pytest.mark.ray

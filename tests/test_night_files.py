@@ -1,6 +1,8 @@
 """Nights and CURRENT: begun, found again or abandoned, used, rolled back, and removed when they are old."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from pencil_scale.nights.beginning import adopt, resumable
 from pencil_scale.nights.night_files import Night, NightError, Plan, night_name
 from pencil_scale.nights.retention import remove_old
 from pencil_scale.running.run_record import RunRecord, read_record, write_record
+from pencil_scale.storage.lease import LeaseHeldError, LeaseLostError
 
 EXPORT = ExportManifest("labels", "a1b2", 1, "run", ("a", "b"), 0, 0, ())
 
@@ -44,6 +47,63 @@ def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
     assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
     with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
         nights.must_find("night-0007")
+
+
+def test_two_nights_begun_at_once_get_different_numbers(bench: Nights) -> None:
+    plans = [Plan("night-0001", f"id-{job}", 1, None, 1, {"run.seed": "1"}) for job in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        begun = list(pool.map(bench.nights.begin, plans))
+    assert sorted((one.name, one.number) for one in begun) == [
+        (night_name(number), number) for number in range(1, 5)
+    ]
+    assert [bench.nights.plan(one.name) for one in begun] == begun
+    assert bench.nights.next_number() == 5
+
+
+def test_current_that_another_job_moved_between_the_look_and_the_move_stays_there(
+    bench: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
+        bench.nights.save(night(number, parent))
+    bench.nights.move_current(bench.nights.must_find("night-0001"), expected=None)
+    with bench.nights.held() as nights:
+
+        def overtaken() -> None:
+            bench.nights.move_current(nights.must_find("night-0002"), expected="night-0001")
+
+        monkeypatch.setattr(nights._lease, "check", overtaken)
+        with pytest.raises(NightError, match="moved to night-0002 while night-0003 was made from night-0001"):
+            nights.move_current(nights.must_find("night-0003"), expected="night-0001")
+    current = bench.nights.current()
+    assert current is not None
+    assert current.name == "night-0002"
+
+
+def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
+    first = night(1, None)
+    with bench.nights.held() as nights:
+        nights.save(first)
+        PartStore(f"{bench.storage}/nights").delete("lease")  # another job takes over
+        with bench.nights.held():
+            for write in (
+                lambda: nights.begin(Plan("night-0002", "id-2", 2, None, 1, {})),
+                lambda: nights.save(replace(first, model="another")),
+                lambda: nights.close("night-0001", "passed"),
+                lambda: nights.move_current(first, expected=None),
+            ):
+                with pytest.raises(LeaseLostError):
+                    write()
+    assert bench.nights.nights() == [first]
+    assert bench.nights.names() == ["night-0001"]
+    assert bench.nights.current() is None
+
+
+def test_the_nights_have_one_job_at_a_time(bench: Nights) -> None:
+    refused = pytest.raises(LeaseHeldError, match=r"the nights of memory:.* are being changed by another")
+    with bench.nights.held(), refused, bench.nights.held():
+        pass
+    with bench.nights.held():
+        pass
 
 
 def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:

@@ -16,14 +16,13 @@ from pencil_scale.backbones import build_backbone
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.export_files import read_manifest
 from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import find_published, held_names, held_url, published_url
 from pencil_scale.nights.night_files import Night, NightFiles, Plan, night_name
 from pencil_scale.nights.retention import remove_taken_down
 from pencil_scale.running import summary
 from pencil_scale.running.run_record import RunRecord, read_record, write_record
-from pencil_scale.running.summary import write_facts
+from pencil_scale.storage.lease import Lease
 from pipelines import promote as promoting
 from pipelines.promote import main
 
@@ -158,7 +157,7 @@ def held(nights: NightFiles, tmp_path: Path) -> str:
         RunRecord("tiny", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",)),
     )
     facts = {"run": "tiny", "status": "held", "held_because": ["b vanished"], "warnings": {}, "samples": 2}
-    write_facts(nights.storage, "tiny", facts)
+    PartStore(f"{nights.storage}/runs/tiny").put("summary.json", json.dumps(facts).encode())
     return nights.storage
 
 
@@ -166,7 +165,7 @@ def held(nights: NightFiles, tmp_path: Path) -> str:
 def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
     nights: NightFiles, held: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = [(Manifest, "save"), (PartStore, "delete"), (summary, "write_facts"), (promoting, "write_record")]
+    steps = [(Lease, "put"), (PartStore, "delete"), (summary, "write_facts"), (promoting, "write_record")]
     for holder, name in steps:
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, _killed)

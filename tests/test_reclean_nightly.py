@@ -17,7 +17,8 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.nights.beginning import run_facts
 from pencil_scale.nights.examining import Findings
-from pencil_scale.nights.night_files import Night, NightError, NightFiles
+from pencil_scale.nights.night_files import Night, NightFiles
+from pencil_scale.storage.lease import LeaseHeldError
 from pencil_scale.subset_files import read_table, read_words
 from pipelines import promote, reclean_nightly
 
@@ -238,27 +239,8 @@ def exported(night: Night, *columns: str) -> dict[str, list[Any]]:
 
 
 def test_two_jobs_at_once_are_one_too_many(week: Week) -> None:
-    from pencil_scale.nights.night_lock import night_lock
-
-    with night_lock(week.crawl.nights.storage), pytest.raises(NightError, match="another job is at work"):
+    with week.crawl.nights.held(), pytest.raises(LeaseHeldError, match="are being changed by another"):
         reclean_nightly.run(week.crawl.settings())
-
-
-def test_in_an_object_store_the_actor_of_the_first_job_keeps_the_second_away(
-    ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pencil_scale.nights.night_lock import night_lock
-
-    monkeypatch.setattr("pencil_scale.running.control.PATIENCE_S", 1.0)
-    with (
-        night_lock("memory://lake"),
-        pytest.raises(NightError, match="another job"),
-        night_lock("memory://lake"),
-    ):
-        pass
-    monkeypatch.undo()
-    with night_lock("memory://lake"):  # the first has ended, and its actor with it
-        pass
 
 
 def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_in(

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from pencil_scale.running.run_record import RunNameError, RunRecord, find_record, read_record, write_record
+from pencil_scale.storage.lease import Lease, LeaseLostError
 
 SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
 
@@ -12,6 +13,19 @@ SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8,
 def storage(tmp_path: Path) -> str:
     write_record(str(tmp_path), RunRecord("night", "a1b2", SETTINGS, 3, ("ant", "bee"), {}, "labels.json"))
     return str(tmp_path)
+
+
+def test_a_record_written_under_a_lease_names_its_attempt_and_is_kept_from_who_lost_it(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    with Lease.hold(storage, "runs/night/lease", "run night is being trained") as lease:
+        assert write_record(storage, record, lease, status="stopped").attempt == 1
+        (Path(storage) / "runs/night/lease").unlink()  # another command takes over
+        with pytest.raises(LeaseLostError):
+            write_record(storage, record, lease, status="finished")
+    found = read_record(storage, "night")
+    assert found is not None
+    assert (found.status, found.attempt) == ("stopped", 1)
 
 
 def test_a_new_name_begins_a_new_run(storage: str) -> None:

@@ -1,13 +1,9 @@
-"""What killed processes leave behind: scratch folders and locks, made by real processes that really die."""
+"""What killed processes leave behind: scratch folders, made by real processes that really die."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from pencil_scale.running.run_lock import run_lock
-from pencil_scale.running.run_record import RunNameError
 from pencil_scale.running.scratch import claim, sweep
 
 ROOT = Path(__file__).parent.parent
@@ -47,31 +43,3 @@ def test_folders_that_are_not_scratch_are_never_swept(tmp_path: Path) -> None:
 
 def test_a_scratch_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
     assert claim(str(tmp_path / "fast" / "disk"), "labels").is_dir()
-
-
-HOLD_NIGHT = """
-from pencil_scale.running.run_lock import run_lock
-held = run_lock(sys.argv[1], "night")
-held.__enter__()
-"""
-
-
-def test_a_run_has_one_command_at_a_time_and_is_free_once_that_was_killed(tmp_path: Path) -> None:
-    process = hold(HOLD_NIGHT, tmp_path)
-    with run_lock(str(tmp_path), "day"):
-        pass
-    refused = pytest.raises(RunNameError, match="run night is being trained by another command")
-    with refused, run_lock(str(tmp_path), "night"):
-        pass
-    process.kill()
-    process.wait()
-    with run_lock(str(tmp_path), "night"):
-        pass
-
-
-def test_a_run_that_was_refused_lets_go_of_its_lock(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="refused"), run_lock(str(tmp_path), "night"):
-        raise ValueError("refused")
-    process = hold(HOLD_NIGHT, tmp_path)
-    process.kill()
-    process.wait()

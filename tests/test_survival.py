@@ -50,6 +50,9 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # Epochs long enough that a kill at the end of one lands in the next, not in the next stage.
     data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
     with data.start() as first:
+        first.wait_until((data.storage / "runs" / "tiny" / "lease").exists, "lease of the run")
+        with data.start() as intruder:  # while the first one still starts its Ray
+            refused = intruder.wait()
         first.wait_for("backbone +epoch 1/")
         first.kill_worker()
         first.wait_for("pencil +epoch 3/")
@@ -61,7 +64,18 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         second.wait_for("finetune +epoch 5/")
         second.kill_worker()
         code = second.wait()
-    return {"data": data, "first": first.output, "second": second.output, "code": code, "track": tracked}
+    found = {"data": data, "first": first.output, "second": second.output, "code": code, "track": tracked}
+    return {**found, "refused": refused, "intruder": intruder.output, "pid": first.process.pid}
+
+
+def test_a_second_command_is_refused_while_the_first_lives_and_takes_over_once_that_was_killed(
+    battered: dict[str, Any],
+) -> None:
+    assert battered["refused"] == 2, battered["intruder"]
+    by = f"pencil_scale.train, process {battered['pid']} on "
+    assert f"error: run tiny is being trained by another command ({by}" in battered["intruder"]
+    assert "watching for up to" not in battered["second"]
+    assert battered["data"].record()["attempt"] == 2
 
 
 def test_a_run_completes_though_a_worker_is_killed_in_every_stage(battered: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue import Catalogue, CatalogueError, read_manifest
+from pencil_scale.catalogue import Catalogue, CatalogueError, manifest_name, read_manifest
 from pencil_scale.indexing.catalogue_entries import Segment, ShardEntry
 from pencil_scale.indexing.catalogue_files import ChangesWriter, RowsWriter, TableWriter, as_rows
 from pencil_scale.indexing.catalogue_schema import DAMAGE, ROW
@@ -32,6 +32,7 @@ from pencil_scale.indexing.duplicates import (
 )
 from pencil_scale.indexing.staging import staged_findings, staged_records
 from pencil_scale.labels.part_store import PartStore
+from pencil_scale.storage.conditional import open_objects
 
 
 @dataclass(frozen=True)
@@ -214,17 +215,37 @@ class CatalogueUpdate:
 
 
 def publish(store: PartStore, manifest: dict[str, Any], old_version: int) -> None:
-    """Write the manifest: once under its version for good, then as the newest."""
+    """Write the manifest: once under its version for good, then as the newest.
+
+    A version number is given once, and the newest manifest moves by compare-and-swap, so of two jobs one
+    publishes. A job that dies between the two puts leaves the rest to `finish_publish`.
+    """
+    objects = open_objects(store.url)
+    etag = objects.etag(manifest_name())
     newest = read_manifest(store.url)
     found = int(newest["version"]) if newest else 0
-    if found != old_version:
+    data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
+    if (
+        found != old_version
+        or not objects.create(manifest_name(version), data)
+        or not objects.replace(manifest_name(), data, etag)
+    ):
         raise CatalogueError(
-            f"{store.url}: another job published version {found} while this one worked on {old_version}; "
-            "run this one again"
+            f"{store.url}: another job published version {max(found, version)} while this one worked on "
+            f"{old_version}; run this one again"
         )
-    data = json.dumps(manifest, indent=1).encode()
-    store.put(f"manifests/{manifest['version']:06d}.json", data)
-    store.put("manifest.json", data)
+
+
+def finish_publish(store: PartStore) -> None:
+    """Make a version the newest if the job that wrote its manifest died then; all its files are there."""
+    objects = open_objects(store.url)
+    while True:
+        etag = objects.etag(manifest_name())
+        newest = read_manifest(store.url)
+        following = objects.read(manifest_name(int(newest["version"]) + 1 if newest else 1))
+        if following is None:
+            return
+        objects.replace(manifest_name(), following[0], etag)
 
 
 def merged_entries(

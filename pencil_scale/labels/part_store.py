@@ -24,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pencil_scale.labels.part_files import LabelTableError, TableDamagedError
 
 BESIDE = ".unfinished"
+LOCK = ".lock"  # a file of a local folder that is locked while an object beside it is compared and replaced
 
 
 class StorageRefusedError(LabelTableError):
@@ -142,7 +143,7 @@ class PartStore:
             found = self._files.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return []
-        return sorted(f"{folder}/{Path(path).name}" for path in found)
+        return sorted(f"{folder}/{name}" for name in (Path(path).name for path in found) if name != LOCK)
 
     def delete_if_there(self, name: str) -> None:
         """Remove a file that may be gone already."""

@@ -15,7 +15,7 @@ from pencil_scale.class_names import difference
 from pencil_scale.config import describe
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
-from pencil_scale.nights.night_files import CURRENT, Night, NightError, NightFiles, Plan, now
+from pencil_scale.nights.night_files import CURRENT, LEASE, Night, NightError, NightFiles, Plan, now
 from pencil_scale.nights.retention import remove_made
 from pencil_scale.reading.byte_source import versions_of
 from pencil_scale.running.run_record import FREE, RunRecord, read_record, run_folder, why_held
@@ -46,8 +46,8 @@ def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
     if not records:
         return None
     record = records[named or next(iter(records))]
-    if record.name == CURRENT:
-        raise NightError(f"nightly.start_from: a run called {CURRENT} cannot be followed by nights")
+    if record.name in (CURRENT, LEASE):
+        raise NightError(f"nightly.start_from: a run called {record.name} cannot be followed by nights")
     night = nights.save(_as_night(storage, record, clean))
     nights.move_current(night, expected=None)
     return night

@@ -6,16 +6,20 @@
     <storage>/nights/night-0012/closed        that it came to its end: CURRENT moved, or stayed on purpose
     <storage>/nights/CURRENT                  the night in use; the only file that changes, and the last one
 
-A night names its parent, and CURRENT moves to it only from there.
+    <storage>/nights/lease                    held by the one job that may change the nights
+
+A night names its parent, and CURRENT moves to it only from there, by compare-and-swap.
 
     nights = NightFiles("s3://lake/clothing1m")
     night = nights.current()                    # None before the first
-    nights.move_current(night, expected=night.parent)
+    with nights.held() as nights:
+        nights.move_current(night, expected=night.parent)
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -23,8 +27,11 @@ from typing import Any, Literal
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import BESIDE, PartStore
 from pencil_scale.schema import PencilError
+from pencil_scale.storage.conditional import open_objects
+from pencil_scale.storage.lease import Lease
 
 CURRENT, PLAN, NIGHT, CLOSED, REFUSED = "CURRENT", "plan.json", "night.json", "closed", "refused"
+LEASE = "lease"
 CARRIED = "carried.json"  # the labels a night begins with
 FORMAT = 1
 
@@ -38,7 +45,7 @@ class Plan:
     """What a night was begun with."""
 
     name: str
-    id: str  # of its run, and of all label parts it writes
+    id: str  # random; of its run, and of all label parts it writes
     number: int
     parent: str | None
     catalogue_version: int
@@ -73,11 +80,19 @@ class Night:
 
 
 class NightFiles:
-    """The nights of one storage."""
+    """The nights of one storage; with a lease, nothing is written once another job took it over."""
 
-    def __init__(self, storage: str) -> None:
+    def __init__(self, storage: str, lease: Lease | None = None) -> None:
         self.storage = PartStore(storage).url
         self._store = PartStore(f"{self.storage}/nights")
+        self._lease = lease
+
+    @contextmanager
+    def held(self) -> Iterator["NightFiles"]:
+        """Hold the nights for a job that changes them, or refuse: there is one such job at a time."""
+        what = f"the nights of {self.storage} are being changed"
+        with Lease.hold(self.storage, f"nights/{LEASE}", what) as lease:
+            yield NightFiles(self.storage, lease)
 
     def folder(self, name: str) -> str:
         """Where a night keeps what is its own."""
@@ -88,7 +103,7 @@ class NightFiles:
     def names(self) -> list[str]:
         """Every night that was begun, or taken over."""
         found = [PurePosixPath(name).name for name in PartStore(self.storage).names("nights")]
-        return [name for name in found if name != CURRENT and not name.endswith(BESIDE)]
+        return [name for name in found if name not in (CURRENT, LEASE) and not name.endswith(BESIDE)]
 
     def nights(self) -> list[Night]:
         """The finished nights that are kept, in their order."""
@@ -134,9 +149,14 @@ class NightFiles:
         return None if found is None else Plan(**found)
 
     def begin(self, plan: Plan) -> Plan:
-        """Write down a night that begins."""
-        self._write(f"{plan.name}/{PLAN}", asdict(plan))
-        return plan
+        """Write the plan of a new night; if another job was first to take its number, take the next."""
+        objects = open_objects(self._store.url)
+        while True:
+            if self._lease is not None:
+                self._lease.check()
+            if objects.create(f"{plan.name}/{PLAN}", _encoded(asdict(plan))):
+                return plan
+            plan = replace(plan, name=night_name(plan.number + 1), number=plan.number + 1)
 
     def unclosed(self) -> Plan | None:
         """The newest night that was begun, if it has not come to its end."""
@@ -172,15 +192,26 @@ class NightFiles:
 
     def move_current(self, night: Night, expected: str | None) -> None:
         """Move CURRENT to a night, if it still points where it is expected to."""
-        before = self._read(CURRENT)
-        found = None if before is None else before["night"]
+        objects = open_objects(self._store.url)
+        before = objects.read(CURRENT)
+        self._require_current(night, expected, before)
+        if self._lease is not None:
+            self._lease.check()  # between the look and the put, as in Lease.put
+        named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
+        moved = _encoded({"night": night.name, **named, "moved": now()})
+        if not objects.replace(CURRENT, moved, None if before is None else before[1]):
+            self._require_current(night, expected, objects.read(CURRENT))
+            raise NightError(
+                f"{self._store.path(CURRENT)} was written by another job meanwhile; run this again"
+            )
+
+    def _require_current(self, night: Night, expected: str | None, read: tuple[bytes, str] | None) -> None:
+        found = None if read is None else self._parsed(CURRENT, read[0])["night"]
         if found not in (expected, night.name):
             raise NightError(
                 f"{self._store.path(CURRENT)} was moved to {found} while {night.name} was made from "
                 f"{expected}; it stays there. Run reclean_nightly again, or promote {night.name}"
             )
-        named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
-        self._write(CURRENT, {"night": night.name, **named, "moved": now()})
 
     def must_find(self, name: str) -> Night:
         """Read the manifest of a night that a person named."""
@@ -197,9 +228,14 @@ class NightFiles:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            found = json.loads(self._store.get(name))
+            data = self._store.get(name)
         except TableDamagedError:
             return None
+        return self._parsed(name, data)
+
+    def _parsed(self, name: str, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
         except ValueError as error:
             raise NightError(f"{self._store.path(name)}: damaged ({error}); restore it") from error
         if not isinstance(found, dict):
@@ -207,7 +243,14 @@ class NightFiles:
         return found
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        self._store.put(name, json.dumps(value, indent=1).encode())
+        if self._lease is None:
+            self._store.put(name, _encoded(value))
+        else:
+            self._lease.put(f"nights/{name}", _encoded(value))
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1).encode()
 
 
 def night_name(number: int) -> str:

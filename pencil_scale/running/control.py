@@ -1,23 +1,17 @@
-"""Control: the actor between a run's driver and its workers. It is the run's lock, too.
+"""Control: the actor between a run's driver and its workers.
 
 Workers tell it what happened and ask whether to stop; the driver takes the news and prints, tracks and
-decides. It is named after the run and ends with the driver's job, so a second driver of the same run is
-refused while the first one lives, and never afterwards.
+decides. It ends with the driver's job.
 """
 
-import hashlib
 import pickle
 import threading
-import time
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pencil_scale.running.run_record import RunNameError
-
 POLL_S = 0.5
-PATIENCE_S = 10.0
 
 
 @ray.remote(num_cpus=0)
@@ -65,21 +59,11 @@ def take_news(control: Any) -> list[dict[str, Any]]:
     return [pickle.loads(sealed) for sealed in ray.get(control.take_news.remote())]
 
 
-def start_control(storage: str, name: str) -> Any:
-    """Start the actor of a run, or refuse: somebody is training it right now."""
-    key = hashlib.blake2b(f"{storage.rstrip('/')}\n{name}".encode(), digest_size=8).hexdigest()
+def start_control() -> Any:
+    """Start the actor of a run."""
     # On the driver's own node: on another it would die with that node, and take the driver along.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return Control.options(name=f"run-{key}", scheduling_strategy=here).remote()  # type: ignore[attr-defined]
-        except ValueError as error:  # a driver that was killed a moment ago may not be buried yet
-            if time.monotonic() > until:
-                raise RunNameError(
-                    f"run {name} is being trained by another job of this cluster; wait for it"
-                ) from error
-        time.sleep(POLL_S)
+    return Control.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
 class StopWatch:

@@ -19,6 +19,7 @@ from pencil_scale.running.control import take_news
 from pencil_scale.running.failures import TellFailures
 from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
+from pencil_scale.storage.lease import Lease
 
 NEWS_EVERY_S = 0.25
 
@@ -36,8 +37,12 @@ class Outcome:
     checkpoint: ray.train.Checkpoint
 
 
-def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
-    """Train until done or asked to stop (SIGTERM, Ctrl-C); give every piece of news to `on_news`."""
+def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
+    """Train until done or asked to stop (SIGTERM, Ctrl-C); give every piece of news to `on_news`.
+
+    When another command takes over the lease, this one ends at once, and its workers with it: nothing is
+    saved, since the run's checkpoints now belong to the other.
+    """
     trainer = _trainer(job)
     ended: dict[str, Any] = {}
     fitting = threading.Thread(target=_fit, args=(trainer, ended), name="ray train", daemon=True)
@@ -45,6 +50,8 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None]) -> Outcome:
         fitting.start()
         while fitting.is_alive():
             fitting.join(NEWS_EVERY_S)
+            if lease.lost:
+                lease.check()  # says who took over
             wish.pass_on()
             _pass_news(job, on_news)
         _pass_news(job, on_news)  # what was said between the last question and the end

@@ -16,6 +16,7 @@ from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.schema import PencilError
+from pencil_scale.storage.lease import Lease
 
 # What may differ when a run is resumed: how it is executed, not what it computes.
 FREE = (
@@ -54,6 +55,7 @@ class RunRecord:
     held_because: Sequence[str] = ()  # also once a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
+    attempt: int = 0  # of the run's lease: which of its commands wrote this
 
     @property
     def fingerprint(self) -> str:
@@ -128,11 +130,20 @@ def read_record(storage: str, name: str) -> RunRecord | None:
         found = json.loads(PartStore(run_folder(storage, name)).get("run.json"))
     except TableDamagedError:
         return None
-    return RunRecord(**{**found, "class_names": tuple(found["class_names"])})
+    lists = {name: tuple(found[name]) for name in ("class_names", "held_because")}
+    return RunRecord(**{**found, **lists})
 
 
-def write_record(storage: str, record: RunRecord, **changes: Any) -> RunRecord:
-    """Write the record, with some of it changed."""
-    record = replace(record, **changes)
-    PartStore(run_folder(storage, record.name)).put("run.json", json.dumps(asdict(record), indent=2).encode())
+def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **changes: Any) -> RunRecord:
+    """Write the record, with some of it changed; who trains the run writes it under the run's lease."""
+    if lease is None:
+        record = replace(record, **changes)
+        PartStore(run_folder(storage, record.name)).put("run.json", _encoded(record))
+    else:
+        record = replace(record, attempt=lease.attempt, **changes)
+        lease.put(f"runs/{record.name}/run.json", _encoded(record))
     return record
+
+
+def _encoded(record: RunRecord) -> bytes:
+    return json.dumps(asdict(record), indent=2).encode()

@@ -14,14 +14,13 @@ from pencil_scale.checkpoint import Saved, read_checkpoint
 from pencil_scale.gate import judge
 from pencil_scale.labels.label_report import study_labels
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.published import held_url, published_url
 from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
 from pencil_scale.running.estimate import estimate_beside_outcome
-from pencil_scale.running.run_record import RunRecord, run_folder, ways_on
+from pencil_scale.running.run_record import RunRecord, ways_on
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease
 from pencil_scale.telling.tracker import Tracker
 
 GATE = "gate"  # the warning that stands in for a held run
@@ -78,6 +77,7 @@ def publish(
     outcome: Outcome,
     warnings: dict[str, str],
     tracker: Tracker,
+    lease: Lease,
     alias: str | None = "current",
     hold: bool = True,
 ) -> Summary:
@@ -96,12 +96,12 @@ def publish(
         doubts = ()
     held = hold and bool(doubts)
     facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
-    facts |= {"run": name, "warnings": warnings, **_save(storage, name, saved, held)}
+    facts |= {"run": name, "warnings": warnings, **_save(storage, name, saved, held, lease)}
     facts |= {"status": "held" if held else "finished", "held_because": list(doubts)}
     facts["catalogue_version"] = record.catalogue_version
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
-    PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
-    write_facts(storage, name, facts)
+    lease.put(f"runs/{name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
+    write_facts(name, facts, lease)
     tracker.log_json("summary", facts)
     if held:
         alias = None  # until a person promotes the run
@@ -111,21 +111,22 @@ def publish(
     return Summary(facts)
 
 
-def write_facts(storage: str, name: str, facts: dict[str, Any]) -> None:
+def write_facts(name: str, facts: dict[str, Any], lease: Lease) -> None:
     """Write the summary beside the run, and as the newest one of the storage."""
     text = json.dumps(facts, indent=2).encode()
-    PartStore(run_folder(storage, name)).put("summary.json", text)
-    PartStore(storage).put("summary.json", text)
+    lease.put(f"runs/{name}/summary.json", text)
+    lease.put("summary.json", text)
 
 
-def _save(storage: str, name: str, saved: Saved, held: bool) -> dict[str, str]:
-    """Write weights and labels; give where they are."""
+def _save(storage: str, name: str, saved: Saved, held: bool, lease: Lease) -> dict[str, str]:
+    """Write weights and labels; return where they are."""
     weights = io.BytesIO()
     torch.save(saved.weights, weights)
-    PartStore(f"{storage}/models").put(f"{name}.pt", weights.getvalue())
-    labels = held_url(storage, name) if held else published_url(storage, name)
-    saved.labels.save(labels)
-    return {"model": f"{storage}/models/{name}.pt", "labels": labels}
+    model, labels = f"models/{name}.pt", f"labels/{'held' if held else 'published'}/{name}.json"
+    saved.labels.require_whole()
+    lease.put(model, weights.getvalue())
+    lease.put(labels, saved.labels.encode())
+    return {"model": f"{storage}/{model}", "labels": f"{storage}/{labels}"}
 
 
 def _doubts(
@@ -138,10 +139,8 @@ def _doubts(
 ) -> tuple[str, ...]:
     """Judge the labels that a run ended with."""
     report = study_labels(labels, catalogue, checked.subset)
-    clean = {
-        part: Catalogue.open(config.run.storage, version, part) for part, version in record.clean.items()
-    }
-    num_clean = {part: found.num_ok for part, found in clean.items()}
+    storage, clean = config.run.storage, record.clean.items()
+    num_clean = {part: Catalogue.open(storage, version, part).num_ok for part, version in clean}
     return judge(figures, report, checked.class_names, config.stages.pencil.max_class_loss, num_clean)
 
 

@@ -28,12 +28,12 @@ from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
 from pencil_scale.running.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.running.run_lock import run_lock
 from pencil_scale.running.run_record import RunRecord, find_record, run_folder, write_record
 from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
 from pencil_scale.schema import PencilError, new_id
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
 from pencil_scale.telling.narrator import Narrator
@@ -63,11 +63,14 @@ def train(
     summary.
     """
     config = with_absolute_storage(config)
-    with run_lock(config.run.storage, config.run.name):
-        return _train_locked(config, start, alias, hold)
+    storage, name = config.run.storage, config.run.name
+    with Lease.hold(storage, f"runs/{name}/lease", what=f"run {name} is being trained") as lease:
+        return _train_locked(config, start, alias, hold, lease)
 
 
-def _train_locked(config: Config, start: Start | None, alias: str | None, hold: bool) -> Summary:
+def _train_locked(
+    config: Config, start: Start | None, alias: str | None, hold: bool, lease: Lease
+) -> Summary:
     record = find_record(config.run.storage, config.run.name, _settings(config))
     version = record.catalogue_version if record else start.catalogue_version if start else None
     if record is not None:
@@ -76,9 +79,9 @@ def _train_locked(config: Config, start: Start | None, alias: str | None, hold: 
     print("\n".join(checked.lines), flush=True)
     ensure_ray()
     require_room(config.workers)
-    control = start_control(config.run.storage, config.run.name)
+    control = start_control()
     if record is None:
-        record = _begin(config, checked, start)
+        record = _begin(config, checked, start, lease)
         config = _with_weights(config, record.weights)
     else:
         print(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
@@ -88,17 +91,17 @@ def _train_locked(config: Config, start: Start | None, alias: str | None, hold: 
         ),
         outbox_folder(config),
     )
-    record = write_record(config.run.storage, record, status="running", tracking=tracker.state())
+    record = write_record(config.run.storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
-    outcome = _train(config, record, checked, control, narrator, tracker)
+    outcome = _train(config, record, checked, control, narrator, tracker, lease)
     if not outcome.finished:
-        write_record(config.run.storage, record, status="stopped", tracking=tracker.state())
+        write_record(config.run.storage, record, lease, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
         _say(f"stopped and saved; to resume: {_this_command()}")
         raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias, hold)
+    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias, hold)
     tracker.finish()
-    write_record(config.run.storage, record, **summary.standing(), tracking=tracker.state())
+    write_record(config.run.storage, record, lease, **summary.standing(), tracking=tracker.state())
     print(summary.table())
     _tidy(config, record)
     for line in summary.ending():
@@ -140,15 +143,16 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _begin(config: Config, checked: Checked, start: Start | None) -> RunRecord:
+def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) -> RunRecord:
     """Make the labels a new run starts with, then write down what it starts with."""
     print(f"run {config.run.name} starts, on catalogue version {checked.catalogue.version}", flush=True)
     run = start.run if start else new_id()
     labels = start.labels if start else None
     if labels is None:
         labels = _fresh_labels(config, checked, run)
+    labels.require_whole()
+    lease.put(f"runs/{config.run.name}/labels.json", labels.encode())
     url = f"{run_folder(config.run.storage, config.run.name)}/labels.json"
-    labels.save(url)
     counted = count(config, checked, weight_bytes_of(config.model.backbone, len(checked.class_names)))
     record = RunRecord(
         name=config.run.name,
@@ -161,7 +165,7 @@ def _begin(config: Config, checked: Checked, start: Start | None) -> RunRecord:
         weights=_own_weights(config),
         estimate=counted.facts(),
     )
-    return write_record(config.run.storage, record)
+    return write_record(config.run.storage, record, lease)
 
 
 def _fresh_labels(config: Config, checked: Checked, run: str) -> Manifest:
@@ -196,16 +200,21 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _train(
-    config: Config, record: RunRecord, checked: Checked, control: Any, narrator: Narrator, tracker: Tracker
+    config: Config,
+    record: RunRecord,
+    checked: Checked,
+    control: Any,
+    narrator: Narrator,
+    tracker: Tracker,
+    lease: Lease,
 ) -> Outcome:
     version, storage = record.catalogue_version, config.run.storage
     checkpoints = CheckpointStore(storage, record.name, record.id)
     newest = checkpoints.newest()
-    checkpoints.remove(before=newest[0] if newest else None)
-    attempts = checkpoints.attempts()
+    checkpoints.remove(before=newest[0] if newest else lease.attempt)
     origin = Origin(
         run=record.id,
-        attempt=max(attempts, default=0) + 1,
+        attempt=lease.attempt,
         settings=record.fingerprint,
         catalogue_version=version,
         class_names=record.class_names,
@@ -233,7 +242,9 @@ def _train(
         control=control,
     )
     try:
-        return drive(job, narrator.hear)
+        return drive(job, narrator.hear, lease)
+    except LeaseLostError:
+        raise  # the run has not failed: another command goes on with it, also in MLflow
     except BaseException:
         tracker.finish("FAILED", wait_s=5)
         raise

@@ -1,0 +1,1 @@
+"""Objects that change only as expected, and leases over them, on any storage."""

@@ -1,0 +1,231 @@
+"""Lease: the right to write some part of a storage, held by one process at a time, on any storage.
+
+A lease is a small JSON object. Its holder renews it four times in LEASE_S, by compare-and-swap. A process
+that finds it held watches it: if it is renewed, its holder is alive, and the process is refused; if it does
+not change for all of LEASE_S, its holder is dead, and the process takes over. Clocks of two machines are
+never compared. On the holder's own machine a look at the holder's process replaces the watching.
+
+    with Lease.hold("s3://lake/clothing1m", "runs/demo/lease", what="run demo is being trained") as lease:
+        lease.attempt                            # how often it was ever acquired: 1, 2, 3, ...
+        lease.put("runs/demo/run.json", data)    # never over what a later holder wrote
+        lease.check()                            # LeaseLostError if another process took over
+
+A holder that was paused for so long that it lost its lease learns this from `lost`, `check` and `put`.
+`attempt` only rises: a released lease is kept, marked as free.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from pencil_scale.schema import PencilError
+from pencil_scale.storage.conditional import open_objects
+from pencil_scale.storage.holder import Holder, is_alive, this_process
+from pencil_scale.storage.objects import Objects, StorageError
+
+LEASE_S = 60.0
+LEASE_VARIABLE = "PENCIL_SCALE_LEASE_S"  # the environment variable with which tests shorten it
+RENEWALS = 4  # in LEASE_S
+LOOKS = 20  # in LEASE_S, while another holder is watched
+PUT_ATTEMPTS = 20
+
+_held_here: set[str] = set()  # tokens that this process holds
+
+
+class LeaseHeldError(PencilError):
+    """Another process holds the lease and is alive."""
+
+
+class LeaseLostError(PencilError):
+    """Another process took over the lease of this one."""
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """The content of a lease's object."""
+
+    token: str  # random: tells two holders apart
+    attempt: int
+    holder: Holder
+    since: str  # by the holder's clock, for people
+    lease_s: float
+    renewed: int = 0  # changes with every heartbeat
+    free: bool = False
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, url: str) -> "LeaseState":
+        """Read the object; a damaged one may have a living holder, so only a person may remove it."""
+        try:
+            found = json.loads(data)
+            return cls(**{**found, "holder": Holder(**found["holder"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(
+                f"{url}: not a lease ({error}); if no command is running there, remove it"
+            ) from error
+
+
+class Lease:
+    """A lease that this process holds."""
+
+    @classmethod
+    @contextmanager
+    def hold(cls, storage: str, name: str, what: str, lease_s: float | None = None) -> Iterator["Lease"]:
+        """Acquire the lease `name` of a storage, or refuse; release it at the end.
+
+        `what` says what a holder does, such as "run demo is being trained".
+        """
+        lease_s = lease_s or float(os.environ.get(LEASE_VARIABLE, LEASE_S))
+        lease = cls(open_objects(storage), name, what, lease_s)
+        try:
+            lease._acquire()
+            threading.Thread(target=lease._beat, name=f"lease {name}", daemon=True).start()
+            yield lease
+        finally:
+            lease._release()
+
+    def __init__(self, objects: Objects, name: str, what: str, lease_s: float) -> None:
+        self.lost = False
+        self.attempt = 0
+        self._objects, self._name, self._what = objects, name, what
+        self._url = f"{objects.url}/{name}"
+        self._lease_s = lease_s
+        self._token = uuid.uuid4().hex
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write an object of the storage, unless another process took over the lease.
+
+        The lease is ours at step 2, so a later holder writes after step 2, and therefore after step 1. The
+        etag of step 1 then no longer fits what it wrote, and step 3 fails. (On S3 an etag is a hash of the
+        bytes: a later holder that wrote the very bytes of step 1 again is not noticed.)
+        """
+        for _ in range(PUT_ATTEMPTS):
+            etag = self._objects.etag(path)  # 1
+            self.check()  # 2
+            if self._objects.replace(path, data, etag):  # 3
+                return
+        raise StorageError(
+            f"{self._objects.url}/{path}: changed by others in each of {PUT_ATTEMPTS} attempts to write it"
+        )
+
+    def check(self) -> None:
+        """Renew the lease now; LeaseLostError if another process took it over."""
+        if os.getpid() != self._pid:
+            raise LeaseLostError(f"{self._url}: held by process {self._pid}, not by the processes it forks")
+        while True:
+            state, etag = self._read()
+            if state is None or state.token != self._token or state.free:
+                self.lost = True
+                raise LeaseLostError(self._loss(state))
+            # False if the object changed since we read it; reading it again shows who changed it.
+            if self._replace(replace(state, renewed=state.renewed + 1), etag):
+                return
+
+    def _beat(self) -> None:
+        """Renew until the end; an unreachable store does not end a holder, only another holder does."""
+        while not self._ended.wait(self._lease_s / RENEWALS):
+            try:
+                self.check()
+            except LeaseLostError:
+                return
+            except Exception as error:  # the libraries of stores raise classes of their own
+                _report(f"WARNING: {self._url}: not renewed, trying again: {error}")
+
+    # --- acquiring and releasing -----------------------------------------------------------------------
+
+    def _acquire(self) -> None:
+        while True:
+            before, etag = self._read()
+            if before is not None and not self._is_over(before, etag):
+                continue
+            ours = LeaseState(
+                token=self._token,
+                attempt=1 if before is None else before.attempt + 1,
+                holder=this_process(),
+                since=datetime.now(UTC).isoformat(timespec="seconds"),
+                lease_s=self._lease_s,
+            )
+            if self._replace(ours, etag):
+                self.attempt = ours.attempt
+                _held_here.add(self._token)
+                return
+
+    def _is_over(self, state: LeaseState, etag: str | None) -> bool:
+        """Whether its holder released it or is dead; refuse if the holder is alive. False: look again."""
+        if state.free:
+            return True
+        alive = is_alive(state.holder)
+        if alive is None:
+            return self._watch(state, etag)
+        if state.holder.pid == os.getpid() and state.token not in _held_here:
+            return True  # this process released it, but the store was unreachable
+        if alive:
+            raise self._refusal(state)
+        return True
+
+    def _watch(self, state: LeaseState, etag: str | None) -> bool:
+        wait_s = max(self._lease_s, state.lease_s)
+        _report(
+            f"{self._url}: held by {state.holder.spelled()} since {state.since}; "
+            f"watching for up to {wait_s:g} s whether it is still alive"
+        )
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            time.sleep(wait_s / LOOKS)
+            now, newer = self._read()
+            if now is None or now.free:
+                return False
+            if newer != etag:
+                raise self._refusal(now)
+        return True
+
+    def _release(self) -> None:
+        """Mark the lease as free, if it is still ours; a failure must not hide the error of the work."""
+        if os.getpid() != self._pid:
+            return
+        self._ended.set()
+        _held_here.discard(self._token)
+        try:
+            while True:
+                state, etag = self._read()
+                if state is None or state.token != self._token or state.free:
+                    return
+                if self._replace(replace(state, free=True), etag):
+                    return
+        except Exception as error:
+            _report(
+                f"WARNING: {self._url}: not released: {error}; the next command on another machine waits up "
+                f"to {self._lease_s:g} s"
+            )
+
+    # --- the object, and what is said of it ------------------------------------------------------------
+
+    def _read(self) -> tuple[LeaseState | None, str | None]:
+        found = self._objects.read(self._name)
+        return (None, None) if found is None else (LeaseState.decode(found[0], self._url), found[1])
+
+    def _replace(self, state: LeaseState, etag: str | None) -> bool:
+        return self._objects.replace(self._name, state.encode(), etag)
+
+    def _refusal(self, state: LeaseState) -> LeaseHeldError:
+        holder = f"{state.holder.spelled()}, since {state.since}"
+        return LeaseHeldError(f"{self._what} by another command ({holder}); wait for it to end")
+
+    def _loss(self, state: LeaseState | None) -> str:
+        how = "the lease was removed" if state is None else f"{state.holder.spelled()} took over the lease"
+        return f"{self._url}: {how} while this command was paused or cut off; it ends here"
+
+
+def _report(text: str) -> None:
+    print(" ".join(text.split()), file=sys.stderr, flush=True)

@@ -1,0 +1,43 @@
+"""The driver of a run, without workers: when it ends by itself."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pencil_scale.running import driver
+from pencil_scale.running.driver import drive
+from pencil_scale.running.worker import Job
+from pencil_scale.storage.lease import Lease, LeaseLostError
+
+
+class Training:
+    """A training that never ends, as Ray Train would run it."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+
+    def fit(self) -> None:
+        self.started.set()
+        threading.Event().wait()
+
+
+def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, job = Training(), cast(Job, SimpleNamespace(control=None))
+    monkeypatch.setattr(driver, "_trainer", lambda _: training)
+
+    def news(_: object) -> list[dict[str, Any]]:
+        training.started.wait()
+        (tmp_path / "lease").unlink(missing_ok=True)  # another command took over
+        return []
+
+    monkeypatch.setattr(driver, "take_news", news)
+    with (
+        Lease.hold(str(tmp_path), "lease", "run demo is being trained", lease_s=0.2) as lease,
+        pytest.raises(LeaseLostError, match="the lease was removed while this command was paused"),
+    ):
+        drive(job, lambda _: None, lease)
