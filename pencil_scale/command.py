@@ -12,6 +12,7 @@ from pencil_scale.config import load_config, masked
 from pencil_scale.config_help import help_page
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.schema import PencilError
+from pencil_scale.shapes import without_passwords
 from pencil_scale.versions import check_versions
 
 
@@ -59,12 +60,12 @@ def run_job(
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do the work; turn an error a person can act on into its lines and exit code 2."""
+    """Do the work; turn an error a person can act on into its lines, without credentials, and exit code 2."""
     try:
         check_versions()
         work()
     except PencilError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {without_passwords(line)}", file=sys.stderr)
         return 2
     return 0

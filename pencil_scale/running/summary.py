@@ -18,6 +18,7 @@ from pencil_scale.running.driver import Outcome
 from pencil_scale.running.estimate import estimate_beside_outcome
 from pencil_scale.running.run_record import RunRecord, run_folder
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 from pencil_scale.telling.tracker import Tracker
 
 
@@ -73,7 +74,7 @@ def publish(
     PartStore(run_folder(storage, name)).put("epochs.json", json.dumps(outcome.record, indent=1).encode())
     PartStore(run_folder(storage, name)).put("summary.json", text)
     PartStore(storage).put("summary.json", text)
-    tracker.log_json("summary", facts)
+    tracker.log_json("summary", {name: without_passwords(value) for name, value in facts.items()})
     tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
     return Summary(facts)
 

@@ -26,6 +26,7 @@ from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
 from pencil_scale.telling.narrator import Narrator
@@ -43,7 +44,7 @@ def train(config: Config, labels: Manifest | None = None, alias: str | None = "c
     """
     config = with_absolute_storage(config)
     checked = check_run(config)
-    print("\n".join(checked.lines), flush=True)
+    _say("\n".join(checked.lines))
     with run_lock(config.run.storage, config.run.name):
         return _train_locked(config, checked, labels, alias)
 
@@ -72,7 +73,7 @@ def _train_locked(config: Config, checked: Checked, labels: Manifest | None, ali
     summary = publish(config, checked, record, outcome, narrator.warnings, tracker, alias)
     tracker.finish()
     write_record(config.run.storage, record, status="finished", tracking=tracker.state())
-    print(summary.table())
+    _say(summary.table())
     _sweep(config)
     return summary
 
@@ -93,7 +94,7 @@ def foretell(config: Config) -> Estimate:
     """Say what a run will take, and write nothing."""
     config = with_absolute_storage(config)
     checked = check_run(config)
-    print("\n".join(checked.lines), flush=True)
+    _say("\n".join(checked.lines))
     ensure_ray()
     missing = what_is_missing(config.workers)
     if missing:
@@ -175,7 +176,8 @@ def outbox_folder(config: Config) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    """Print what may name URLs, such as this command with its overrides, without their credentials."""
+    print(without_passwords(text), flush=True)
 
 
 def _this_command() -> str:
