@@ -22,7 +22,7 @@ LAYERS = {
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
-        tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking tracker
+        tar_rewrite export_files run_record checkpoint harmless outbox delivery tracked_run tracking tracker
         narrator label_traces judged_file page_copy
         regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
         examining""",
