@@ -26,7 +26,7 @@ LAYERS = {
         narrator label_traces judged_file page_copy
         regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
         examining""",
-    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph
+    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph tally
         evaluation prediction export export_rows
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",
