@@ -23,7 +23,7 @@ LAYERS = {
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins decision_files label_moves
         tar_rewrite export_files run_record checkpoint harmless outbox delivery tracked_run tracking tracker
-        narrator label_traces judged_file page_copy
+        narrator label_traces judged_file page_copy network_state
         regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
         examining""",
     "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph tally
