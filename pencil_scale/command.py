@@ -14,6 +14,7 @@ from pencil_scale.config import load_config, masked
 from pencil_scale.config_help import help_page
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.schema import PencilError
+from pencil_scale.shapes import without_passwords
 from pencil_scale.versions import check_versions
 
 HELD = 3  # the exit code of a job whose labels wait for a person
@@ -63,7 +64,7 @@ def run_job(
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do the work; turn an error a person can act on into its lines and exit code 2."""
+    """Do the work; turn an error a person can act on into its lines, without credentials, and exit code 2."""
     if threading.current_thread() is threading.main_thread():
         # Like Ctrl-C, SIGTERM unwinds the job, so that it releases its leases.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -72,6 +73,6 @@ def exit_code(work: Callable[[], object]) -> int:
         work()
     except PencilError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {without_passwords(line)}", file=sys.stderr)
         return 2
     return 0

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from pencil_scale.checkpoint import Progress
 from pencil_scale.host_copy import HostCopy
-from pencil_scale.owners import Batch, Owners
+from pencil_scale.network_state import average_buffers, not_finite, require_finite
+from pencil_scale.owners import AHEAD, Batch, Owners
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.schema import PencilError
 from pencil_scale.step import Stepper
 from pencil_scale.step_graph import StepGraph
+from pencil_scale.tally import Tally
 
 LOG_EVERY_STEPS = 50
+ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners let only AHEAD + 1 be under way on the device
 NAMED_PROBLEMS = 20
 
 
@@ -45,6 +49,7 @@ class Hooks:
     close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, tell, save
     log_step: Callable[[Stage, Progress, dict[str, float]], None]
     total: Callable[[float], float] = lambda value: value  # the sum over all ranks
+    add_up: Callable[[Tensor], Tensor] = lambda values: values  # the same, of many numbers on the host
     join: Callable[[list[str]], list[str]] = lambda names: names  # those of all ranks, on every rank
     name_unreadable: Callable[[int, list[str]], None] = lambda num, names: None  # how many, and the first
     stop: Callable[[], bool] = lambda: False  # whether any rank was asked to end early
@@ -107,7 +112,7 @@ class SentLoss:
 
     stage: Stage
     progress: Progress
-    total: HostCopy
+    sums: HostCopy
 
 
 class Loop:
@@ -124,8 +129,7 @@ class Loop:
     ) -> None:
         self.stepper, self.schedule, self.owners = stepper, schedule, owners
         self.hooks, self.pace, self.seed = hooks, pace, seed
-        self._loss_sum, self._num_losses = 0.0, 0
-        self._recent: list[torch.Tensor] = []
+        self._tally = Tally(hooks.add_up)
         self._sent: SentLoss | None = None
         self._num_unreadable, self._unreadable = 0, list[str]()
 
@@ -136,8 +140,8 @@ class Loop:
             clock = Clock()
             progress, finished = self._train_epoch(stage, progress, clock)
             self.owners.drain()
+            self._settle(stage, progress)
             if not finished:
-                self._tell_loss()
                 self.hooks.save(progress)
                 return progress
             figures = self._figures(stage, progress, clock)
@@ -150,30 +154,33 @@ class Loop:
 
     def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
         """Train what is left of an epoch; also say whether it came to its end."""
-        epoch = self.hooks.epoch(progress.epoch)
-        num_steps = progress.step + epoch.num_steps
+        epoch, accumulation = self.hooks.epoch(progress.epoch), self.stepper.accumulation
         batches = self.owners.with_labels(clock.data(epoch.batches), progress.epoch)
-        for batch in clock.labels(batches, self.owners):
-            self._step(batch, stage, progress, num_steps)
+        # Counted from here, not from the epoch's start: progress is saved between groups of batches alone, so
+        # a group starts here, whatever the size of those before.
+        for num_done, batch in enumerate(clock.labels(batches, self.owners), 1):
+            self._step(batch, stage, progress, num_done - 1, epoch.num_steps)
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
             self._report(stage, progress)
-            if progress.step == num_steps or progress.step % self.stepper.accumulation:
+            if num_done == epoch.num_steps or num_done % accumulation:
                 continue  # the end is near, or gradients are still being added up
-            if progress.all_steps % self.pace.stop_every == 0 and self.hooks.stop():
+            # What fell due at any batch of this group; all ranks are at the same step, and ask together.
+            if _falls_due(self.pace.stop_every, progress.all_steps, accumulation) and self.hooks.stop():
                 return progress, False
-            if self.pace.save_every and progress.step % self.pace.save_every == 0:
+            if self.pace.save_every and _falls_due(self.pace.save_every, progress.step, accumulation):
                 self.owners.drain()
+                self._settle(stage, progress)
                 self.hooks.save(progress)
         return progress, True
 
-    def _step(self, batch: Batch, stage: Stage, progress: Progress, num_steps: int) -> None:
+    def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
         # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
         _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
         _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
         prepared = self.hooks.prepare(batch, progress.epoch)
         self._count_unreadable(prepared.problems, progress.epoch)
-        result = self.stepper.step(prepared, stage, progress.step, num_steps)
-        self._recent.append(result.loss)
+        result = self.stepper.step(prepared, stage, nth, num_steps)
+        self._tally.add(result)
         if stage.moves_labels:
             self.owners.move(batch.rows, result.label_logits[: len(batch.rows)], progress.epoch)
         else:
@@ -183,32 +190,31 @@ class Loop:
         return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
 
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Send the loss of some steps on its way, and tell it once it has come, without waiting for it."""
-        if self._sent is not None and self._sent.total.has_come():
+        """Send the loss of some steps on its way, and report it a few steps later, without waiting for it.
+
+        All ranks do both at the same steps, for the loss is added up over them.
+        """
+        if self._tally.num_recent == ARRIVED_AFTER:
             self._tell_loss()
-        if len(self._recent) == LOG_EVERY_STEPS:
-            self._tell_loss()
-            self._sent = SentLoss(stage, progress, HostCopy(torch.stack(self._recent).sum()))
-            self._recent = []
+        if self._tally.num_recent == LOG_EVERY_STEPS:
+            self._sent = SentLoss(stage, progress, self._tally.send())
 
     def _tell_loss(self) -> None:
         if self._sent is not None:
             sent, self._sent = self._sent, None
-            total = float(sent.total.read())
-            self._add_loss(total, LOG_EVERY_STEPS)
-            self.hooks.log_step(sent.stage, sent.progress, {"loss": total / LOG_EVERY_STEPS})
+            sums = self._tally.read(sent.sums)
+            require_finite(sums.problems(), sent.stage.name, sent.progress, LOG_EVERY_STEPS)
+            self.hooks.log_step(sent.stage, sent.progress, {"loss": sums.mean_loss})
 
-    def _add_loss(self, total: float, num: int) -> None:
-        self._loss_sum, self._num_losses = self._loss_sum + total, self._num_losses + num
-
-    def _mean_loss(self) -> float:
-        """The mean of an epoch that has ended."""
+    def _settle(self, stage: Stage, progress: Progress) -> None:
+        """Make sure that what is about to be evaluated and saved is finite, and the same on every rank."""
         self._tell_loss()
-        if self._recent:
-            self._add_loss(float(torch.stack(self._recent).sum()), len(self._recent))
-        mean = self._loss_sum / max(self._num_losses, 1)
-        self._loss_sum, self._num_losses, self._recent = 0.0, 0, []
-        return mean
+        num_recent = self._tally.num_recent
+        require_finite(self._tally.peek().problems(), stage.name, progress, num_recent)
+        broken = not_finite(self.stepper.model, self.stepper.optimizer)
+        if self.hooks.total(len(broken)):  # the ranks agree, so none waits for one that has gone
+            require_finite(self.hooks.join(broken), stage.name, progress, num_recent)
+        average_buffers(self.stepper.model, self.hooks.add_up, self.owners.world)
 
     def _count_unreadable(self, problems: tuple[str, ...], epoch: int) -> None:
         """Count what could not be decoded; more than the whole epoch may have ends the run at once."""
@@ -237,9 +243,14 @@ class Loop:
         figures = clock.figures()
         figures["images_per_s"] = total(figures["images_per_s"])
         figures |= {"rows_visited": visited, "rows_unreadable": num_unreadable}
-        figures |= {"loss": self._mean_loss(), "learning_rate": stage.learning_rate}
+        figures |= {**self._tally.close(), "learning_rate": stage.learning_rate}
         self._num_unreadable, self._unreadable = 0, []
         return figures
+
+
+def _falls_due(every: int, step: int, num_steps: int) -> bool:
+    """Whether a multiple of `every` is among the last `num_steps` steps up to this one."""
+    return step // every > (step - num_steps) // every
 
 
 def _set_seed(seed: int) -> None:

@@ -16,14 +16,26 @@ class Shape(str):
     """How the help page spells a type that no plain annotation says."""
 
 
+# People write passwords unescaped, so where the credentials of a URL end is ambiguous. After `user:`, all up
+# to the last `@` of the URL is the password, which may contain `/` and `@`: that may hide part of a path, but
+# never shows a password. A colon with only a port after it is no password. Without a colon, a token ends at
+# the last `@` before the first `/`, so s3://bucket/a@b/x.tar stays. A match never reaches into the next URL.
+CREDENTIALS = re.compile(
+    r"://(?:(?P<user>[^/@:\s\[]*:)(?!//|\d{1,5}(?:[/?#\s]|$))(?:(?!://)\S)+@|[^/?#\s]+@)",
+)
+SECRET_IN_QUERY = re.compile(
+    r"(?i)([?&][^=&\s]*(?:secret|token|password|signature|sig|key)[^=&\s]*=)[^&#\s'\"]+"
+)
+
+
 def without_passwords(value: Any) -> Any:
-    """Blank out the passwords, signatures and tokens inside a URL."""
+    """Blank out the passwords, signatures and tokens in every URL of a text."""
     if isinstance(value, list | tuple):
         return type(value)(without_passwords(item) for item in value)
     if not isinstance(value, str):
         return value
-    value = re.sub(r"(://[^/@:\s]*:)[^/@\s]+@", r"\1***@", value)
-    return re.sub(r"(?i)([?&][^=&]*(?:secret|token|password|signature|sig|key)[^=&]*=)[^&]+", r"\1***", value)
+    value = CREDENTIALS.sub(lambda found: f"://{found['user'] or ''}***@", value)
+    return SECRET_IN_QUERY.sub(r"\1***", value)
 
 
 def _one_or_many(value: object) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class StepGraph:
 
     def __init__(self, stepper: Stepper, odd: Stepper, full_batch: int) -> None:
         """`odd` takes the batches that are not full: a compiled network would be compiled again for them."""
-        self.optimizer = stepper.optimizer
+        self.model, self.optimizer = stepper.model, stepper.optimizer
         self._stepper, self._odd, self._full_batch = stepper, odd, full_batch
         self._rate = torch.zeros((), device=next(stepper.model.parameters()).device)
         self._kind: tuple[str, float] | None = None  # what differs between recordings; the rate does not
@@ -50,7 +50,7 @@ class StepGraph:
             still.copy_(coming, non_blocking=True)
         self._rate.fill_(self.optimizer.param_groups[0]["lr"])
         self._graph.replay()
-        return replace(self._result, loss=self._result.loss.clone())
+        return self._result
 
     def _record(self, batch: Batch, stage: Stage) -> None:
         images, label_logits, noisy_class, weight = (tensor.clone() for tensor in _tensors(batch))

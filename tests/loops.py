@@ -17,6 +17,7 @@ from pencil_scale.config import load_config
 from pencil_scale.label_table import LabelTable
 from pencil_scale.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.owners import Batch, Owners
+from pencil_scale.running.ranks import Ranks
 from pencil_scale.schedule import Schedule, Stage
 from pencil_scale.step import Stepper
 
@@ -40,6 +41,7 @@ class SmallRun:
         self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         self.pace = Pace(**pace)
+        self.ranks = Ranks(0, 1)
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
         self.steps: list[tuple[int, float]] = []  # a step, and the mean loss told of those up to it
@@ -50,16 +52,20 @@ class SmallRun:
         hooks = Hooks(
             epoch=self.epoch,
             prepare=self.prepare,
-            save=self.saved.append,
+            save=self.save,
             close_epoch=self.close_epoch,
             log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
+            total=self.ranks.total,
+            add_up=self.ranks.add_up,
+            join=self.ranks.join,
             name_unreadable=lambda num, names: self.named.append((num, sorted(names))),
             stop=stop,
         )
-        accumulation = self.config.optimizer.accumulation
-        stepper = Stepper(self.model, self.optimizer, accumulation=accumulation)
-        with Owners(self.table) as owners:
-            return Loop(stepper, self.schedule, owners, hooks, self.pace, seed=1).run(progress)
+        with Owners(self.table, self.ranks.rank, self.ranks.world) as owners:
+            return Loop(self.stepper(), self.schedule, owners, hooks, self.pace, seed=1).run(progress)
+
+    def stepper(self) -> Stepper:
+        return Stepper(self.model, self.optimizer, accumulation=self.config.optimizer.accumulation)
 
     def epoch(self, epoch: int) -> Epoch:
         order = np.random.default_rng([1, epoch]).permutation(len(self.images))
@@ -74,6 +80,9 @@ class SmallRun:
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))
+
+    def save(self, progress: Progress) -> None:
+        self.saved.append(progress)
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         self.saved.append(progress)

@@ -1,10 +1,13 @@
 """An outbox loses nothing when its process is killed; delivery keeps the order whatever the receiver does."""
 
+import errno
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 
 from pencil_scale.telling import delivery as delivery_module
 from pencil_scale.telling.delivery import AwayError, Delivery, RefusedError
-from pencil_scale.telling.outbox import MOST_BYTES, Outbox, Record
+from pencil_scale.telling.outbox import MOST_BYTES, Outbox, Record, open_outbox
 
 
 class Receiver:
@@ -227,3 +230,56 @@ def test_only_one_of_two_hands_over(tmp_path: Path, caplog: pytest.LogCaptureFix
     until(lambda: receiver.got == [1])
     assert waiting.finish(30) == 0
     assert "somebody else" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_disk_without_locks_is_named_once_and_its_records_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pencil_scale.telling.outbox.fcntl.flock", refuse)
+    outbox, receiver = Outbox(tmp_path), Receiver()
+    for n in range(5):
+        outbox.add("number", {"n": n})
+    assert delivering(outbox, receiver).finish(30) == 0
+    assert receiver.got == list(range(5))
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path} cannot be locked ([Errno {number}]")
+
+
+def test_a_delivery_that_ends_early_says_why_and_what_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.add("number", {"n": 0})
+
+    def fail(most: int) -> list[Record]:
+        raise sqlite3.DatabaseError("disk image is malformed")
+
+    monkeypatch.setattr(outbox, "first", fail)
+    assert delivering(outbox, Receiver()).finish(30) == 1
+    assert "delivery to the receiver ended (DatabaseError: disk image is malformed)" in caplog.messages[0]
+    assert "1 records did not reach the receiver (DatabaseError: disk image" in caplog.messages[1]
+
+
+def test_a_record_that_cannot_be_written_down_is_lost_and_never_ends_the_caller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.add("number", {"n": object()})
+    outbox.add("number", {"n": 1})
+    assert [record.body["n"] for record in outbox.first()] == [1]
+    assert "object is not JSON serializable" in caplog.text
+
+
+def test_records_wait_on_this_machine_where_the_folder_cannot_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "local"))
+    (tmp_path / "file").write_text("no folder")
+    outbox = open_outbox(tmp_path / "file" / "outbox")
+    outbox.add("number", {"n": 1})
+    assert outbox.path.is_relative_to(tmp_path / "local")
+    assert f"they wait in {outbox.folder} instead" in caplog.text

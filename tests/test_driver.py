@@ -1,4 +1,4 @@
-"""The driver of a run, without workers: when it ends by itself."""
+"""The driver of a run, without workers: when it ends by itself, and what it survives."""
 
 import threading
 from pathlib import Path
@@ -11,6 +11,7 @@ from pencil_scale.running import driver
 from pencil_scale.running.driver import drive
 from pencil_scale.running.worker import Job
 from pencil_scale.storage.lease import Lease, LeaseLostError
+from pencil_scale.telling.harmless import Harmless
 
 
 class Training:
@@ -41,3 +42,21 @@ def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_trainin
         pytest.raises(LeaseLostError, match="the lease was removed while this command was paused"),
     ):
         drive(job, lambda _: None, lease)
+
+
+def test_news_that_cannot_be_reported_is_logged_and_the_rest_is_still_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    news = [{"kind": kind, "n": n} for n, kind in enumerate(["step", "epoch", "epoch", "step"])]
+    monkeypatch.setattr(driver, "take_news", lambda control: news)
+    heard: list[int] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["kind"] == "epoch":
+            raise ValueError("no such figure")
+        heard.append(event["n"])
+
+    driver._pass_news(SimpleNamespace(control=None), hear, Harmless())
+    assert heard == [0, 3]
+    (message,) = caplog.messages
+    assert "news of kind 'epoch' failed (ValueError: no such figure); training continues" in message

@@ -22,11 +22,11 @@ LAYERS = {
         catalogue_update catalogue_statistics catalogue_report identity raw_text duplicates staging
         shard_index index_rules label_classes label_lookup equal_content label_report label_study
         start_labels published subset_files subset_candidates sample_ranges pins same_rows decision_files
-        label_moves tar_rewrite export_files run_record checkpoint outbox delivery tracked_run tracking
-        tracker narrator label_traces judged_file page_copy gate
+        label_moves tar_rewrite export_files run_record checkpoint harmless outbox delivery tracked_run
+        tracking tracker narrator label_traces judged_file page_copy gate network_state
         regiving night_files class_changes crawl carrying guard_rails retention beginning preparing
         examining""",
-    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph
+    "stations": """window_reader batches ray_blocks stream courier exchange peers owners step step_graph tally
         evaluation prediction export export_rows
         review_scan thumbnails page_data review_page headline sample_story story_text""",
     "joining": """loop""",

@@ -1,22 +1,26 @@
 """The loop, on a list of batches: every row once, restarts that change nothing, labels that get repaired."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from loops import SmallRun
+from loops import DEMO, SmallRun
 
 from pencil_scale.augment import centre
 from pencil_scale.checkpoint import Progress
+from pencil_scale.config import load_config
 from pencil_scale.decisions import decide
-from pencil_scale.loop import Clock, TooManyUnreadableError
+from pencil_scale.loop import Clock, Pace, TooManyUnreadableError
+from pencil_scale.network_state import NotFiniteError
 from pencil_scale.noise import symmetric_noise
 from pencil_scale.owners import Batch
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
+ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
 
 
 def blobs(num_samples: int = 200) -> tuple[torch.Tensor, np.ndarray]:
@@ -113,7 +117,38 @@ def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path
     assert run.saved[-1] == Progress(epoch=4, step=0, all_steps=16)
 
 
-ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
+# A hundred batches of two an epoch, of which three make a group.
+IN_THREES = ["optimizer.tuned_batch=2", "optimizer.accumulation=3"]
+
+
+def test_a_wish_to_stop_is_heard_at_the_end_of_the_group_in_which_it_fell_due(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
+    assert run.run(stop=lambda: True) == Progress(epoch=0, step=9, all_steps=9)
+    assert run.saved == [Progress(epoch=0, step=9, all_steps=9)]
+
+
+def test_progress_is_saved_at_the_end_of_the_group_in_which_it_fell_due(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, *IN_THREES, save_every=4)
+    run.run()
+    assert [point.step for point in run.saved[:5]] == [6, 9, 12, 18, 21]
+
+
+def test_a_run_that_resumes_with_other_groups_starts_with_a_complete_one(tmp_path: Path) -> None:
+    """Nine batches of two, then four at once, must leave what a batch of eight leaves after the nine."""
+    small = SmallRun(tmp_path / "small", *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
+    large = SmallRun(tmp_path / "large", *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
+    for run in (small, large):
+        for module in run.model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()  # its statistics see the batch, not the group of batches
+        assert run.run(stop=lambda: True).step == 9
+    small.config = load_config(DEMO, [*ONE_EPOCH, "optimizer.accumulation=4"])
+    large.config, large.batch = load_config(DEMO, [*ONE_EPOCH]), 8
+    small.pace, large.pace = Pace(stop_every=4), Pace(stop_every=1)
+    assert small.run(Progress(0, 9, 9), stop=lambda: True).step == 13
+    assert large.run(Progress(0, 9, 9), stop=lambda: True).step == 10
+    for there, here in zip(small.model.parameters(), large.model.parameters(), strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-6)
 
 
 def test_the_loss_is_told_of_fifty_steps_at_a_time(tmp_path: Path) -> None:
@@ -167,6 +202,71 @@ def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: 
     ):
         run.run()
     assert run.table.count_visited(0) < 20  # a hundred steps make the epoch
+
+
+def ruin(run: SmallRun, epoch: int, nth: int) -> None:
+    """Let the images of one batch be what only broken hardware makes of them."""
+    prepare, prepared = run.prepare, []
+
+    def ruined(batch: Batch, at: int) -> Batch:
+        found = prepare(batch, at)
+        prepared.append(at)
+        return replace(found, images=found.images / 0) if prepared.count(epoch) == nth else found
+
+    run.prepare = ruined
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    run = short_run(tmp_path, save_every=1)
+    ruin(run, epoch=0, nth=3)
+    with pytest.raises(
+        NotFiniteError, match=r"epoch 1 \(backbone\), around steps 1 to 3: not finite: the loss"
+    ) as told:
+        run.run()
+    assert [point.step for point in run.saved] == [1, 2]
+    assert "lower stages.backbone.rate" in str(told.value)
+    assert "another run.name" in str(told.value)
+
+
+def test_a_loss_that_is_not_finite_is_found_within_some_steps_though_nothing_is_saved(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
+    ruin(run, epoch=0, nth=20)
+    with pytest.raises(NotFiniteError, match=r"around steps 1 to 50"):
+        run.run()
+    assert run.table.count_visited(0) < 140
+
+
+def test_a_network_that_fails_while_labels_move_leaves_them_finite_and_unsaved(tmp_path: Path) -> None:
+    run = short_run(tmp_path)
+    ruin(run, epoch=1, nth=2)
+    with pytest.raises(NotFiniteError, match=r"epoch 2 \(pencil\).*the loss, the labels of 136 samples"):
+        run.run()
+    assert np.isfinite(run.table.read(range(200))).all()
+    assert [point.epoch for point in run.saved] == [1]
+
+
+def test_labels_that_move_too_far_end_the_run_before_they_are_saved(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *SHORT[1:], "stages.backbone.epochs=0", "stages.pencil.lambda=1e45")
+    with pytest.raises(NotFiniteError, match=r"\(pencil\).*not finite: the labels of 200 samples"):
+        run.run()
+    assert run.saved == []
+
+
+def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path) -> None:
+    """Those of the very last step, which no loss has shown."""
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH)
+    step, (name, weight) = run.optimizer.step, next(run.model.named_parameters())
+    num_taken = iter(range(1, 5))
+
+    def spoiled() -> None:
+        step()
+        if next(num_taken) == 4:
+            run.optimizer.state[weight]["momentum_buffer"].view(-1)[0] = torch.inf
+
+    run.optimizer.step = spoiled
+    with pytest.raises(NotFiniteError, match=f"not finite: momentum_buffer of {name};"):
+        run.run()
+    assert run.saved == []
 
 
 @pytest.mark.slow

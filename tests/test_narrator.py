@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pencil_scale.checkpoint import Progress
 from pencil_scale.labels.label_study import Found
@@ -91,3 +92,38 @@ def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary()
     text = "images that cannot be decoded, and weigh nothing: 3: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
     assert said == [f"WARNING: {text}"]
     assert telling.warnings == {"unreadable_images": text}
+
+
+class Broken:
+    """A tracker of which every call fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*what: Any) -> None:
+            raise OSError("the disk is gone")
+
+        return fail
+
+
+def test_a_report_that_fails_is_logged_once_and_the_next_epochs_are_still_printed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    telling, said = narrator(Broken())
+    for _ in range(2):
+        telling.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
+        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+    assert sum("epoch 12/40" in line for line in said) == 2
+    assert telling.warnings == {"no_label_moved": "no label moved"}
+    (message,) = caplog.messages
+    assert message.startswith("reporting to MLflow failed (OSError: the disk is gone); training continues")
+
+
+def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracker = Listener()
+    telling, _ = narrator(tracker)
+    for _ in range(2):
+        telling.hear(epoch(transitions=np.zeros((3, 3))))  # there are two classes
+    assert [what[0] for name, what in tracker.told if name == "log_picture"] == ["label_accuracy"] * 2
+    (message,) = caplog.messages
+    assert "class transitions failed (ValueError: counts of shape (3, 3) for 2 class names)" in message

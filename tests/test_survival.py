@@ -231,6 +231,23 @@ def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_d
     assert (np.abs(labels).max(axis=1) > 0).all()
 
 
+# --- numbers that are not finite -----------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_ends_with_its_reason_and_is_neither_retried_nor_published(
+    tmp_path: Path,
+) -> None:
+    data = TinyData.make(tmp_path)
+    with data.start("stages.backbone.rate=1e38") as command:
+        assert command.wait() == 2, command.output
+    assert len(starts(command.output)) == 1
+    (line,) = re.findall("^error: .*", command.output, re.M)
+    assert re.match(r"error: epoch 1 \(backbone\), around steps \d+ to \d+: not finite: ", line)
+    assert "lower stages.backbone.rate" in line
+    assert not data.has_checkpoint(1)
+    assert not (data.storage / "models").exists()
+
+
 # --- a node dies ---------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from pencil_scale.running.failures import TellFailures
 from pencil_scale.running.worker import Job, train_worker
 from pencil_scale.schema import PencilError
 from pencil_scale.storage.lease import Lease
+from pencil_scale.telling.harmless import Harmless
 
 NEWS_EVERY_S = 0.25
 
@@ -45,6 +46,7 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
     """
     trainer = _trainer(job)
     ended: dict[str, Any] = {}
+    harmless = Harmless()
     fitting = threading.Thread(target=_fit, args=(trainer, ended), name="ray train", daemon=True)
     with _stop_on_signals(job.control) as wish:
         fitting.start()
@@ -53,8 +55,8 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
             if lease.lost:
                 lease.check()  # says who took over
             wish.pass_on()
-            _pass_news(job, on_news)
-        _pass_news(job, on_news)  # what was said between the last question and the end
+            _pass_news(job, on_news, harmless)
+        _pass_news(job, on_news, harmless)  # what was said between the last question and the end
     if "error" in ended:
         raise _explained(ended["error"])
     result = ended["result"]
@@ -63,9 +65,10 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
     return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
 
 
-def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None]) -> None:
+def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
     for event in take_news(job.control):
-        on_news(event)
+        with harmless(f"reporting news of kind '{event['kind']}'"):
+            on_news(event)
 
 
 def _trainer(job: Job) -> TorchTrainer:

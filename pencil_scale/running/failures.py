@@ -5,6 +5,7 @@ from typing import Any
 from ray.train import UserCallback
 
 from pencil_scale.running.control import tell
+from pencil_scale.shapes import without_passwords
 
 LONGEST = 400  # characters of a reason
 
@@ -36,4 +37,4 @@ def in_a_line(error: BaseException) -> str:
     said, guesses, _ = said.partition(" Some common causes include:")
     if guesses:
         said += " It was killed, perhaps for want of memory, or it crashed."
-    return f"{type(last).__name__}: {said}"[:LONGEST]
+    return str(without_passwords(f"{type(last).__name__}: {said}"))[:LONGEST]

@@ -1,6 +1,7 @@
 """What happens on the device before a step: the network built, images decoded, augmented and padded."""
 
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -76,11 +77,25 @@ def build_stepper(
     if options.compile != "off":
         network = torch.compile(model, mode=options.compile, dynamic=False)
     if world > 1:
-        network = DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
+        network = _shared(network, device)
     plain = Stepper(network, optimizer, options.precision == "bf16", options.accumulation)
     if not options.cuda_graph:
         return plain
     return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
+
+
+def _shared(network: nn.Module, device: torch.device) -> nn.Module:
+    """Share gradients with the other ranks.
+
+    Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop averages
+    them before they are used.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # before 2.15
+    options: dict[str, Any] = {buffers: False}
+    return DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None, **options)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Word = TypeVar("Word")
 
@@ -31,11 +32,15 @@ class Ranks:
 
     def total(self, value: float) -> float:
         """The sum over all ranks; counts stay exact up to 2**53."""
+        return float(self.add_up(torch.tensor(value, dtype=torch.float64)))
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sums over all ranks of equally many numbers on the host."""
         if self.world == 1:
-            return float(value)
-        summed = torch.tensor(value, dtype=torch.float64)
+            return values
+        summed = values.double().clone()
         dist.all_reduce(summed, group=self.group)
-        return float(summed)
+        return summed
 
     def any(self, wish: bool) -> bool:
         """Whether any rank wishes it; all hear the same answer."""

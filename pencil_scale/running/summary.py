@@ -20,6 +20,7 @@ from pencil_scale.running.driver import Outcome
 from pencil_scale.running.estimate import estimate_beside_outcome
 from pencil_scale.running.run_record import RunRecord, ways_on
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 from pencil_scale.storage.lease import Lease
 from pencil_scale.telling.tracker import Tracker
 
@@ -102,7 +103,7 @@ def publish(
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
     lease.put(f"runs/{name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
     write_facts(name, facts, lease)
-    tracker.log_json("summary", facts)
+    tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
     if held:
         alias = None  # until a person promotes the run
         tracker.set_tag("labels", "held")

@@ -33,6 +33,7 @@ from pencil_scale.running.summary import Summary, publish
 from pencil_scale.running.worker import Job
 from pencil_scale.schema import PencilError, new_id
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import fingerprint
@@ -76,7 +77,7 @@ def _train_locked(
     if record is not None:
         config = _with_weights(config, record.weights)
     checked = check_run(config, version)
-    print("\n".join(checked.lines), flush=True)
+    _say("\n".join(checked.lines))
     ensure_ray()
     require_room(config.workers)
     control = start_control()
@@ -102,7 +103,7 @@ def _train_locked(
     summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias, hold)
     tracker.finish()
     write_record(config.run.storage, record, lease, **summary.standing(), tracking=tracker.state())
-    print(summary.table())
+    _say(summary.table())
     _tidy(config, record)
     for line in summary.ending():
         _say(line)
@@ -125,7 +126,7 @@ def foretell(config: Config) -> Estimate:
     """Say what a run will take, and write nothing."""
     config = with_absolute_storage(config)
     checked = check_run(config)
-    print("\n".join(checked.lines), flush=True)
+    _say("\n".join(checked.lines))
     ensure_ray()
     missing = what_is_missing(config.workers)
     if missing:
@@ -265,7 +266,8 @@ def outbox_folder(config: Config) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    """Print what may name URLs, such as this command with its overrides, without their credentials."""
+    print(without_passwords(text), flush=True)
 
 
 def _this_command() -> str:

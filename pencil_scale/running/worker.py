@@ -142,6 +142,7 @@ class Worker:
             close_epoch=self.close_epoch,
             log_step=self.log_step,
             total=self.ranks.total,
+            add_up=self.ranks.add_up,
             join=self.ranks.join,
             name_unreadable=lambda num, names: self.tell("unreadable", num=num, names=names),
             stop=lambda: self.ranks.any(self.stop_watch.wanted),

@@ -60,11 +60,15 @@ class Delivery:
         return remaining
 
     def _run(self) -> None:
-        if self._claimed():
-            try:
-                self._empty()
-            finally:
-                self._outbox.release()
+        try:
+            if self._claimed():
+                try:
+                    self._empty()
+                finally:
+                    self._outbox.release()
+        except Exception as error:  # of the disk, say: a thread that dies does so silently
+            self._away = f"{type(error).__name__}: {error}"
+            log.warning("delivery to %s ended (%s); the run continues", self._receiver, self._away)
 
     def _empty(self) -> None:
         records: list[Record] = []

@@ -9,9 +9,11 @@ from statistics import median_low
 from typing import Any
 
 from pencil_scale.telling.figures import Point, accuracy_picture, transition_picture
+from pencil_scale.telling.harmless import Harmless
 from pencil_scale.telling.tracker import Tracker
 
 LINE_EVERY_S = 10.0
+REPORTING = "reporting to MLflow"
 
 
 class Narrator:
@@ -26,6 +28,7 @@ class Narrator:
     ) -> None:
         self._num_epochs, self._class_names = num_epochs, class_names
         self._tracker, self._say = tracker, say
+        self._harmless = Harmless()
         self._record: list[dict[str, Any]] = []
         self._seconds: list[float] = []
         self._said_at = time.monotonic()
@@ -55,7 +58,8 @@ class Narrator:
 
     def _step(self, stage: str, progress: Any, figures: dict[str, float], **_: Any) -> None:
         if self._tracker:
-            self._tracker.log_step(stage, progress.all_steps, figures)
+            with self._harmless(REPORTING):
+                self._tracker.log_step(stage, progress.all_steps, figures)
         if time.monotonic() - self._said_at > LINE_EVERY_S:
             epoch = f"epoch {progress.epoch + 1}/{self._num_epochs}"
             self._line(f"{stage:<9} {epoch}   step {progress.step}   loss {figures['loss']:.4f}")
@@ -68,11 +72,16 @@ class Narrator:
         for name, text in found.warnings.items():
             self._warn(name, text)
         if self._tracker and found.transitions is not None:
+            self._draw(self._tracker, found.transitions, figures)
+
+    def _draw(self, tracker: Tracker, transitions: Any, figures: dict[str, Any]) -> None:
+        with self._harmless("the picture of class transitions"):
             title = f"after epoch {figures['epoch'] + 1}"
-            picture = transition_picture(found.transitions, self._class_names, title)
-            self._tracker.log_picture("class_transitions", picture)
-            if "corrected_label_accuracy" in figures:
-                self._tracker.log_picture("label_accuracy", _accuracy_curve(self._record))
+            picture = transition_picture(transitions, self._class_names, title)
+            tracker.log_picture("class_transitions", picture)
+        if "corrected_label_accuracy" in figures:
+            with self._harmless("the picture of the label accuracy"):
+                tracker.log_picture("label_accuracy", _accuracy_curve(self._record))
 
     def _unreadable(self, num: int, names: list[str], **_: Any) -> None:
         more = f"; and {num - len(names):,} more" if num > len(names) else ""
@@ -87,12 +96,14 @@ class Narrator:
             self._line(f"WARNING: {text}")
         self.warnings[name] = text
         if self._tracker:
-            self._tracker.set_warning(name, text)
+            with self._harmless(REPORTING):
+                self._tracker.set_warning(name, text)
 
     def _track_epoch(self, figures: dict[str, Any]) -> None:
         if self._tracker:
             numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-            self._tracker.log_epoch(figures["stage"], figures["epoch"], numbers)
+            with self._harmless(REPORTING):
+                self._tracker.log_epoch(figures["stage"], figures["epoch"], numbers)
 
     def _epoch_line(self, figures: dict[str, Any]) -> str:
         done = figures["epoch"] + 1

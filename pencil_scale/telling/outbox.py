@@ -11,13 +11,15 @@ second), and memory does not grow with it. Saying something costs tens of micros
 """
 
 import fcntl
+import hashlib
 import json
 import logging
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,17 @@ class Record(NamedTuple):
     blob: bytes
 
 
+def open_outbox(folder: str | Path) -> "Outbox":
+    """Open the outbox of a folder, or one on this machine where the folder's disk cannot hold a database."""
+    try:
+        return Outbox(folder)
+    except (OSError, sqlite3.Error) as error:
+        name = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()
+        local = Path(tempfile.gettempdir()) / f"pencil_scale-outbox-{name}"
+        log.warning("%s cannot hold records for MLflow (%s): they wait in %s instead", folder, error, local)
+        return Outbox(local)
+
+
 class Outbox:
     """Records in order, and short notes about them, in one file of a local folder."""
 
@@ -62,6 +75,8 @@ class Outbox:
         self._claim = (self.folder / "outbox.lock").open("w")
         try:
             self._database = self._open()
+        except sqlite3.OperationalError:
+            raise  # the disk's fault, not the file's
         except sqlite3.DatabaseError as error:
             damaged = self.path.with_suffix(f".damaged-{time.time_ns()}")
             self.path.rename(damaged)
@@ -159,11 +174,19 @@ class Outbox:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:  # some network disks know no locks
+            log.warning(
+                "%s cannot be locked (%s): records are delivered from there on the assumption that no other "
+                "process does",
+                self.folder,
+                error,
+            )
         return True
 
     def release(self) -> None:
         """Let another process, or the next start, hand over."""
-        fcntl.flock(self._claim, fcntl.LOCK_UN)
+        with suppress(OSError):  # where no lock could be taken, none can be released
+            fcntl.flock(self._claim, fcntl.LOCK_UN)
 
     def close(self) -> None:
         with self._lock:
@@ -176,7 +199,7 @@ class Outbox:
             try:
                 with self._database:
                     yield self._database
-            except sqlite3.OperationalError as error:
+            except Exception as error:  # a full disk, a damaged file, a value that JSON does not know
                 self.num_lost += 1
                 if self.num_lost == 1:
                     log.warning("%s cannot be written (%s): what is said now is lost", self.path, error)

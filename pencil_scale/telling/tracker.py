@@ -26,7 +26,8 @@ from torch import Tensor
 
 from pencil_scale.shapes import without_passwords
 from pencil_scale.telling.delivery import Delivery
-from pencil_scale.telling.outbox import Outbox
+from pencil_scale.telling.harmless import Harmless
+from pencil_scale.telling.outbox import open_outbox
 from pencil_scale.telling.tracked_run import TrackedRun, TrackingError
 from pencil_scale.tracking import MOST_METRICS, Receiver
 
@@ -42,7 +43,8 @@ class Tracker:
 
     def __init__(self, plan: TrackedRun, folder: str, every_s: float = 1.0) -> None:
         self._plan = plan
-        self._outbox = Outbox(folder)
+        self._harmless = Harmless()
+        self._outbox = open_outbox(folder)
         self._open: str | None = None  # the stage now running
         self._num_repeated = 0
         self._end_former_life()
@@ -55,8 +57,11 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Give what a checkpoint must hold to go on in the same runs."""
-        noted = {stage: self._outbox.noted(f"run:{self._owner(stage)}") for stage in self._stages()}
-        return {"track": self._plan.track, "runs": {stage: run for stage, run in noted.items() if run}}
+        runs = dict(self._plan.runs)
+        with self._harmless("reading the ids of the MLflow runs"):
+            noted = {stage: self._outbox.noted(f"run:{self._owner(stage)}") for stage in self._stages()}
+            runs = {stage: run for stage, run in noted.items() if run}
+        return {"track": self._plan.track, "runs": runs}
 
     # --- figures ---------------------------------------------------------------------------------------
 
@@ -95,8 +100,9 @@ class Tracker:
 
     def log_json(self, name: str, value: object) -> None:
         """Keep a record with the run, as `NAME.json`."""
-        text = json.dumps(value, indent=2, default=str)
-        self._outbox.add("file", {"owner": self._owner(PARENT), "path": f"{name}.json"}, text.encode())
+        with self._harmless(f"writing {name}.json for MLflow"):
+            text = json.dumps(value, indent=2, default=str)
+            self._outbox.add("file", {"owner": self._owner(PARENT), "path": f"{name}.json"}, text.encode())
 
     # --- the trained network ---------------------------------------------------------------------------
 
@@ -120,22 +126,27 @@ class Tracker:
                 f"alias '{alias}': letters, digits, '_' and '-' were expected, but not 'latest' or 'v1', "
                 "which MLflow keeps for itself; take 'current'"
             )
+        with self._harmless("writing the model for MLflow"):
+            path = self._write_weights(weights)
+            self._say(
+                "model",
+                PARENT,
+                file=path.name,
+                sha256=_sha256(path),
+                backbone=backbone,
+                num_classes=len(class_names),
+                image_size=image_size,
+                register_as=self._plan.register_as,
+                alias=alias,
+                metadata={"class_names": list(class_names), "backbone": backbone, **facts},
+            )
+
+    def _write_weights(self, weights: Mapping[str, Tensor]) -> Path:
         path = self._outbox.folder / f"weights-{time.time_ns()}.pt"
         # Given a path, torch would write its name into the file, and so into its hash.
         with path.open("wb") as file:
             torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, file)
-        self._say(
-            "model",
-            PARENT,
-            file=path.name,
-            sha256=_sha256(path),
-            backbone=backbone,
-            num_classes=len(class_names),
-            image_size=image_size,
-            register_as=self._plan.register_as,
-            alias=alias,
-            metadata={"class_names": list(class_names), "backbone": backbone, **facts},
-        )
+        return path
 
     def move_alias(self, alias: str = "current") -> None:
         """Move an alias of the registered model to the version that this run made."""
@@ -150,7 +161,9 @@ class Tracker:
         self._outbox.note("finished", self._plan.track)
         if self._num_repeated:
             log.info("%d values of steps already tracked were left out", self._num_repeated)
-        return self._delivery.finish(wait_s)
+        with self._harmless("the last report to MLflow"):
+            return self._delivery.finish(wait_s)
+        return 0
 
     # --- words for the outbox --------------------------------------------------------------------------
 
