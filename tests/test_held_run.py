@@ -83,6 +83,7 @@ def story(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Story:
     story.promote("released again")
     story.do("export, released", export_labels.main, "export.predict=false")
     story.do("again, released", train.main)
+    story.do("warned", train.main, "run.name=warned", "gate.hold=false")
     return story
 
 
@@ -136,6 +137,14 @@ def test_released_labels_are_used_and_the_name_is_finished(story: Story) -> None
     assert story.codes["export, released"] == 0, story.said["export, released"]
     assert story.codes["again, released"] == 2
     assert "run tiny is finished" in story.said["again, released"]
+
+
+def test_a_gate_that_only_warns_publishes_and_warns_in_the_last_line(story: Story) -> None:
+    assert story.codes["warned"] == 0, story.said["warned"]
+    assert (story.data.storage / "labels" / "published" / "warned.json").exists()
+    summary = story.data.summary("warned")
+    assert (summary["status"], summary["held_because"]) == ("finished", [])
+    assert story.said["warned"].splitlines()[-1] == f"WARNING: {summary['warnings']['gate']}"
 
 
 def test_mlflow_shows_that_labels_are_held_and_gives_the_alias_on_release(story: Story) -> None:
