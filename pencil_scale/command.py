@@ -63,6 +63,11 @@ def run_job(
     return exit_code(work)
 
 
+def say(text: str) -> None:
+    """Print a line at once, without the credentials of the URLs in it."""
+    print(without_passwords(text), flush=True)
+
+
 def exit_code(work: Callable[[], object]) -> int:
     """Do the work; turn an error a person can act on into its lines, without credentials, and exit code 2."""
     if threading.current_thread() is threading.main_thread():

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.class_names import ClassOrder
-from pencil_scale.command import run_job
+from pencil_scale.command import run_job, say
 from pencil_scale.indexing.index_rules import make_overlay
 from pencil_scale.job_settings import SubsetJob
 from pencil_scale.labels.part_store import PartStore
@@ -257,8 +257,8 @@ def print_summary(summary: Summary, names: Sequence[str]) -> None:
         table.add_row("shards written now", f"{summary.num_shards_written:,}")
     Console(markup=False, highlight=False).print(table)
     if words.shards:  # a path is never cut to the width of a table
-        print(f"shards of its own: {words.shards}")
-    print(f"to train on it: data.subset={summary.folder}")
+        say(f"shards of its own: {words.shards}")
+    say(f"to train on it: data.subset={summary.folder}")
 
 
 if __name__ == "__main__":

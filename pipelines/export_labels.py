@@ -7,6 +7,7 @@ Labels that did not change since the last export are not written again; the mani
 and labels are never touched. Ids in data.exclude appear nowhere, also if the catalogue does not know it yet.
 """
 
+import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.command import run_job
+from pencil_scale.command import run_job, say
 from pencil_scale.export_files import ExportError, ExportManifest, begin, publish, tidy
 from pencil_scale.export_rows import Model, Source, find_source, stretches
 from pencil_scale.job_folder import refuse_lost
@@ -26,6 +27,7 @@ from pencil_scale.labels.published import find_published
 from pencil_scale.reading.byte_source import filesystem_of
 from pencil_scale.schema import new_id
 from pencil_scale.settings import Config
+from pencil_scale.storage.lease import Lease
 from pipelines.export_tasks import (
     Corrected,
     Job,
@@ -74,10 +76,15 @@ def run(config: Config) -> Summary:
     folder = PartStore(folder).url
     if warning := source.pins.void_warning():
         print(f"WARNING: {warning}", flush=True)
+    name = f"exports/.leases/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
+    with Lease.hold(storage, name, what=f"{folder} is being written"):
+        return _write(config, source, folder, here=is_in_memory(storage) or is_in_memory(folder))
+
+
+def _write(config: Config, source: Source, folder: str, here: bool) -> Summary:
     export = new_id()
     before = begin(folder, export)
     job = Job(source, folder, export, known_files(before), config.data.label)
-    here = is_in_memory(storage) or is_in_memory(folder)
     table = _all("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
     sidecars = [found for some in _sidecars(job, table, here) for found in some]
     shards = _corrected(job, sidecars, here) if config.export.corrected_shards else []
@@ -190,7 +197,7 @@ def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
             "  of corrected shards", f"{len(lost):,}; export.corrected_shards=true writes them again"
         )
     Console(markup=False, highlight=False).print(table)
-    print(f"export: {summary.folder}")  # a path is never cut to the width of a table
+    say(f"export: {summary.folder}")  # a path is never cut to the width of a table
 
 
 if __name__ == "__main__":

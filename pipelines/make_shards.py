@@ -25,6 +25,7 @@ from pencil_scale.job_folder import refuse_lost
 from pencil_scale.noise import CIFAR10_FLIPS, NoisyLabels, asymmetric_noise, next_class_flips, symmetric_noise
 from pencil_scale.running.local_ray import ensure_ray, num_processors
 from pencil_scale.schema import PencilError
+from pencil_scale.shapes import without_passwords
 from pipelines.progress import Progress
 from pipelines.shard_making.shard_options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.shard_samples import Labels, SourceError
@@ -235,7 +236,7 @@ def _num_differing(labels: Labels) -> int | None:
 
 def print_summary(summary: Summary) -> None:
     """Print the end table."""
-    table = Table(title=f"shards in {summary.out}", show_header=False)
+    table = Table(title=f"shards in {without_passwords(summary.out)}", show_header=False)
     kept = summary.num_shards - summary.num_written
     table.add_row("samples", f"{summary.num_samples:,}")
     table.add_row(

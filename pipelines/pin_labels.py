@@ -27,6 +27,7 @@ from pencil_scale.labels.decision_files import Decision, read_decisions
 from pencil_scale.labels.pins import PINS, PinsError, add_pins, now, pins_folder, read_pins
 from pencil_scale.schema import sample_key
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 
 SHOWN = 3
 
@@ -108,7 +109,7 @@ def _pins(
 
 def print_summary(summary: Summary) -> None:
     """Print the end table."""
-    table = Table(title=f"pins {summary.folder}", show_header=False)
+    table = Table(title=f"pins {without_passwords(summary.folder)}", show_header=False)
     table.add_row("pinned now", f"{summary.num_new:,}")
     table.add_row("pinned to another class than before", f"{summary.num_changed:,}")
     table.add_row("entries without a class", f"{summary.num_undecided:,}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.command import run_job
+from pencil_scale.command import run_job, say
 from pencil_scale.export_files import ExportError, read_manifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import find_published, held_names, published_url
@@ -104,12 +104,12 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     lease.put(f"labels/published/{name}.json", find_published(storage, name, held=True).manifest.encode())
     PartStore(f"{storage}/labels").delete_if_there(f"held/{name}.json")
     summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
-    write_facts(name, summary.facts, lease)
+    write_facts(storage, name, summary.facts, lease)
     write_record(storage, tell_released(config, record), lease, status="finished")
     print(f"released: the labels of {name} are published")
     for reason in record.held_because:
         print(f"  held because {reason}")
-    print(summary.table())
+    say(summary.table())
     return summary
 
 
@@ -153,7 +153,7 @@ def print_summary(summary: Summary) -> None:
         table.add_row("  held because", reason)
     Console(markup=False, highlight=False).print(table)
     for what in ("labels", "model", "export", "report"):
-        print(f"{what:<8} {getattr(summary if what == 'export' else night, what) or '-'}")
+        say(f"{what:<8} {getattr(summary if what == 'export' else night, what) or '-'}")
     if summary.export is None:
         command = f"python -m pipelines.export_labels CONFIG export.labels={night.name}"
         print(f"no export of these labels was found; to make one: {command}")

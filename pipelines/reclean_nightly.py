@@ -19,10 +19,10 @@ from rich.table import Table
 
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.class_names import read_class_names
-from pencil_scale.command import HELD, run_job
+from pencil_scale.command import HELD, run_job, say
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.published import published_url
+from pencil_scale.labels.published import held_names, published_url
 from pencil_scale.nights.beginning import (
     abandon,
     adopt,
@@ -85,17 +85,17 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     current, class_names = nights.current(), read_class_names(config.data.classes)
     if current is not None:  # before indexing by a class list that nobody can follow
         class_mapping(current.class_names, class_names, config.nightly.remap)
-    plan = resumable(nights, decisive_settings(config), class_names, _say)
+    plan = resumable(nights, decisive_settings(config), class_names, say)
     catalogue = None
     if plan is not None and nights.refusal(plan.name):
         # It would be refused again, unless something is new: then that makes another night.
         catalogue = index_shards.run(config).catalogue
         if catalogue.version != plan.catalogue_version:
-            abandon(nights, plan, "it was refused, and the crawl has changed since", _say)
+            abandon(nights, plan, "it was refused, and the crawl has changed since", say)
             plan = None
     if plan is None:
         catalogue = catalogue or index_shards.run(config).catalogue
-        current = current or adopt(nights, config.nightly.start_from, clean_set(config))
+        current = current or adopt(nights, config.nightly.start_from)
         known = [night for night in nights.nights() if night.catalogue_version == catalogue.version]
         if known:
             return _nothing_new(known[-1], current)
@@ -120,9 +120,12 @@ def _nothing_new(newest: Night, current: Night | None) -> Summary:
 
 def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Night | None) -> Plan:
     if parent is None and config.nightly.first_epochs is None:
+        held = held_names(nights.storage)
         raise NightError(
-            f"{nights.storage}: no night to begin from, and no finished run; train one with "
-            "pencil_scale.train, or set nightly.first_epochs, as in nightly.first_epochs=[5,10,10]"
+            f"{nights.storage}: no night to start from, and no finished run"
+            + (f" ({held[0]} is held: promote it)" if held else "")
+            + "; train one with pencil_scale.train, or set nightly.first_epochs, as in "
+            "nightly.first_epochs=[5,10,10]"
         )
     number = nights.next_number()
     while read_record(nights.storage, night_name(number)) is not None:
@@ -161,7 +164,7 @@ def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mappin
         verdict="held" if findings.reasons else "passed",
         reasons=findings.reasons,
         figures=findings.figures,
-        clean=clean_set(config),
+        clean=_clean(nights, plan, prepared),
         overlay=catalogue.manifest["overlay"],
         finished=now(),
     )
@@ -181,15 +184,15 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
         what = (
             "all samples" if prepared is None else f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new"
         )
-        _say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
+        say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
         labels = None if prepared is None else prepared.labels
         start = Start(plan.id, plan.catalogue_version, labels)
         train(night_config(config, plan, prepared), start, alias=None, hold=False)
         return
-    _say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
+    say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
     home, _, name = prepared.weights.rpartition("/")  # under the night's own class list
-    PartStore(f"{storage}/models").put(f"{plan.name}.pt", PartStore(home).get(name))
-    prepared.labels.save(published_url(storage, plan.name))
+    nights.put(f"models/{plan.name}.pt", PartStore(home).get(name))
+    nights.put(f"labels/published/{plan.name}.json", prepared.labels.encode())
 
 
 def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> "Findings":
@@ -204,8 +207,17 @@ def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared
         return Findings({**counts, **clean_accuracy(found)}, reasons)
     figures = clean_accuracy(found) if trained else prepared.parent.figures
     labels = Manifest.load(published_url(storage, plan.name))
-    findings = examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean_set(config))
+    clean = _clean(nights, plan, prepared)
+    findings = examine(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean)
     return replace(findings, reasons=(*findings.reasons, *reasons))
+
+
+def _clean(nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> str:
+    """The clean set on which the accuracy of a night was measured; its parent's, if it trained nothing."""
+    record = read_record(nights.storage, plan.name)
+    if record is None:
+        return "" if prepared is None else prepared.parent.clean
+    return clean_set(nights.storage, record.clean)
 
 
 def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:
@@ -223,7 +235,7 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
     current = nights.current()
     status: Status = "held" if night.held else "current"
     if current is not None and current.name not in (night.parent, night.name):
-        _say(f"CURRENT is {current.name} and stays: {night.name} began from {night.parent}")
+        say(f"CURRENT is {current.name} and stays: {night.name} began from {night.parent}")
         status = "kept"
     if status == "current":
         tell_current(config, night, current)
@@ -247,22 +259,22 @@ def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str)
         if current.export is not None:
             export, report = export_night(config, current.name), report_night(config, current.name, None)
             nights.save(replace(current, export=export, report=report, overlay=overlay))
-            _say(f"{current.name} is exported again: ids were taken down, or put back, since")
+            say(f"{current.name} is exported again: ids were taken down, or put back, since")
         for name in remove_taken_down(nights, overlay):
-            _say(f"{name} keeps no export: ids were taken down, or put back, since")
+            say(f"{name} keeps no export: ids were taken down, or put back, since")
     except (PencilError, OSError) as error:
-        _say(f"WARNING: {current.export} still holds ids that were taken down: {error}")
+        say(f"WARNING: {current.export} still holds ids that were taken down: {error}")
 
 
 def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
     """Remove what nobody needs any more; CURRENT has moved, so a night never fails by it."""
     try:
         for name in remove_old(nights, config.nightly.keep_nights):
-            _say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
+            say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
         for name in remove_taken_down(nights, night.overlay):
-            _say(f"{name} keeps no export: ids were taken down, or put back, since")
+            say(f"{name} keeps no export: ids were taken down, or put back, since")
     except (PencilError, OSError) as error:
-        _say(f"what is outdated was left: {error}")
+        say(f"what is outdated was left: {error}")
 
 
 def print_summary(summary: Summary) -> None:
@@ -277,15 +289,11 @@ def print_summary(summary: Summary) -> None:
     table.add_row("CURRENT", str(summary.current or "-"))
     Console(markup=False, highlight=False).print(table)
     for what in ("labels", "model", "export", "report"):
-        print(f"{what:<8} {getattr(night, what) or '-'}")
+        say(f"{what:<8} {getattr(night, what) or '-'}")
     for reason in night.reasons if summary.status == "held" else ():
         print(f"HELD: {reason}")
     if summary.status == "held":
         print(f"look at it; to use it all the same: python -m pipelines.promote CONFIG {night.name}")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.class_names import difference
-from pencil_scale.command import run_job
+from pencil_scale.command import run_job, say
 from pencil_scale.export_rows import Source, find_source, stretches
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.label_traces import Traces, read_traces
@@ -42,6 +42,7 @@ from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.running.run_record import read_record, run_folder
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.shapes import without_passwords
 from pipelines.progress import Progress
 from pipelines.ray_tasks import each, is_in_memory
 
@@ -207,7 +208,7 @@ def _copy(config: Config, storage: str, name: str, html: str) -> str:
 def _tell_audit(url: str) -> Summary:
     changed, unchanged = read_judged(url)
     findings = study(changed, unchanged)
-    table = Table(title=f"audit {url}", show_header=False)
+    table = Table(title=f"audit {without_passwords(url)}", show_header=False)
     table.add_row("repairs that are right", str(findings.precision))
     table.add_row(
         "", f"{changed.num_right:,} of {changed.num_judged:,} judged, of {changed.num_all:,} changed"
@@ -232,7 +233,7 @@ def print_summary(summary: Summary) -> None:
     table.add_row("drawn for an audit", f"{summary.num_drawn:,}")
     table.add_row("copy in MLflow", summary.copied)
     Console(markup=False, highlight=False).print(table)
-    print(f"page: {summary.page}")  # a path is never cut to the width of a table
+    say(f"page: {summary.page}")  # a path is never cut to the width of a table
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_drawing_from_parts_and_again_from_what_was_drawn_is_drawing_from_all() 
 
 def saved(folder: Path, **changes: object) -> str:
     known = {"changed": {"all": 50, "drawn": 10}, "unchanged": {"all": 400, "drawn": 10}}
-    head = {"kind": "pencil_scale decisions", "version": 1, "audit": known}
+    head = {"kind": "pencil_scale decisions", "version": 2, "audit": known}
     path = folder / "decisions.json"
     path.write_text(json.dumps({**head, "decisions": [judged(1, 1)], **changes}))
     return str(path)
@@ -93,7 +93,7 @@ def test_right_is_what_ends_at_the_suggested_class_and_only_the_audit_counts(tmp
     ("changes", "said"),
     [
         ({"kind": "shopping list"}, "not a file of decisions"),
-        ({"version": 9}, "not a file of decisions of version 1"),
+        ({"version": 9}, "not a file of decisions of version 2"),
         ({"decisions": [judged(1, 1, None)]}, "nothing was judged in an audit"),
         ({"audit": {}}, "entries are missing or odd"),
         ({"decisions": [judged(1, 1)] * 11}, "11 judged of 10 drawn of 50 changed"),

@@ -176,7 +176,7 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
     bench.shard("a.tar", samples(range(6)))
     bench.version()
     nights = bench.nights
-    assert adopt(nights, None, "") is None
+    assert adopt(nights, None) is None
     for name, status in (("big", "finished"), ("half", "running")):
         write_record(
             bench.storage, RunRecord(name, "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status=status)
@@ -184,8 +184,8 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
         facts = json.dumps({"test_accuracy": 0.75}).encode()
         PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
     with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
-        adopt(nights, "half", "")
-    taken = adopt(nights, None, "test 1")
+        adopt(nights, "half")
+    taken = adopt(nights, None)
     assert taken is not None
     assert (taken.name, taken.figures, taken.class_names) == (
         "big",
@@ -197,4 +197,4 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
         bench.storage, RunRecord("small", "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status="finished")
     )
     with pytest.raises(NightError, match=r"nightly.start_from: which run"):
-        adopt(nights, None, "")
+        adopt(nights, None)

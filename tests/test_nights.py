@@ -106,7 +106,8 @@ def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(
         bench.index(
             shards=f"{tmp_path}/a.tar", test=f"{tmp_path}/clean.tar", exclude=f"{tmp_path}/exclude.txt"
         )
-        found.append(clean_set(load_config(tmp_path / "config.yaml")))
+        version = Catalogue.open(bench.storage, part="test").version
+        found.append(clean_set(bench.storage, {"test": version}))
     assert found[0] == found[1]  # an id of the training shards
     assert found[1] != found[2]  # one of its own
 
@@ -283,9 +284,9 @@ def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
         bench.storage,
         RunRecord("bad", "a1b2", {}, 1, (), {}, "", status="held", held_because=("cat vanished",)),
     )
-    assert adopt(bench.nights, None, "") is None
+    assert adopt(bench.nights, None) is None
     with pytest.raises(NightError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
-        adopt(bench.nights, "bad", "")
+        adopt(bench.nights, "bad")
 
 
 def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:

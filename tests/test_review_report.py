@@ -307,7 +307,7 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
     assert shown_in(bench.folder / "copy.html")["run"] == "t"
     entry = {"sample_id": "000001", "class": 2, "suggested": 2, "audit": CHANGED}
     known = {kind: {"all": 100, "drawn": 50} for kind in (CHANGED, UNCHANGED)}
-    head = {"kind": "pencil_scale decisions", "version": 1, "audit": known, "decisions": [entry] * 20}
+    head = {"kind": "pencil_scale decisions", "version": 2, "audit": known, "decisions": [entry] * 20}
     (bench.folder / "d.json").write_text(json.dumps(head))
     assert main([str(bench.config), f"report.judged={bench.folder}/d.json"]) == 0
     said = capsys.readouterr().out

@@ -58,6 +58,7 @@ class Manifest:
     class_names: tuple[str, ...]  # what the class numbers stand for
     run: str  # id of the run whose labels these are; what it writes goes under this id
     parts: Mapping[int, PartEntry]
+    attempt: int = 0  # which start of the run wrote it; 0: none, the run had not started to train
 
     def save(self, url: str | Path) -> None:
         """Write the manifest, whole or not at all; only call this once the parts of every rank are in."""
@@ -76,7 +77,7 @@ class Manifest:
         """As JSON, for a file of its own or inside a checkpoint."""
         head = {"kind": KIND, "version": VERSION, "store": self.store, "layout": vars(self.layout)}
         head |= {"scale": self.scale, "first_epoch": self.first_epoch, "newest_epoch": self.newest_epoch}
-        head |= {"run": self.run, "class_names": self.class_names}
+        head |= {"run": self.run, "attempt": self.attempt, "class_names": self.class_names}
         parts = {part: _encode_entry(entry) for part, entry in sorted(self.parts.items())}
         return json.dumps(head | {"parts": parts}).encode()
 
@@ -88,11 +89,11 @@ class Manifest:
         layout = Layout(**found["layout"])
         epochs = found["first_epoch"], found["newest_epoch"]
         names, run = tuple(found["class_names"]), found["run"]
-        return cls(found["store"], layout, found["scale"], *epochs, names, run, parts)
+        return cls(found["store"], layout, found["scale"], *epochs, names, run, parts, found["attempt"])
 
     def for_new_run(self, run: str) -> "Manifest":
         """The same labels for a run that counts its own epochs from 0: no row bears any of them yet."""
-        return replace(self, first_epoch=self.newest_epoch + 1, run=run)
+        return replace(self, first_epoch=self.newest_epoch + 1, run=run, attempt=0)
 
     def require_whole(self) -> None:
         """Refuse a manifest that lacks parts."""

@@ -29,13 +29,14 @@ def decisive_settings(config: Config) -> dict[str, str]:
     return {name: text for name, text in describe(config).items() if not name.startswith(FREE)}
 
 
-def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
+def adopt(nights: NightFiles, named: str | None) -> Night | None:
     """Take a finished training run for the night before the first; None where none is finished.
 
     A held run is not finished: nights start from it only once a person has promoted it.
     """
     storage = nights.storage
-    records = {record.name: record for record in _finished_runs(storage) if nights.plan(record.name) is None}
+    runs = [record for record in _runs(storage) if nights.plan(record.name) is None]
+    records = {record.name: record for record in runs if record.status == "finished"}
     if named is not None and named not in records:
         record = read_record(storage, named)
         if record is not None and record.status == "held":
@@ -48,33 +49,32 @@ def adopt(nights: NightFiles, named: str | None, clean: str) -> Night | None:
     record = records[named or next(iter(records))]
     if record.name in (CURRENT, LEASE):
         raise NightError(f"nightly.start_from: a run called {record.name} cannot be followed by nights")
-    night = nights.save(_as_night(storage, record, clean))
+    night = nights.save(_as_night(storage, record))
     nights.move_current(night, expected=None)
     return night
 
 
-def _as_night(storage: str, record: RunRecord, clean: str) -> Night:
+def _as_night(storage: str, record: RunRecord) -> Night:
     catalogue = Catalogue.open(storage, record.catalogue_version)
     return Night(
         name=record.name,
         number=0,
         parent=None,
         catalogue_version=record.catalogue_version,
-        class_names=tuple(catalogue.manifest["classes"]),
+        class_names=catalogue.class_names,
         labels=published_url(storage, record.name),
         model=f"{storage}/models/{record.name}.pt",
         trained_by=record.name,
         figures=clean_accuracy(run_facts(storage, record.name)),
-        clean=clean,
+        clean=clean_set(storage, record.clean),
         overlay=catalogue.manifest["overlay"],
         finished=now(),
     )
 
 
-def _finished_runs(storage: str) -> list[RunRecord]:
+def _runs(storage: str) -> list[RunRecord]:
     names = [PurePosixPath(name).name for name in PartStore(storage).names("runs")]
-    found = [read_record(storage, name) for name in names]
-    return [record for record in found if record is not None and record.status == "finished"]
+    return [record for name in names if (record := read_record(storage, name)) is not None]
 
 
 def _listed(records: Mapping[str, RunRecord]) -> str:
@@ -147,13 +147,16 @@ def clean_accuracy(facts: Mapping[str, Any]) -> dict[str, float]:
     return {"clean_accuracy": float(known[0])} if known else {}
 
 
-def clean_set(config: Config) -> str:
-    """Name the clean set as it is now, so that nights are compared on the same one."""
-    part = "validation" if config.data.validation else "test" if config.data.test else ""
+def clean_set(storage: str, versions: Mapping[str, int]) -> str:
+    """Name the clean set of a run by its content, so that nights are compared on the same one.
+
+    `versions` are the catalogue versions of the clean sets that the run was evaluated on.
+    """
+    part = next((part for part in ("validation", "test") if part in versions), "")
     if not part:
         return ""
-    # Not the catalogue's version: an id taken down from the training shards alone gives the clean set a new
-    # one too, and that night would not be compared. Segments hold all that is said of the rows.
-    segments = Catalogue.open(config.run.storage, part=part).manifest["segments"]
+    # Not the version: an id taken down from the training shards alone gives the clean set a new one too, and
+    # that night would not be compared. Segments hold all that is said of the rows.
+    segments = Catalogue.open(storage, versions[part], part).manifest["segments"]
     files = "\n".join(segment["file"] for segment in segments)
     return f"{part} {sha256(files.encode()).hexdigest()[:16]}"

@@ -1,6 +1,6 @@
 """Examining: a night's figures, what it changed since the night before, and whether it must be held.
 
-findings = examine(config.nightly, prepared, labels, accuracy=0.93, clean=clean_set(config))
+findings = examine(config.nightly, prepared, labels, accuracy=0.93, clean=night.clean)
 findings.reasons                  # none: CURRENT may move
 """
 

@@ -243,10 +243,14 @@ class NightFiles:
         return found
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
+        self.put(f"nights/{name}", _encoded(value))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object of the storage, unless another job took over the nights."""
         if self._lease is None:
-            self._store.put(name, _encoded(value))
+            PartStore(self.storage).put(name, data)
         else:
-            self._lease.put(f"nights/{name}", _encoded(value))
+            self._lease.put(name, data)
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:

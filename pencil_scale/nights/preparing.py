@@ -81,7 +81,8 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
         carried = carry_over(old, crawl, after, mapping, pins, plan.id, config.workers.scratch)
         if config.checkpoint.history:
             write_start(carried, after, history_folder(storage, plan.id))
-        carried.save(nights.carried(plan.name))
+        carried.require_whole()
+        nights.put(f"nights/{plan.name}/{CARRIED}", carried.encode())
     rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
     rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # taken down since it started
     weights = _weights(parent, mapping, folder)

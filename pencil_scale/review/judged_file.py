@@ -11,7 +11,7 @@ from pencil_scale.reading.byte_source import open_source, version_of
 from pencil_scale.review.audit import CHANGED, UNCHANGED, Stratum
 from pencil_scale.schema import PencilError
 
-KIND, VERSION = "pencil_scale decisions", 1
+KIND, VERSION = "pencil_scale decisions", 2
 
 
 class JudgedError(PencilError):

@@ -14,6 +14,8 @@ from pencil_scale.checkpoint import Saved, read_checkpoint
 from pencil_scale.gate import judge
 from pencil_scale.labels.label_report import study_labels
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_files import TableDamagedError
+from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.window_reader import Selection
 from pencil_scale.running.checks import Checked
 from pencil_scale.running.driver import Outcome
@@ -102,7 +104,7 @@ def publish(
     facts["catalogue_version"] = record.catalogue_version
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
     lease.put(f"runs/{name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
-    write_facts(name, facts, lease)
+    write_facts(storage, name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
     if held:
         alias = None  # until a person promotes the run
@@ -112,11 +114,22 @@ def publish(
     return Summary(facts)
 
 
-def write_facts(name: str, facts: dict[str, Any], lease: Lease) -> None:
+def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) -> None:
     """Write the summary beside the run, and as the newest one of the storage."""
     text = json.dumps(facts, indent=2).encode()
     lease.put(f"runs/{name}/summary.json", text)
-    lease.put("summary.json", text)
+    if _is_ours(storage):
+        lease.put("summary.json", text)
+
+
+def _is_ours(storage: str) -> bool:
+    """Whether the storage has no `summary.json`, or one of ours: the folder may hold other things."""
+    try:
+        return "held_because" in json.loads(PartStore(storage).get("summary.json"))
+    except TableDamagedError:
+        return True
+    except (ValueError, TypeError):
+        return False
 
 
 def _save(storage: str, name: str, saved: Saved, held: bool, lease: Lease) -> dict[str, str]:

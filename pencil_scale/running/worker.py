@@ -7,7 +7,7 @@ owners' group.
 
 import gc
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,9 @@ class Worker:
     def _snapshot(self) -> Manifest | None:
         """Put the parts that moved into the store; rank 0 gets the manifest over all ranks' parts."""
         manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
-        return merge(manifests) if manifests else None
+        if manifests is None:
+            return None
+        return replace(merge(manifests), attempt=self.job.origin.attempt)
 
     def _report(self, progress: Progress, manifest: Manifest | None) -> None:
         if manifest is None:

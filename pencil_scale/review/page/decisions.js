@@ -37,11 +37,10 @@ function told() {
 function entries() {
   return [...decided].sort((a, b) => a[0] - b[0]).map(([place, made]) => ({
     sample_id: S.id[place],
-    class: made.label,
-    class_name: made.label === null ? null : className(made.label),
+    class: made.label === null ? null : className(made.label),
     verdict: made.verdict,
-    given: S.given_label[place],
-    suggested: S.predicted_label[place],
+    given: className(S.given_label[place]),
+    suggested: className(S.predicted_label[place]),
     by: made.by || null,
     at: made.at,
     note: VERDICTS[made.verdict] + (made.audit ? ', in an audit' : ''),
@@ -53,15 +52,16 @@ function asFile() {
   const drawn = (stratum) => DATA.audit.stratum.filter((one) => one === stratum).length;
   const audit = Object.fromEntries(['changed', 'unchanged'].map(
     (stratum) => [stratum, { all: DATA.audit[stratum], drawn: drawn(stratum) }]));
-  return { kind: 'pencil_scale decisions', version: 1, run: DATA.run, page: DATA.created, audit, decisions: entries() };
+  return { kind: 'pencil_scale decisions', version: 2, run: DATA.run, page: DATA.created, audit, decisions: entries() };
 }
 
 function take(file) {
   let missing = 0;
   for (const entry of file.decisions || []) {
     const place = placeOf.get(entry.sample_id);
-    if (place === undefined || !(entry.verdict in VERDICTS)) missing += 1;
-    else decided.set(place, { verdict: entry.verdict, label: entry.class, audit: entry.audit || null, at: entry.at, by: entry.by || '' });
+    const label = entry.class === null ? null : DATA.classes.indexOf(entry.class);
+    if (place === undefined || label === -1 || !(entry.verdict in VERDICTS)) missing += 1;
+    else decided.set(place, { verdict: entry.verdict, label, audit: entry.audit || null, at: entry.at, by: entry.by || '' });
   }
   return missing;
 }
@@ -100,7 +100,7 @@ async function load(input) {
   try {
     const missing = take(JSON.parse(await file.text()));
     told();
-    byId('shown').textContent = missing ? `${whole(missing)} decisions are on samples this page does not list` : '';
+    byId('shown').textContent = missing ? `${whole(missing)} decisions are on samples or classes this page does not list` : '';
   } catch (error) {
     byId('shown').textContent = `${file.name}: no file of decisions (${error.message})`;
   }
