@@ -23,6 +23,7 @@ from pencil_scale.labels.sweeping import manifests_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_EPOCHS = sum(EPOCHS.values())
+TAKEN_DOWN = 777
 STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
 
 
@@ -32,11 +33,12 @@ def starts(output: str) -> list[tuple[int, Progress]]:
     return [(int(world), Progress(int(epoch or 1) - 1, int(step or 0))) for world, epoch, step in found]
 
 
-def require_whole(data: TinyData, name: str = "tiny") -> None:
-    """Every epoch is there once, and saw every row once: the ledger refuses to count one twice."""
+def require_whole(data: TinyData, name: str = "tiny", but: int | None = None) -> None:
+    """Every epoch is there once, and saw every row but one once: the ledger refuses to count one twice."""
     summary = data.summary(name)
     assert summary["coverage"] == [1.0] * NUM_EPOCHS
-    assert (data.epochs_of_rows(name) == NUM_EPOCHS - 1).all()
+    rows = [row for row in range(data.num_samples) if row != but]
+    assert (data.epochs_of_rows(name)[rows] == NUM_EPOCHS - 1).all()
     assert data.record(name)["status"] == "finished"
     assert data.left_in_scratch() == []
 
@@ -46,7 +48,10 @@ def require_whole(data: TinyData, name: str = "tiny") -> None:
 
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A worker killed in each stage, the driver killed between, and three workers where two had been."""
+    """A worker killed in each stage, the driver killed between, and three workers where two had been.
+
+    Before the run is resumed, a sample is taken down.
+    """
     # Epochs long enough that a kill at the end of one lands in the next, not in the next stage.
     data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
     with data.start() as first:
@@ -60,6 +65,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         first.wait_for("training with", times=3)
         first.kill()
     tracked = data.record()["tracking"]["track"]
+    data.take_down(TAKEN_DOWN)
     with data.start("workers.count=3") as second:
         second.wait_for("finetune +epoch 5/")
         second.kill_worker()
@@ -101,11 +107,20 @@ def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
 
 
 def test_every_epoch_saw_every_row_once_in_spite_of_all_kills(battered: dict[str, Any]) -> None:
-    require_whole(battered["data"])
+    require_whole(battered["data"], but=TAKEN_DOWN)
+
+
+def test_a_sample_that_was_taken_down_is_trained_on_no_more_and_counted_in_nothing(
+    battered: dict[str, Any],
+) -> None:
+    data = battered["data"]
+    assert "data.exclude: 1 more samples are taken down and trained on no more" in battered["second"]
+    assert data.epochs_of_rows()[TAKEN_DOWN] < NUM_EPOCHS - 2
+    assert data.summary()["samples"] == data.num_samples - 1
 
 
 def test_the_same_command_goes_on_with_another_number_of_workers(battered: dict[str, Any]) -> None:
-    assert "run tiny goes on where it stopped, on catalogue version 1" in battered["second"]
+    assert "run tiny resumes, on catalogue version 1" in battered["second"]
     (before, _), *_ = starts(battered["first"])
     (after, progress), *_ = starts(battered["second"])
     assert (before, after) == (2, 3)
@@ -125,7 +140,9 @@ def test_a_run_that_went_on_is_still_the_same_run_in_mlflow(battered: dict[str, 
     ]
     (parent,) = (run.info.run_id for run in runs if run.info.run_name == "tiny")
     told = client.get_metric_history(parent, "epoch/rows_visited")
-    assert [(value.step, value.value) for value in told] == [(e, data.num_samples) for e in range(NUM_EPOCHS)]
+    assert [value.step for value in told] == list(range(NUM_EPOCHS))
+    assert [value.value for value in told][:2] == [data.num_samples] * 2
+    assert [value.value for value in told][-2:] == [data.num_samples - 1] * 2  # without the one taken down
     assert client.get_run(parent).info.status == "FINISHED"
 
 
@@ -174,11 +191,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "second": second.output, "last": last, "changed": changed}
 
 
-def test_a_command_asked_to_stop_saves_and_names_the_command_that_goes_on(stopped: dict[str, Any]) -> None:
+def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: dict[str, Any]) -> None:
     assert stopped["code"] == 143, stopped["first"]
     assert stopped["status"] == "stopped"
     typed = " ".join([str(stopped["data"].folder / "config.yaml"), *ALONE])
-    assert f"stopped and saved; to go on: python -m pencil_scale.train {typed}\n" in stopped["first"]
+    assert f"stopped and saved; to resume: python -m pencil_scale.train {typed}\n" in stopped["first"]
 
 
 def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
@@ -195,11 +212,12 @@ def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped
 def test_a_finished_run_leaves_no_label_part_that_nothing_names(stopped: dict[str, Any]) -> None:
     storage = stopped["data"].storage
     manifests = manifests_of(str(storage))
-    assert len(manifests) == 2 + 2  # the run's own beginning, what it published, and the checkpoints it keeps
+    assert len(manifests) == 2  # what the run started with, and what it published
     entries = [entry for manifest in manifests for entry in manifest.parts.values()]
     named = {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
     labels = storage / "labels"
-    assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).iterdir()} == named
+    assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).glob("*/*")} == named
+    assert not (storage / "checkpoints" / "tiny").exists()
 
 
 def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(stopped: dict[str, Any]) -> None:

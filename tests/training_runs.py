@@ -43,7 +43,7 @@ SPOILT = 100  # the number of a sample whose header is well and whose pixels are
 PATIENCE_S = 400  # hardly ever needed; a machine may be very busy
 CONFIG = """
 run: {{name: tiny, storage: {storage}, seed: 1}}
-data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt}}
+data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt, exclude: {folder}/exclude.txt}}
 images: {{crop: 8, pad: 1}}
 model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 16}}
@@ -72,6 +72,7 @@ class TinyData:
             some = members[start : start + num_samples // 2]
             (folder / f"{shard:03d}.tar").write_bytes(python_tar([member for one in some for member in one]))
         (folder / "classes.txt").write_text("red\ngreen\nblue\nyellow\n")
+        (folder / "exclude.txt").write_text("")
         (folder / "scratch").mkdir()
         (folder / "config.yaml").write_text(CONFIG.format(folder=folder, storage=folder / "lake"))
         data = cls(folder, num_samples)
@@ -84,6 +85,11 @@ class TinyData:
         index_shards.run(load_config(self.folder / "config.yaml", [f"run.storage={memory}"]))
         files, path = fsspec.core.url_to_fs(memory)
         files.get(f"{path}/catalogue", str(self.folder / "lake" / "catalogue"), recursive=True)
+
+    def take_down(self, number: int) -> None:
+        """Put a sample on the list of those that must vanish, and index again."""
+        (self.folder / "exclude.txt").write_text(f"{number:05d}\n")
+        index_shards.run(load_config(self.folder / "config.yaml"))
 
     @property
     def storage(self) -> Path:

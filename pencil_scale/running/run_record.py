@@ -32,6 +32,7 @@ FREE = (
     "report.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",
+    "data.exclude",  # samples may be taken down at any time
 )
 
 

@@ -169,13 +169,18 @@ def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
         "samples": num_samples,
         "corrected": int(last["corrected"]),
         "epochs": len(record),
-        "coverage": [figures["rows_visited"] / num_samples for figures in record],
+        "coverage": [_coverage(figures) for figures in record],
         "unreadable": last["rows_unreadable"],
         "seconds": sum(figures["epoch_s"] for figures in record),
     }
     for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
         facts[key] = median(figures[key] for figures in record)
     return facts
+
+
+def _coverage(figures: dict[str, Any]) -> float:
+    """The share of an epoch's rows that were trained; rows taken down in its middle count on neither side."""
+    return min(float(figures["rows_visited"]) / max(float(figures["rows_planned"]), 1.0), 1.0)
 
 
 def _spelled(value: Any) -> str:

@@ -174,6 +174,7 @@ class Worker:
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         """Evaluate, study the labels, tell the driver, and make the epoch permanent."""
         epoch = progress.epoch - 1
+        figures["rows_planned"] = self.stream.num_rows
         for name, clean in self.clean.items():
             bf16 = self.job.config.optimizer.precision == "bf16"
             right, seen = count_right(self.model, clean, self.recipe, self.device, bf16)
