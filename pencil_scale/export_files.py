@@ -14,13 +14,14 @@ folder is ever removed.
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.reading.byte_source import filesystem_of
+from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.schema import PencilError
 
 KIND = "pencil_scale export"
@@ -128,7 +129,18 @@ def remove_export(folder: str) -> bool:
         return False
     PartStore(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
     tidy(folder, before, set())
+    _remove_empty_folders(folder)
     return True
+
+
+def _remove_empty_folders(folder: str) -> None:
+    filesystem, root = filesystem_of(folder.rstrip("/"))
+    if is_local(filesystem):
+        for path in sorted(
+            [Path(root), *(one for one in Path(root).rglob("*") if one.is_dir())], reverse=True
+        ):
+            with suppress(OSError):  # it holds somebody else's files
+                path.rmdir()
 
 
 def _refuse_strangers(folder: str) -> None:

@@ -85,7 +85,7 @@ def data(address: str, tmp_path_factory: pytest.TempPathFactory) -> TinyData:
     data = TinyData.make(tmp_path_factory.mktemp("tiny"))
     first = submit(address, "pencil_scale.train", str(data.folder / "config.yaml"), *ONE_EPOCH)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "run tiny begins, on catalogue version 1" in first.stdout
+    assert "run tiny starts, on catalogue version 1" in first.stdout
     return data
 
 

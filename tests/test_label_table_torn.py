@@ -92,7 +92,7 @@ def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Pa
         assert np.array_equal(restored.read_last_epoch(np.arange(NUM_ROWS)), last_epoch)
 
         # Files that no manifest names are what a snapshot had written when it was killed.
-        killed_inside += bool(sweep(tmp_path / "store", map(Manifest.load, [*older, newest])))
+        killed_inside += bool(sweep(tmp_path / "store", table.run, map(Manifest.load, [*older, newest])))
         for path in older:
             path.unlink()
         reached.add(newest.name)
@@ -133,11 +133,11 @@ from pathlib import Path
 def files():
     return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
 try:
-    LabelTable.create(disk + "/big", np.zeros(100_000, int), names(5))
+    LabelTable.create(disk + "/big", np.zeros(100_000, int), "abcde")
 except StorageFullError as error:
     print(error)
 print(files())
-table = LabelTable.create(disk + "/small", np.zeros(9_000, int), names(5))
+table = LabelTable.create(disk + "/small", np.zeros(9_000, int), "abcde")
 try:
     table.snapshot(disk + "/store"), table.snapshot(disk + "/more")
 except StorageFullError as error:
@@ -162,11 +162,11 @@ import os, subprocess
 import numpy as np
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.part_store import StorageRefusedError
-table = LabelTable.create(disk + "/table", np.arange(3000) % 5, names(5))
+table = LabelTable.create(disk + "/table", np.arange(3000) % 5, "abcde")
 del table
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 for attempt in (
-    lambda: LabelTable.create(disk + "/another", np.zeros(10, int), names(5)),
+    lambda: LabelTable.create(disk + "/another", np.zeros(10, int), "abcde"),
     lambda: LabelTable.open(disk + "/table", writable_parts="all"),
     lambda: LabelTable.open(disk + "/table").snapshot(disk + "/store"),
 ):

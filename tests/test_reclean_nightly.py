@@ -20,7 +20,7 @@ from pencil_scale.nights.examining import Findings
 from pencil_scale.nights.night_files import Night, NightFiles
 from pencil_scale.storage.lease import LeaseHeldError
 from pencil_scale.subset_files import read_table, read_words
-from pipelines import promote, reclean_nightly
+from pipelines import night_outputs, promote, reclean_nightly
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -248,7 +248,7 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n")
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
-    steps: list[tuple[Any, str]] = [(reclean_nightly, "_examine"), (reclean_nightly, "_report")]
+    steps: list[tuple[Any, str]] = [(reclean_nightly, "_examine"), (night_outputs, "report_night")]
     steps += [(NightFiles, name) for name in ("save", "move_current", "close")]
     for holder, name in steps:
         with monkeypatch.context() as patch:
