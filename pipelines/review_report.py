@@ -48,6 +48,8 @@ from pipelines.ray_tasks import each, is_in_memory
 
 TOP_K = 5
 MOST_EPOCHS = 40  # of a trace: more than a line of a few pixels can show
+OURS = b'content="pencil_scale review"'
+HEAD_BYTES = 4096  # in which a page says what made it
 THUMBNAILS_A_TASK = 2500  # fewer than these are not worth starting a cluster for
 
 
@@ -90,11 +92,25 @@ def run(config: Config) -> Summary:
     url = config.report.page or f"{storage}/reports/{source.published.name}.html"
     folder, name = url[: -len(PurePosixPath(url).name)] or ".", PurePosixPath(url).name
     store = PartStore(folder)
+    _refuse_strangers(store, name)
     store.put(name, html.encode())
     copied = _copy(config, storage, source.published.name, html)
     summary = Summary(store.path(name), dict(tally.counts), len(tally.listed), len(tally.drawn), copied)
     print_summary(summary)
     return summary
+
+
+def _refuse_strangers(store: PartStore, name: str) -> None:
+    """Refuse to write over a page that is none of ours."""
+    try:
+        found = store.get(name)
+    except TableDamagedError:
+        return
+    if OURS not in found[:HEAD_BYTES]:
+        raise ReportError(
+            f"report.page: {store.path(name)} is there, and no review page; nothing was overwritten: "
+            "name another file"
+        )
 
 
 def _rules(config: Config, source: Source, storage: str) -> tuple[Rules, list[str]]:

@@ -242,7 +242,7 @@ def test_a_key_that_is_markup_is_shown_and_not_run(reader: Reader) -> None:
     assert reader.current() == HOSTILE_KEY
     assert HOSTILE in reader.page.locator("#inspector .pair").inner_text()
     assert HOSTILE in reader.page.locator("#by-class").inner_text()
-    assert reader.page.title() == "t: what became of the labels"
+    assert reader.page.title() == "t: label changes"
     assert reader.page.locator("#inspector script, #inspector img[onerror], #by-class script").count() == 0
 
 
@@ -263,7 +263,7 @@ def test_the_policy_forbids_network_and_foreign_scripts(browser: Any, bench: Rev
         return [document.title, ...blocked.sort()];
     }"""
     found = reader.page.evaluate(tries)
-    assert found == ["t: what became of the labels", "connect-src", "img-src", "script-src-elem"]
+    assert found == ["t: label changes", "connect-src", "img-src", "script-src-elem"]
     reader.context.close()
 
 

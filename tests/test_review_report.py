@@ -21,7 +21,7 @@ from pencil_scale.review.gallery import DOUBT, candidates, pick
 from pencil_scale.review.page_data import as_json
 from pencil_scale.review.review_page import content_policy
 from pencil_scale.telling.page_copy import copy_page
-from pipelines.review_report import main
+from pipelines.review_report import ReportError, main
 
 
 @pytest.fixture
@@ -313,3 +313,14 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
     said = capsys.readouterr().out
     assert "repairs that are right │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
     assert "noise that was missed  │ not known" in said
+
+
+def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
+    bench.publish({1: 2})
+    bench.page.write_text("<html>my own page</html>")
+    with pytest.raises(ReportError, match="is there, and no review page; nothing was overwritten"):
+        bench.report()
+    assert bench.page.read_text() == "<html>my own page</html>"
+    bench.page.unlink()
+    bench.report()
+    bench.report()  # over a page of its own

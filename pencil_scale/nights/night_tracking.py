@@ -59,7 +59,7 @@ def tell_released(config: Config, record: RunRecord) -> RunRecord:
 
 def _tracker(config: Config, record: RunRecord) -> Tracker:
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": record.name})})
-    return Tracker(_plan(named, record), outbox_folder(named))
+    return Tracker(_plan(named, record), outbox_folder(named, record.id))
 
 
 def _plan(config: Config, record: RunRecord) -> TrackedRun:

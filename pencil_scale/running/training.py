@@ -90,7 +90,7 @@ def _train_locked(
         plan_tracking(
             config, catalogue_version=str(record.catalogue_version), run_id=record.id, state=record.tracking
         ),
-        outbox_folder(config),
+        outbox_folder(config, record.id),
     )
     record = write_record(config.run.storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
@@ -256,11 +256,11 @@ def _clean_parts(config: Config) -> list[str]:
     return [part for part, shards in given.items() if shards]
 
 
-def outbox_folder(config: Config) -> str:
-    """Where word for MLflow waits until it is delivered: beside the run, or on this machine."""
-    folder = run_folder(config.run.storage, config.run.name)
+def outbox_folder(config: Config, run: str) -> str:
+    """Where records for MLflow wait until they are delivered: beside the run, or on this machine."""
+    folder = f"{run_folder(config.run.storage, config.run.name)}/outbox/{run}"
     if is_local(filesystem_of(folder)[0]):
-        return f"{folder}/outbox"
+        return folder
     name = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
     return str(Path(config.workers.scratch or tempfile.gettempdir()) / f"pencil_scale-outbox-{name}")
 
