@@ -17,7 +17,8 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.nights.beginning import run_facts
 from pencil_scale.nights.examining import Findings
-from pencil_scale.nights.night_files import Night, NightFiles
+from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan
+from pencil_scale.settings import Config
 from pencil_scale.storage.lease import LeaseHeldError
 from pencil_scale.subset_files import read_table, read_words
 from pipelines import night_outputs, promote, reclean_nightly
@@ -299,3 +300,22 @@ def test_a_first_night_that_learned_nothing_is_held_by_the_gate_of_every_run(
 
 def _killed(*_: object, **__: object) -> None:
     raise Killed
+
+
+def test_a_night_that_was_refused_does_not_block_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crawl, tried = Crawl(tmp_path), []
+
+    def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
+        tried.append((plan.name, plan.catalogue_version))
+        raise NightError("too many images cannot be decoded")
+
+    monkeypatch.setattr(reclean_nightly, "_make", refuse)
+    crawl.add(0)
+    assert reclean_nightly.main([str(crawl.config)]) == 2
+    assert crawl.nights.refusal("night-0001") == "too many images cannot be decoded"
+    assert reclean_nightly.main([str(crawl.config)]) == 2  # nothing has changed: tried again
+    crawl.add(1)
+    assert reclean_nightly.main([str(crawl.config)]) == 2
+    assert tried == [("night-0001", 1), ("night-0001", 1), ("night-0002", 2)]
