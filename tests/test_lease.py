@@ -180,8 +180,9 @@ def test_from_another_machine_a_holder_that_renews_is_refused_and_a_dead_one_tak
 
 
 def test_a_paused_holder_that_was_taken_over_writes_nothing_more_and_learns_that_it_lost(
-    storage: str, start: Callable[..., Process], elsewhere: None
+    storage: str, start: Callable[..., Process]
 ) -> None:
+    """On one machine too: a suspended process may never wake."""
     first = start(storage, SHORT_S)
     assert first.tell("put") == "done"
     pause(first.pid, Path(storage, LEASE).parent / ".lock")

@@ -1,7 +1,7 @@
 """Holder: which process holds a lease, and, as far as this machine can tell, whether it is still alive.
 
 holder = this_process()
-is_alive(holder)            # True, False, or None where it ran elsewhere
+is_alive(holder)            # True, False, or None where it ran elsewhere or is suspended
 """
 
 import os
@@ -27,14 +27,21 @@ class Holder:
 
 def this_process() -> Holder:
     """Describe this process."""
-    return Holder(socket.gethostname(), os.getpid(), _command(), this_machine(), _born(os.getpid()))
+    _, born = _state_and_birth(os.getpid())
+    return Holder(socket.gethostname(), os.getpid(), _command(), this_machine(), born)
 
 
 def is_alive(holder: Holder) -> bool | None:
-    """Whether a process of this machine is alive; None if it ran elsewhere, or the system does not tell."""
+    """Whether a process of this machine is alive; None if it ran elsewhere, or the system does not tell.
+
+    A suspended process (SIGSTOP, a debugger) may or may not wake: it is judged as one that ran elsewhere.
+    """
     if not holder.machine or holder.machine != this_machine():
         return None
-    return _born(holder.pid) == holder.born
+    state, born = _state_and_birth(holder.pid)
+    if born != holder.born:
+        return False
+    return None if state in ("T", "t") else True
 
 
 def this_machine() -> str:
@@ -46,14 +53,14 @@ def this_machine() -> str:
         return ""
 
 
-def _born(pid: int) -> str:
-    """When a process started; empty when it is gone, also if its parent has not taken note of that yet."""
+def _state_and_birth(pid: int) -> tuple[str, str]:
+    """Its state, and when it started; empty when it is gone, also if its parent has not taken note of that."""
     try:
         # The name in parentheses may hold anything; the 1st field after it is the state, the 20th the start.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return "", ""
+    return ("", "") if fields[0] in "ZX" else (fields[0], fields[19])
 
 
 def _command() -> str:
