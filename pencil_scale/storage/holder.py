@@ -54,7 +54,7 @@ def this_machine() -> str:
 
 
 def _state_and_birth(pid: int) -> tuple[str, str]:
-    """Its state, and when it started; empty when it is gone, also if its parent has not taken note of that."""
+    """Its state, and when it started; empty when it is gone, whether its parent has noticed or not."""
     try:
         # The name in parentheses may hold anything; the 1st field after it is the state, the 20th the start.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
