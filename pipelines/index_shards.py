@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pencil_scale.catalogue import Catalogue, CatalogueError, catalogue_folder, read_manifest
+from pencil_scale.class_names import difference
 from pencil_scale.command import run_job
 from pencil_scale.indexing.catalogue_changes import Changes, check_damage, compare
 from pencil_scale.indexing.catalogue_entries import ShardEntry
@@ -218,6 +219,12 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
     ):
         if urls:
             _say(part, f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
+    if old is not None and (differs := difference(part.rules.classes.names, old.class_names)):
+        _say(
+            part,
+            f"data.classes has changed: the list {differs}, compared with version {old.version}; labels "
+            "given as names keep their class, labels given as numbers change it",
+        )
     if changes.unlisted:
         _say(part, f"{many(len(changes.unlisted), 'shard')} left the list but unchanged in the store: kept")
 

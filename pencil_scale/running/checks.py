@@ -1,7 +1,9 @@
 """All that can be checked of a run before a worker starts, and what to say of it."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,11 @@ from pencil_scale.outlook import check_outlook
 from pencil_scale.schedule import Schedule
 from pencil_scale.schema import PencilError
 from pencil_scale.settings import Config
+from pencil_scale.stream import StreamSpec
 from pencil_scale.subset_files import read_members
 from pencil_scale.tracking import check_server
+
+Rows: TypeAlias = npt.NDArray[np.int64]
 
 
 class RunRefusedError(PencilError):
@@ -29,7 +34,7 @@ class Checked:
     class_names: tuple[str, ...]
     schedule: Schedule
     catalogue: Catalogue
-    subset: npt.NDArray[np.int64] | None
+    subset: Rows | None
     lines: list[str]
 
 
@@ -61,10 +66,7 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     subset = None
     if config.data.subset is not None:
         subset = read_members(config.data.subset, catalogue, config.run.storage)
-    taken_down = newly_excluded(catalogue, config.data.exclude)
-    if len(taken_down):
-        known = catalogue.ok_rows().row.astype(np.int64) if subset is None else subset
-        subset = np.setdiff1d(known, taken_down)
+    subset, num_taken_down = _without_taken_down(config, catalogue, subset)
     stages = schedule.stages
     lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
     lines = [
@@ -73,12 +75,39 @@ def check_run(config: Config, version: int | None = None) -> Checked:
         "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
         outlook,
     ]
-    if len(taken_down):
-        lines.append(f"data.exclude: {len(taken_down):,} more samples are taken down and trained on no more")
+    if num_taken_down:
+        lines.append(f"data.exclude: {num_taken_down:,} more samples are taken down and trained on no more")
     return Checked(names, schedule, catalogue, subset, lines)
 
 
-def _samples(config: Config, catalogue: Catalogue, subset: npt.NDArray[np.int64] | None) -> str:
+def check_clean(
+    config: Config, versions: Mapping[str, int], class_names: Sequence[str]
+) -> dict[str, StreamSpec]:
+    """Look at the clean sets a run is evaluated on, in these versions, and say how to read them."""
+    specs = {}
+    for part, version in versions.items():
+        catalogue = Catalogue.open(config.run.storage, version, part)
+        if differs := difference(catalogue.class_names, class_names):
+            raise RunRefusedError(
+                f"data.{part}: the class list of its catalogue, version {version}, {differs}, compared with "
+                "the training samples'; run pipelines.index_shards again"
+            )
+        subset, _ = _without_taken_down(config, catalogue, None)
+        specs[part] = StreamSpec.from_config(config, version, cast(Any, part), subset)
+    return specs
+
+
+def _without_taken_down(config: Config, catalogue: Catalogue, subset: Rows | None) -> tuple[Rows | None, int]:
+    """Leave out what was taken down since the catalogue was made; also say how much that is."""
+    taken_down = newly_excluded(catalogue, config.data.exclude)
+    if not len(taken_down):
+        return subset, 0
+    known = catalogue.ok_rows().row.astype(np.int64) if subset is None else subset
+    return np.setdiff1d(known, taken_down), len(taken_down)
+
+
+def _samples(config: Config, catalogue: Catalogue, subset: Rows | None) -> str:
     if subset is None:
         return f"{catalogue.num_ok:,} samples"
-    return f"{len(subset):,} samples ({config.data.subset}) out of {catalogue.num_ok:,}"
+    named = f" ({config.data.subset})" if config.data.subset else ""
+    return f"{len(subset):,} samples{named} out of {catalogue.num_ok:,}"

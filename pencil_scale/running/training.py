@@ -23,7 +23,7 @@ from pencil_scale.labels.sweeping import sweep_run
 from pencil_scale.outlook import label_scale
 from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.running.checkpoint_store import CheckpointStore
-from pencil_scale.running.checks import Checked, check_run
+from pencil_scale.running.checks import Checked, check_clean, check_run
 from pencil_scale.running.control import start_control
 from pencil_scale.running.driver import Outcome, drive
 from pencil_scale.running.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
@@ -77,6 +77,7 @@ def _train_locked(
     if record is not None:
         config = _with_weights(config, record.weights)
     checked = check_run(config, version)
+    clean = check_clean(config, record.clean if record else _clean_versions(config), checked.class_names)
     _say("\n".join(checked.lines))
     ensure_ray()
     require_room(config.workers)
@@ -94,7 +95,7 @@ def _train_locked(
     )
     record = write_record(config.run.storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
-    outcome = _train(config, record, checked, control, narrator, tracker, lease)
+    outcome = _train(config, record, checked, clean, control, narrator, tracker, lease)
     if not outcome.finished:
         write_record(config.run.storage, record, lease, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
@@ -161,7 +162,7 @@ def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) 
         settings=_settings(config),
         catalogue_version=checked.catalogue.version,
         class_names=checked.class_names,
-        clean={part: Catalogue.open(config.run.storage, part=part).version for part in _clean_parts(config)},
+        clean=_clean_versions(config),
         labels=url,
         weights=_own_weights(config),
         estimate=counted.facts(),
@@ -204,6 +205,7 @@ def _train(
     config: Config,
     record: RunRecord,
     checked: Checked,
+    clean: dict[str, StreamSpec],
     control: Any,
     narrator: Narrator,
     tracker: Tracker,
@@ -231,14 +233,13 @@ def _train(
         history=config.checkpoint.history,
         max_class_loss=config.stages.pencil.max_class_loss,
     )
-    clean: Any = record.clean.items()
     job = Job(
         config=config,
         origin=origin,
         resume=newest[1] if newest else None,
         labels=labels,
         stream=StreamSpec.from_config(config, version, subset=checked.subset),
-        clean={part: StreamSpec.from_config(config, found, part) for part, found in clean},
+        clean=clean,
         study=study,
         control=control,
     )
@@ -251,9 +252,11 @@ def _train(
         raise
 
 
-def _clean_parts(config: Config) -> list[str]:
+def _clean_versions(config: Config) -> dict[str, int]:
+    """The newest catalogue versions of the clean sets that a config names."""
     given = {"validation": config.data.validation, "test": config.data.test}
-    return [part for part, shards in given.items() if shards]
+    parts = [part for part, shards in given.items() if shards]
+    return {part: Catalogue.open(config.run.storage, part=part).version for part in parts}
 
 
 def outbox_folder(config: Config, run: str) -> str:
