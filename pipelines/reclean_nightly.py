@@ -6,7 +6,7 @@
 One command for cron. It begins from the night that <storage>/nights/CURRENT names, and moves CURRENT last. A
 night that looks wrong, by the limits under `nightly:` or by those of any run (`gate.hold`), is kept but held:
 CURRENT stays, the exit code is 3, and `python -m pipelines.promote` releases it, or goes back to an older
-one. Killed at any step, the same command goes on from there.
+one. Killed at any step, the same command resumes it.
 """
 
 import sys
@@ -184,7 +184,7 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
         what = (
             "all samples" if prepared is None else f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new"
         )
-        say(f"{plan.name} begins from {plan.parent or 'nothing'} and trains on {what}")
+        say(f"{plan.name} starts from {plan.parent or 'nothing'} and trains on {what}")
         labels = None if prepared is None else prepared.labels
         start = Start(plan.id, plan.catalogue_version, labels)
         train(night_config(config, plan, prepared), start, alias=None, hold=False)

@@ -3,7 +3,7 @@
 Each call of `add_pins` writes one immutable Parquet file under `<storage>/labels/pins/`, so any number of
 people and jobs may add pins at the same time and no decision is lost. Readers merge the files: the newest
 decision on a sample wins. A pin names its class and its sample, and is translated into the class list and the
-rows of whoever uses it.
+rows of the job that uses it.
 
     add_pins(storage, table)                                 # row, sample_id, sample_key, class, by, at, note
     pins = read_pins(storage).resolve(class_names)           # rows and class numbers; or void
@@ -107,7 +107,7 @@ def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
 
 
 def read_pins(storage: str) -> Pins:
-    """Merge all files of decisions; no pins where nobody has decided anything."""
+    """Merge all files of decisions; no pins where nothing was decided."""
     store = PartStore(pins_folder(storage))
     tables = [PINS.empty_table()]
     for name in sorted(PurePosixPath(path).name for path in store.names("")):

@@ -17,7 +17,7 @@ from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 
 
 def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
-    """Compare the keys of the first and the last part: rows only ever follow rows, so these tell."""
+    """Compare the keys of the first and the last part: rows are only ever appended."""
     layout = manifest.layout
     if layout.num_rows > catalogue.num_rows:
         raise TableMismatchError(

@@ -164,7 +164,7 @@ class NightFiles:
         return None if newest is None or self._read(f"{newest.name}/{CLOSED}") is not None else newest
 
     def refuse(self, name: str, reason: str) -> None:
-        """Write down why a night could not be finished, so that it does not stand in the way of the next."""
+        """Write down why a night could not be finished, so that it does not block the next."""
         self._write(f"{name}/{REFUSED}", {"reason": reason, "at": now()})
 
     def refusal(self, name: str) -> str | None:

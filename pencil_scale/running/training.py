@@ -246,7 +246,7 @@ def _train(
     try:
         return drive(job, narrator.hear, lease)
     except LeaseLostError:
-        raise  # the run has not failed: another command goes on with it, also in MLflow
+        raise  # the run has not failed: another command continues it, also in MLflow
     except BaseException:
         tracker.finish("FAILED", wait_s=5)
         raise

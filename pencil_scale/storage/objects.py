@@ -78,7 +78,7 @@ def warn_once(text: str) -> None:
 
 
 class DiskObjects(Objects):
-    """Files written beside and renamed; whoever compares before that holds the folder's lock."""
+    """Files written beside and renamed; a comparison before that holds the folder's lock."""
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         try:
