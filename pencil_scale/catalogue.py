@@ -26,7 +26,7 @@ from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.reading.byte_source import filesystem_of, store_errors, version_of
 from pencil_scale.schema import PencilError
 
-FORMAT = 1
+FORMAT = 2
 OPEN_FILES = 16
 PLAN_COLUMNS = ["row", "shard", "image_offset", "image_bytes", "noisy_class", "status"]
 
@@ -67,6 +67,7 @@ class Catalogue:
         self.folder = folder
         self.manifest = manifest
         self.version = int(manifest["version"])
+        self.id = str(manifest["id"])  # of all its versions; a catalogue made again has another
         self.num_rows = int(manifest["num_rows"])
         self.num_ok = int(manifest["num_ok"])
         self.class_names: tuple[str, ...] = tuple(manifest["classes"])

@@ -5,6 +5,7 @@
     shards/<digest>-<export>/00042.tar                  shards with repaired labels, on request
     manifest.json                                       replaced last: names every file that counts
     unfinished.json                                     while an export writes: the ids of exports under way
+    .lease                                              one export at a time writes here
 
 `<export>` is the id of the export that wrote the file. A digest is of the labels alone, so labels that did
 not change are not written again. Ids that were taken down must not survive in an older file, so an export
@@ -20,13 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pencil_scale.labels.part_files import TableDamagedError
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.part_store import LOCK, PartStore
 from pencil_scale.reading.byte_source import filesystem_of, is_local
 from pencil_scale.schema import PencilError
 
 KIND = "pencil_scale export"
 FORMAT = 2
-MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
+MANIFEST, UNFINISHED, LEASE = "manifest.json", "unfinished.json", ".lease"
 FOLDERS = ("table", "sidecars", "shards")
 _NAME = re.compile(r"((?:table|sidecars|shards)/[^/]+)-([0-9a-f]{16})(\.parquet|/[^/]+)")
 
@@ -51,6 +52,10 @@ class ExportManifest:
     shards: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
     kind: str = KIND
+
+    def encode(self) -> bytes:
+        """As the JSON file that publishes the export."""
+        return json.dumps(asdict(self), indent=1).encode()
 
     def files(self) -> set[str]:
         """Every file that counts."""
@@ -97,16 +102,10 @@ def first_row(file: str) -> int:
 
 def begin(folder: str, export: str) -> ExportManifest | None:
     """Claim a folder for an export; return the manifest of the one before, None where there was none."""
-    before, unfinished = read_manifest(folder), _unfinished(folder)
-    if before is None and not unfinished:
-        _refuse_strangers(folder)
-    _mark_unfinished(folder, [*unfinished, export])
+    refuse_strangers(folder)
+    before = read_manifest(folder)
+    _mark_unfinished(folder, [*_unfinished(folder), export])
     return before
-
-
-def publish(folder: str, manifest: ExportManifest) -> None:
-    """Put the manifest in its place."""
-    PartStore(folder).put(MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
 
 def tidy(folder: str, before: ExportManifest | None, kept: set[str]) -> list[str]:
@@ -129,6 +128,8 @@ def remove_export(folder: str) -> bool:
         return False
     PartStore(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
     tidy(folder, before, set())
+    for name in (LEASE, LOCK):
+        PartStore(folder).delete_if_there(name)
     _remove_empty_folders(folder)
     return True
 
@@ -143,7 +144,10 @@ def _remove_empty_folders(folder: str) -> None:
                 path.rmdir()
 
 
-def _refuse_strangers(folder: str) -> None:
+def refuse_strangers(folder: str) -> None:
+    """Refuse a folder that holds what could be taken for an export, and is none of ours."""
+    if read_manifest(folder) is not None or _unfinished(folder):
+        return
     filesystem, root = filesystem_of(folder.rstrip("/"))
     filesystem.invalidate_cache()
     for part in FOLDERS:
@@ -157,12 +161,14 @@ def _refuse_strangers(folder: str) -> None:
 def _unfinished(folder: str) -> list[str]:
     try:
         found: Any = json.loads(PartStore(folder).get(UNFINISHED))
-        return [str(export) for export in found["exports"]] if found["kind"] == KIND else []
+        if found["kind"] != KIND:
+            raise ValueError(f"kind {found['kind']!r}")
+        return [str(export) for export in found["exports"]]
     except TableDamagedError:
         return []
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(
-            f"{folder}/{UNFINISHED}: damaged ({error}); choose another export.folder"
+            f"{folder}/{UNFINISHED}: not ours, or damaged ({error}); choose another export.folder"
         ) from error
 
 

@@ -171,6 +171,7 @@ class ExportRows:
         speaker[ok & visited] = LABELS
         self._ask_model(known, speaker, logits, newer=part is None)
         speaker[pinned] = PERSON
+        self._unpin(rows, speaker, pinned, ok)
         self._pin(known, rows, speaker, logits, pinned)
         return Facts(known.select(COLUMNS), logits, speaker, pinned, last_change)
 
@@ -200,6 +201,17 @@ class ExportRows:
         found, readable = predictor.predict(self._source.catalogue, known.take(pa.array(wanted)))
         logits[wanted[readable]] = self._source.order.logits(found[readable])
         speaker[wanted[readable]] = MODEL
+
+    def _unpin(
+        self, rows: range, speaker: npt.NDArray[np.object_], pinned: Any, ok: npt.NDArray[np.bool_]
+    ) -> None:
+        """Leave out an older pin where the newest one is void: such a sample has the class it was given."""
+        void = self._source.pins.void["row"].to_numpy() - rows.start
+        void = void[(void >= 0) & (void < len(rows))]
+        void = void[pinned[void]]
+        speaker[void] = None
+        speaker[void[ok[void]]] = GIVEN
+        pinned[void] = False
 
     def _pin(
         self, known: pa.Table, rows: range, speaker: npt.NDArray[np.object_], logits: Any, pinned: Any

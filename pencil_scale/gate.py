@@ -88,7 +88,8 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
         return ""
     return (
         f"the network is not clearly better than chance: {what} {found:.3f}; more than {least:.3f} was "
-        f"expected among {num_classes} classes"
+        f"expected among {num_classes} classes; train longer or with another rate (stages.backbone), or from "
+        "pretrained weights (model.weights)"
     )
 
 

@@ -28,7 +28,6 @@ from pencil_scale.subset import SubsetError
 
 KIND = "pencil_scale subset"
 FORMAT = 2
-CHECKED = 64  # members whose keys are compared with the catalogue's
 MANIFEST = "manifest.json"
 MEMBERS = pa.schema(
     [
@@ -44,6 +43,7 @@ class SubsetWords:
     """What a subset says of itself."""
 
     storage: str
+    catalogue: str  # id
     catalogue_version: int
     num_members: int
     class_names: tuple[str, ...]
@@ -114,21 +114,25 @@ def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray
     members = read_table(folder, words).sort_by("row")
     if len(members) == 0:
         raise SubsetError(f"data.subset: {folder} has no members; draw it again")
-    _require_same_samples(folder, members, catalogue)
+    if words.catalogue != catalogue.id:
+        _require_same_samples(folder, members, catalogue)
     rows: npt.NDArray[np.int64] = members["row"].to_numpy()
     return rows
 
 
 def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) -> None:
-    """Compare some members with the samples that have their rows now: a catalogue may have been rebuilt."""
-    places = np.unique(np.linspace(0, len(members) - 1, CHECKED).astype(np.int64))
-    for member in members.take(pa.array(places)).to_pylist():
-        row = member["row"]
-        found = catalogue.read(row, row + 1, ["sample_key"])["sample_key"].to_pylist()
-        if found != [member["sample_key"]]:
+    """Compare members with the samples that have their rows now: the catalogue was rebuilt."""
+    rows, keys = members["row"].to_numpy(), members["sample_key"].to_pylist()
+    done = 0
+    for table in catalogue.batches(["sample_key"]):
+        first = done
+        done += len(table)
+        here = slice(*np.searchsorted(rows, [first, done]).tolist())
+        found = table["sample_key"].take(pa.array(rows[here] - first)).to_pylist()
+        if found != keys[here]:
             raise SubsetError(
-                f"data.subset: {folder}: row {row:,} is another sample now; the catalogue was rebuilt since "
-                "the subset was drawn: draw it again"
+                f"data.subset: {folder}: its rows are other samples now; the catalogue was rebuilt since the "
+                "subset was drawn: draw it again"
             )
 
 

@@ -80,12 +80,12 @@ def run(config: Config) -> Summary:
     drawn_with = _drawn_with(config, rule, published)
     words, available = read_words(folder), _count(rule, storage)
     quotas = _allocate(options, available, catalogue.manifest["classes"])
-    drawn = words is None or not _is_same(words, storage, catalogue.version, drawn_with)
+    drawn = words is None or not _is_same(words, storage, catalogue, drawn_with)
     if drawn or words is None:
         members = _pick(rule, storage, quotas, available)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
         words = SubsetWords(
-            storage, catalogue.version, len(members), catalogue.class_names, counts, drawn_with
+            storage, catalogue.id, catalogue.version, len(members), catalogue.class_names, counts, drawn_with
         )
     else:
         members = read_table(folder, words)
@@ -140,8 +140,9 @@ def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict
     }
 
 
-def _is_same(words: SubsetWords, storage: str, version: int, drawn_with: dict[str, Any]) -> bool:
-    same_source = words.catalogue_version == version and same_place(words.storage) == same_place(storage)
+def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with: dict[str, Any]) -> bool:
+    same_source = same_place(words.storage) == same_place(storage)
+    same_source &= (words.catalogue, words.catalogue_version) == (catalogue.id, catalogue.version)
     return same_source and dict(words.drawn_with) == json.loads(json.dumps(drawn_with))
 
 

@@ -7,7 +7,6 @@ Labels that did not change since the last export are not written again; the mani
 and labels are never touched. Ids in data.exclude appear nowhere, also if the catalogue does not know it yet.
 """
 
-import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,8 +17,17 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
+from pencil_scale.class_names import difference, read_class_names
 from pencil_scale.command import run_job, say
-from pencil_scale.export_files import ExportError, ExportManifest, begin, publish, tidy
+from pencil_scale.export_files import (
+    LEASE,
+    MANIFEST,
+    ExportError,
+    ExportManifest,
+    begin,
+    refuse_strangers,
+    tidy,
+)
 from pencil_scale.export_rows import Model, Source, find_source, stretches
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
@@ -74,14 +82,19 @@ def run(config: Config) -> Summary:
     folder = config.export.folder or f"{storage}/exports/{source.published.name}"
     refuse_lost("export.folder", folder)
     folder = PartStore(folder).url
+    if differs := difference(read_class_names(config.data.classes), source.words.class_names):
+        say(
+            f"WARNING: {config.data.classes} {differs}, compared with the catalogue; the class numbers of "
+            "this export are those of its manifest's class_names"
+        )
     if warning := source.pins.void_warning():
         print(f"WARNING: {warning}", flush=True)
-    name = f"exports/.leases/{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
-    with Lease.hold(storage, name, what=f"{folder} is being written"):
-        return _write(config, source, folder, here=is_in_memory(storage) or is_in_memory(folder))
+    refuse_strangers(folder)  # before a lease is put there
+    with Lease.hold(folder, LEASE, what=f"{folder} is being written") as lease:
+        return _write(config, source, folder, lease, here=is_in_memory(storage) or is_in_memory(folder))
 
 
-def _write(config: Config, source: Source, folder: str, here: bool) -> Summary:
+def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool) -> Summary:
     export = new_id()
     before = begin(folder, export)
     job = Job(source, folder, export, known_files(before), config.data.label)
@@ -89,7 +102,7 @@ def _write(config: Config, source: Source, folder: str, here: bool) -> Summary:
     sidecars = [found for some in _sidecars(job, table, here) for found in some]
     shards = _corrected(job, sidecars, here) if config.export.corrected_shards else []
     manifest = _manifest(source, table, sidecars, shards)
-    publish(folder, manifest)
+    lease.put(MANIFEST, manifest.encode())
     swept = tidy(folder, before, manifest.files())
     summary = Summary(
         folder,

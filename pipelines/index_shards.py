@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pencil_scale.catalogue import Catalogue, CatalogueError, catalogue_folder, read_manifest
 from pencil_scale.class_names import difference
@@ -36,6 +37,7 @@ from pencil_scale.indexing.staging import ShardReport
 from pencil_scale.job_folder import refuse_lost
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.reading.shard_urls import Listing, Shard, expand_urls, list_shards
+from pencil_scale.schema import new_id
 from pencil_scale.settings import Config
 from pencil_scale.storage.lease import Lease
 from pipelines.shard_making.shard_tasks import stage_all
@@ -95,8 +97,10 @@ def _run(config: Config, lease: Lease) -> Summary:
     rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
     overlay = make_overlay(data.exclude, held_out)
     part = Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit)
+    before = read_manifest(catalogue_folder(storage))
     summary = index(part, lease)
     _say_excluded(overlay, [summary.catalogue, *held_out])
+    _say_returned(before, summary.catalogue)
     return summary
 
 
@@ -144,7 +148,8 @@ def _publish(
     update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
     written = update.write([missing_damage(listing.missing)])
     version = old.version if old else 0
-    manifest = describe(store, written, entries, part.rules, part.overlay, version + 1)
+    catalogue_id = old.id if old else new_id()
+    manifest = describe(store, written, entries, part.rules, part.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
@@ -222,8 +227,8 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
     if old is not None and (differs := difference(part.rules.classes.names, old.class_names)):
         _say(
             part,
-            f"data.classes has changed: the list {differs}, compared with version {old.version}; labels "
-            "given as names keep their class, labels given as numbers change it",
+            f"WARNING: data.classes has changed: the list {differs}, compared with version {old.version}; "
+            "labels given as names keep their class, labels given as numbers change it",
         )
     if changes.unlisted:
         _say(part, f"{many(len(changes.unlisted), 'shard')} left the list but unchanged in the store: kept")
@@ -236,6 +241,17 @@ def _say_excluded(overlay: Overlay, catalogues: Sequence[Catalogue]) -> None:
         print(
             f"WARNING: data.exclude lists {many(overlay.num_listed, 'id')}, of which {found:,} are in the "
             "catalogue; the others match no sample: see how pipelines.why spells an id",
+            file=sys.stderr,
+        )
+
+
+def _say_returned(before: dict[str, Any] | None, after: Catalogue) -> None:
+    """A takedown must not be undone by a config that merely lacks the list."""
+    was, now = ((found or {"status": {}})["status"].get("excluded", 0) for found in (before, after.manifest))
+    if now < was:
+        print(
+            f"WARNING: {many(was - now, 'sample')} that had been taken down are back, because data.exclude "
+            "does not list them any more; if that is not intended, set data.exclude and index again",
             file=sys.stderr,
         )
 

@@ -24,7 +24,7 @@ from pencil_scale.indexing.duplicates import contains
 from pencil_scale.indexing.label_classes import read_label_classes
 from pencil_scale.indexing.raw_text import from_stored
 from pencil_scale.labels.decision_files import Decision, read_decisions
-from pencil_scale.labels.pins import PINS, PinsError, add_pins, now, pins_folder, read_pins
+from pencil_scale.labels.pins import PINS, PinsError, add_pins, check_pins, now, pins_folder, read_pins
 from pencil_scale.schema import sample_key
 from pencil_scale.settings import Config
 from pencil_scale.shapes import without_passwords
@@ -57,7 +57,9 @@ def run(config: Config) -> Summary:
     classes = read_label_classes(config.data.classes, config.data.aliases)
     decisions = read_decisions(config.pin.file, classes)
     rows = _find_rows(catalogue, decisions.known, config.pin.file)
-    pinned = read_pins(storage).table
+    pins_before = read_pins(storage)
+    check_pins(pins_before, catalogue)
+    pinned = pins_before.table
     before = dict(zip(pinned["row"].to_pylist(), pinned["class"].to_pylist(), strict=True))
     pins = _pins(decisions.known, rows, classes.names, config.pin.by)
     news = list(zip(pins["row"].to_pylist(), pins["class"].to_pylist(), strict=True))

@@ -35,7 +35,7 @@ from pencil_scale.nights.beginning import (
 from pencil_scale.nights.class_changes import class_mapping
 from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name, now
 from pencil_scale.nights.retention import remove_old, remove_taken_down
-from pencil_scale.running.run_record import read_record
+from pencil_scale.running.run_record import read_record, results_of
 from pencil_scale.schema import PencilError, new_id
 from pencil_scale.settings import Config
 from pipelines import index_shards
@@ -83,6 +83,13 @@ def run(config: Config) -> Summary:
 
 def _night(config: Config, nights: NightFiles) -> Summary:
     current, class_names = nights.current(), read_class_names(config.data.classes)
+    passed = [night.name for night in nights.nights() if night.number and not night.held]
+    if current is None and passed:
+        raise NightError(
+            f"{nights.storage}/nights/CURRENT is gone, but {passed[-1]} is there; the next night would start "
+            "from nothing: choose the night to start from with python -m pipelines.promote CONFIG "
+            f"{passed[-1]}"
+        )
     if current is not None:  # before indexing by a class list that nobody can follow
         class_mapping(current.class_names, class_names, config.nightly.remap)
     plan = resumable(nights, decisive_settings(config), class_names, say)
@@ -128,10 +135,14 @@ def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Nigh
             "nightly.first_epochs=[5,10,10]"
         )
     number = nights.next_number()
-    while read_record(nights.storage, night_name(number)) is not None:
-        number += 1  # a training run of somebody's has this name
+    while _is_taken(nights.storage, night_name(number)):
+        number += 1  # a training run of somebody's has, or had, this name
     name = None if parent is None else parent.name
     return Plan(night_name(number), new_id(), number, name, catalogue.version, decisive_settings(config))
+
+
+def _is_taken(storage: str, name: str) -> bool:
+    return read_record(storage, name) is not None or bool(results_of(storage, name))
 
 
 # --- one night ---------------------------------------------------------------------------------------

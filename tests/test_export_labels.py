@@ -1,6 +1,7 @@
 """Exports hold exactly what may be told of every sample."""
 
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -10,16 +11,19 @@ import pytest
 import torch
 from catalogue_making import image, sample, samples
 from export_making import ExportBench, two_shards
+from night_making import pins_of
 
 from pencil_scale.backbones import build_backbone
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
-from pencil_scale.export_files import ExportError, read_manifest, same_content
+from pencil_scale.export_files import ExportError, ExportManifest, read_manifest, same_content
 from pencil_scale.labels.label_report import HISTORY
 from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.part_files import TableMismatchError
+from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.storage.lease import Lease, LeaseLostError
 from pipelines import export_labels
 
 
@@ -187,7 +191,7 @@ def test_the_manifest_names_every_file_that_is_there(bench: ExportBench) -> None
     summary = bench.export("export.corrected_shards=true")
     manifest = read_manifest(str(bench.out))
     assert manifest == summary.manifest
-    there = {str(path.relative_to(bench.out)) for path in bench.out.rglob("*") if path.is_file()}
+    there = {str(path.relative_to(bench.out)) for path in bench.out.rglob("[!.]*") if path.is_file()}
     assert there == manifest.files() | {"manifest.json"}
     assert (manifest.num_samples, manifest.num_label_issues) == (12, 2)
 
@@ -257,13 +261,13 @@ def test_what_a_killed_export_wrote_is_removed_by_the_next(
 ) -> None:
     bench = two_shards(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(export_labels, "publish", _die)
+        patch.setattr(Lease, "put", _die)
         with pytest.raises(KeyboardInterrupt):
             bench.export("export.corrected_shards=true")
     left = {path for path in bench.out.rglob("*") if path.is_file()}
     assert len(left) > 4
     manifest = bench.export().manifest
-    files = {str(path.relative_to(bench.out)) for path in bench.out.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(bench.out)) for path in bench.out.rglob("[!.]*") if path.is_file()}
     assert files == manifest.files() | {"manifest.json"}
 
 
@@ -304,3 +308,57 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     bench.index()
     with pytest.raises(TableMismatchError, match="row 0 is another sample than the one these labels"):
         bench.export()
+
+
+def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
+    bench: ExportBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = export_labels._manifest
+
+    def overtaken(*arguments: Any) -> ExportManifest:
+        monkeypatch.setattr(export_labels, "_manifest", make)
+        (bench.out / ".lease").unlink()  # it expired, and another export took over
+        bench.publish({2: 0})
+        bench.export()
+        return make(*arguments)
+
+    monkeypatch.setattr(export_labels, "_manifest", overtaken)
+    with pytest.raises(LeaseLostError):
+        bench.export()
+    manifest = read_manifest(str(bench.out))
+    assert manifest is not None
+    assert all((bench.out / file).exists() for file in manifest.files())
+
+
+@pytest.mark.slow
+def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_places(tmp_path: Path) -> None:
+    bench = ExportBench(tmp_path)
+    for number in range(4):  # a part of labels each
+        bench.shard(f"{number}.tar", samples(range(1024 * number, 1024 * number + 1024)))
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    folder = f"{bench.storage}/catalogue".removeprefix("memory:/")
+    fsspec.filesystem("memory").rm(folder, recursive=True)
+    bench.index()
+    bench.export()  # rebuilt, but every row is the same sample
+    fsspec.filesystem("memory").rm(folder, recursive=True)
+    (tmp_path / "1.tar").rename(tmp_path / "x.tar")
+    (tmp_path / "2.tar").rename(tmp_path / "1.tar")
+    (tmp_path / "x.tar").rename(tmp_path / "2.tar")
+    bench.index()
+    with pytest.raises(TableMismatchError, match=r"row 1,024 is another sample"):
+        bench.export()
+
+
+def test_a_void_pin_does_not_bring_an_older_one_back(bench: ExportBench) -> None:
+    catalogue = Catalogue.open(bench.storage)
+    add_pins(bench.storage, pins_of({1: "cat"}))
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins).save(
+        published_url(bench.storage, "t")
+    )
+    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
+    bench.export()
+    told = bench.table()[1]
+    assert (told["given_class"], told["predicted_class"], told["pinned"]) == ("bee", "bee", False)

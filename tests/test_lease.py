@@ -204,6 +204,8 @@ def pause(pid: int, lock: Path) -> None:
     """Pause a process, though not in the moment in which it holds the lock of a folder."""
     while True:
         os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)  # the signal takes a moment
         if not lock.exists():
             return
         with lock.open() as handle:

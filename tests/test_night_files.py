@@ -10,7 +10,7 @@ import pytest
 from catalogue_making import CLASSES, samples
 from night_making import Nights
 
-from pencil_scale.export_files import ExportManifest, publish
+from pencil_scale.export_files import MANIFEST, ExportManifest
 from pencil_scale.labels.part_store import PartStore
 from pencil_scale.nights.beginning import adopt, resumable
 from pencil_scale.nights.night_files import Night, NightError, Plan, night_name
@@ -146,7 +146,7 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
         nights.save(night(number, night_name(number - 1)))
         run = RunRecord(night_name(number), f"id-{number}", {}, 1, ("a", "b"), {}, "")
         write_record(bench.storage, run)
-        publish(f"{bench.storage}/exports/{night_name(number)}", EXPORT)
+        PartStore(f"{bench.storage}/exports/{night_name(number)}").put(MANIFEST, EXPORT.encode())
         PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
     nights.move_current(nights.must_find("night-0003"), expected=None)
     assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
@@ -165,7 +165,7 @@ def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nigh
     write_record(bench.storage, theirs)
     PartStore(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
     PartStore(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
-    publish(f"{bench.storage}/exports/night-0001", EXPORT)
+    PartStore(f"{bench.storage}/exports/night-0001").put(MANIFEST, EXPORT.encode())
     assert remove_old(nights, keep=1) == ["night-0001"]
     assert read_record(bench.storage, "night-0001") == theirs
     assert PartStore(bench.storage).names("models") == ["models/night-0001.pt"]

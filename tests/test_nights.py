@@ -270,6 +270,32 @@ def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
     assert "1 pins are void" in capsys.readouterr().out
 
 
+def test_a_class_that_is_renamed_in_place_takes_its_labels_along(bench: Nights) -> None:
+    _, after, config = reordered_after_night(bench, "ant\nbee\nfeline\n", "{cat: feline}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    assert not prepared.same_classes
+    assert prepared.labels.class_names == ("ant", "bee", "feline")
+
+
+def test_a_pin_that_became_void_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({1: "cat"}))
+    _, after, config = reordered_after_night(bench, "ant\nbee\ncat\n", "{}")
+    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    table = bench.table(prepared.labels)
+    assert (table.read_class([1]).tolist(), table.read_pinned([1]).tolist()) == ([1], [False])
+
+
+def test_a_pin_follows_any_number_of_renames(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({0: "cat", 1: "dog", 2: "owl"}))
+    moved = {"cat": "feline", "feline": "predator", "owl": None, "dog": "wolf", "wolf": "dog"}
+    pins = read_pins(bench.storage).resolve(("ant", "predator"), moved)
+    assert (pins.rows.tolist(), pins.classes.tolist()) == ([0], [1])
+    assert pins.void["row"].to_pylist() == [1, 2]
+
+
 def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
     add_pins(bench.storage, pins_of({0: "cat"}))
     _, after, config = reordered_after_night(bench, "feline\nant\nbee\n", "{cat: feline}")

@@ -319,3 +319,31 @@ def test_a_night_that_was_refused_does_not_block_the_next(
     crawl.add(1)
     assert reclean_nightly.main([str(crawl.config)]) == 2
     assert tried == [("night-0001", 1), ("night-0001", 1), ("night-0002", 2)]
+
+
+def test_a_night_never_takes_a_name_under_which_something_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crawl, tried = Crawl(tmp_path), []
+
+    def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
+        tried.append(plan.name)
+        raise NightError("enough")
+
+    monkeypatch.setattr(reclean_nightly, "_make", refuse)
+    crawl.add(0)
+    for left in ("models/night-0001.pt", "labels/published/night-0002.json"):
+        (tmp_path / "lake" / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lake" / left).write_text("somebody's")
+    assert reclean_nightly.main([str(crawl.config)]) == 2
+    assert tried == ["night-0003"]
+
+
+def test_a_storage_whose_current_is_gone_is_refused_instead_of_starting_from_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crawl = Crawl(tmp_path)
+    crawl.add(0)
+    crawl.nights.save(Night("night-0001", 1, None, 1, ("a", "b"), "labels", "model", "run"))
+    assert reclean_nightly.main([str(crawl.config)]) == 2
+    assert "nights/CURRENT is gone, but night-0001 is there" in capsys.readouterr().err

@@ -36,11 +36,13 @@ def describe(
     rules: IndexRules,
     overlay: Overlay,
     version: int,
+    catalogue_id: str,
 ) -> dict[str, Any]:
     """Measure what was written, and give the manifest that will publish it."""
     draft = {
         "format": FORMAT,
         "version": version,
+        "id": catalogue_id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "identity": rules.identity,
         "label": rules.label.source,

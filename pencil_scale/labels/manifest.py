@@ -59,6 +59,7 @@ class Manifest:
     run: str  # id of the run whose labels these are; what it writes goes under this id
     parts: Mapping[int, PartEntry]
     attempt: int = 0  # which start of the run wrote it; 0: none, the run had not started to train
+    catalogue: str = ""  # id of the catalogue whose rows these are
 
     def save(self, url: str | Path) -> None:
         """Write the manifest, whole or not at all; only call this once the parts of every rank are in."""
@@ -78,6 +79,7 @@ class Manifest:
         head = {"kind": KIND, "version": VERSION, "store": self.store, "layout": vars(self.layout)}
         head |= {"scale": self.scale, "first_epoch": self.first_epoch, "newest_epoch": self.newest_epoch}
         head |= {"run": self.run, "attempt": self.attempt, "class_names": self.class_names}
+        head |= {"catalogue": self.catalogue}
         parts = {part: _encode_entry(entry) for part, entry in sorted(self.parts.items())}
         return json.dumps(head | {"parts": parts}).encode()
 
@@ -89,7 +91,8 @@ class Manifest:
         layout = Layout(**found["layout"])
         epochs = found["first_epoch"], found["newest_epoch"]
         names, run = tuple(found["class_names"]), found["run"]
-        return cls(found["store"], layout, found["scale"], *epochs, names, run, parts, found["attempt"])
+        identity = found["attempt"], found["catalogue"]
+        return cls(found["store"], layout, found["scale"], *epochs, names, run, parts, *identity)
 
     def for_new_run(self, run: str) -> "Manifest":
         """The same labels for a run that counts its own epochs from 0: no row bears any of them yet."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pencil_scale.catalogue import Catalogue
 from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.part_store import BESIDE, PartStore
 from pencil_scale.schema import PencilError, new_id
@@ -89,9 +90,8 @@ class Pins:
     def resolve(self, class_names: Sequence[str], moved: Mapping[str, str | None] | None = None) -> Pinned:
         """Translate into the numbers of a class list; `moved` says what became of classes that left it."""
         numbers = {name: number for number, name in enumerate(class_names)}
-        became = {old: numbers[new] for old, new in (moved or {}).items() if new in numbers}
-        found = [numbers.get(name, became.get(name, -1)) for name in self.table["class"].to_pylist()]
-        classes = np.array(found, np.int32)
+        names = [_followed(name, numbers, moved or {}) for name in self.table["class"].to_pylist()]
+        classes = np.array([numbers.get(name, -1) for name in names], np.int32)
         known = self.table.filter(pa.array(classes >= 0))
         return Pinned(
             known["row"].to_numpy(),
@@ -99,6 +99,15 @@ class Pins:
             classes[classes >= 0],
             self.table.filter(pa.array(classes < 0)),
         )
+
+
+def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | None]) -> str:
+    """What a class is called now, after any number of renames."""
+    for _ in range(len(moved)):
+        if name in listed or moved.get(name) is None:
+            break
+        name = str(moved[name])
+    return name
 
 
 def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
@@ -123,9 +132,8 @@ def read_pins(storage: str) -> Pins:
             ) from error
     merged = pa.concat_tables(tables).combine_chunks()
     merged = merged.take(pa.array(np.argsort(merged["at"].to_numpy(zero_copy_only=False), kind="stable")))
-    rows = merged["row"].to_numpy()
-    newest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-    return Pins(merged.take(pa.array(newest)))
+    newest = {key: place for place, key in enumerate(merged["sample_key"].to_pylist())}
+    return Pins(merged.take(pa.array(list(newest.values()), pa.int64())).sort_by("row"))
 
 
 def add_pins(storage: str, pins: pa.Table) -> None:
@@ -148,6 +156,16 @@ def apply_pins(table: LabelTable, pins: Pinned) -> int:
         require_same_samples(pins, table.read_key(pins.rows))
         table.pin(pins.rows, pins.classes)
     return len(pins.rows)
+
+
+def check_pins(pins: Pins, catalogue: Catalogue) -> None:
+    """Refuse pins whose rows are other samples in this catalogue."""
+    resolved = pins.resolve(sorted(set(pins.table["class"].to_pylist())))
+    done = 0
+    for table in catalogue.batches(["sample_key"]) if len(resolved.rows) else ():
+        some = resolved.between(range(done, done + len(table)))
+        require_same_samples(some, key_bytes(table["sample_key"].take(pa.array(some.rows - done))))
+        done += len(table)
 
 
 def require_same_samples(pins: Pinned, keys: Keys) -> None:

@@ -17,7 +17,7 @@ from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_files import TableDamagedError
 from pencil_scale.labels.part_store import PartStore
-from pencil_scale.running.run_record import read_record, why_held
+from pencil_scale.running.run_record import read_record, run_folder, why_held
 from pencil_scale.schema import PencilError
 
 
@@ -45,18 +45,22 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
 
     With `held`, also find those of a run that is held: to look at them, not to use them.
     """
-    is_url = "/" in named or named.endswith(".json")
-    name = PurePosixPath(named).name.removesuffix(".json")
-    urls = [named] if is_url else [published_url(storage, named), held_url(storage, named)]
+    urls = [named] if "/" in named else [published_url(storage, named), held_url(storage, named)]
+    urls += [named] if "/" not in named and named.endswith(".json") else []
     found = ((url, manifest) for url in urls if (manifest := _load(url)) is not None)
     url, manifest = next(found, (urls[0], None))
+    name = PurePosixPath(url).name.removesuffix(".json")
     if manifest is None:
         raise NotPublishedError(f"{url}: no published labels; {_known(storage)}")
     is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
     if is_held and not held:
         record = read_record(storage, name)
-        reasons = record.held_because if record else ()
-        raise HeldError(f"{url}: the labels of this run are held: {why_held(name, reasons)}")
+        if record is None:
+            raise HeldError(
+                f"{url}: the labels of this run are held, and its record ({run_folder(storage, name)}) is "
+                "gone; restore it to promote them, or remove them and train again"
+            )
+        raise HeldError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
     manifest.require_whole()
     return Published(name, url, manifest, history_folder(storage, manifest.run), is_held)
 

@@ -37,6 +37,25 @@ def pin(manifest: Manifest, pins: Pinned) -> Manifest:
     return _set(manifest, pins.rows, pins.classes, pins)
 
 
+def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
+    """Give rows that are pinned their given class back: the pin is void. Others of these rows stay."""
+    within = rows < manifest.layout.num_rows
+    rows, classes = rows[within], classes[within]
+    store, parts = PartStore(manifest.store), dict(manifest.parts)
+    for part in np.unique(rows >> manifest.layout.shift).tolist():
+        here = manifest.layout.rows_of(part)
+        some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
+        batch = get_part(manifest, store, part, LABELS_FOLDER)
+        pinned = batch.column("pinned").to_numpy()[rows[some] - here.start] != 0
+        if pinned.any():
+            places = (rows[some] - here.start)[pinned]
+            fresh = _changed(batch, places, classes[some][pinned], manifest.scale, pin=False)
+            parts[part] = PartEntry(
+                (put_piece(store, LABELS_FOLDER, fresh, manifest.run),), parts[part].ledger
+            )
+    return replace(manifest, parts=parts)
+
+
 def _set(manifest: Manifest, rows: Int64s, classes: Classes, pins: Pinned | None = None) -> Manifest:
     checked_classes(classes, manifest.layout.num_classes, lowest=-1 if pins is None else 0, rows=rows)
     parts = dict(manifest.parts)
@@ -59,12 +78,17 @@ def _regiven(
     batch: pa.RecordBatch, places: Int64s, classes: Classes, scale: float, pin: bool
 ) -> pa.RecordBatch | None:
     """The part with its rows changed; None where every one is as it should be."""
+    noisy_class, pinned = (batch.column(name).to_numpy()[places] for name in ("noisy_class", "pinned"))
+    stays = (pinned != 0) & ((noisy_class == classes) if pin else True)
+    return None if stays.all() else _changed(batch, places[~stays], classes[~stays], scale, pin)
+
+
+def _changed(
+    batch: pa.RecordBatch, places: Int64s, classes: Classes, scale: float, pin: bool
+) -> pa.RecordBatch:
+    """The part with some rows at a class, pinned or not."""
     noisy_class, pinned = (batch.column(name).to_numpy().copy() for name in ("noisy_class", "pinned"))
     logits = batch.column("label_logits").flatten().to_numpy().reshape(len(batch), -1).copy()
-    stays = (pinned[places] != 0) & ((noisy_class[places] == classes) if pin else True)
-    if stays.all():
-        return None
-    places, classes = places[~stays], classes[~stays]
     noisy_class[places] = classes
     logits[places] = scaled_one_hot(classes, logits.shape[1], scale)
     pinned[places] = int(pin)

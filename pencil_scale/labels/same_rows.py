@@ -11,22 +11,27 @@ import numpy as np
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_files import TableMismatchError
-from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.pins import key_bytes
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
 
 
 def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
-    """Compare the keys of the first and the last part: rows are only ever appended."""
+    """Refuse labels of another catalogue, unless every row is the same sample in both.
+
+    Rows are only ever appended to a catalogue, so its id vouches for them. Another id, of a catalogue that
+    was deleted and indexed again, makes the keys of all rows be compared.
+    """
     layout = manifest.layout
     if layout.num_rows > catalogue.num_rows:
         raise TableMismatchError(
             f"labels over {layout.num_rows:,} rows, {catalogue.folder} version {catalogue.version} has "
             f"{catalogue.num_rows:,}; use labels made over this catalogue"
         )
-    for part in sorted({0, layout.num_parts - 1} if layout.num_rows else ()):
+    if manifest.catalogue == catalogue.id:
+        return
+    parts = range(layout.num_parts)
+    for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
         rows = layout.rows_of(part)
-        batch = get_part(manifest, PartStore(manifest.store), part, LABELS_FOLDER)
         found = key_bytes(batch.column("sample_key"))
         expected = key_bytes(catalogue.read(rows.start, rows.stop, ["sample_key"])["sample_key"])
         differs = (found != expected).any(axis=1) & found.any(axis=1)  # a table made without keys has zeros

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def start_labels(
         table = fresh_table(catalogue, folder, scale, run)
         if pins is not None:
             apply_pins(table, pins)
-        return table.snapshot(label_store(storage))
+        return replace(table.snapshot(label_store(storage)), catalogue=catalogue.id)
 
 
 def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0, run: str | None = None) -> LabelTable:

@@ -9,6 +9,7 @@ a class that has left the list gets the class the catalogue gives it.
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -23,9 +24,9 @@ from pencil_scale.labels.label_moves import START
 from pencil_scale.labels.label_report import HISTORY, study_labels
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
-from pencil_scale.labels.regiving import pin, regive
+from pencil_scale.labels.regiving import pin, regive, release
 from pencil_scale.labels.remap import remap
-from pencil_scale.nights.class_changes import Classes, is_same, new_numbers
+from pencil_scale.nights.class_changes import Classes, new_numbers
 from pencil_scale.nights.crawl import Crawl
 from pencil_scale.nights.night_files import NightError
 
@@ -48,12 +49,13 @@ def carry_over(
             f"{crawl.first_row:,}; promote another night"
         )
     labels = parent.for_new_run(run)
-    if not is_same(mapping, parent.layout.num_classes):
+    if labels.class_names != after.class_names:
         labels = _remapped(labels, mapping, after, scratch)
     if after.num_rows > crawl.first_row:
         labels = grow(labels, _classes(after, crawl.first_row), _keys(after, crawl.first_row))
     labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
-    return pin(labels, pins)
+    void = np.sort(pins.void["row"].to_numpy())
+    return release(pin(labels, pins), void, _given(after, void))
 
 
 def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
@@ -73,7 +75,7 @@ def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str
         numbers = np.array(new_numbers(mapping, table.layout.num_classes))
         freed = rows[table.read_pinned(rows) & (numbers[table.read_class(rows)] < 0)]
         remapped = remap(table, mapping, after.class_names, Path(folder) / "new").snapshot(labels.store)
-    return regive(remapped, freed, _given(after, freed))
+    return regive(replace(remapped, catalogue=labels.catalogue), freed, _given(after, freed))
 
 
 def _given(catalogue: Catalogue, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

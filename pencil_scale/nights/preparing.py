@@ -54,7 +54,7 @@ class Prepared:
 
     @property
     def same_classes(self) -> bool:
-        return is_same(self.mapping, len(self.parent.class_names))
+        return self.parent.class_names == self.catalogue.class_names
 
 
 def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
@@ -122,7 +122,7 @@ def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: st
     counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
     how = {"seed": config.run.seed, "night": plan.number, "new": len(crawl.fresh), "old": len(drawn)}
     words = SubsetWords(
-        config.run.storage, after.version, len(members), after.class_names, tuple(counts), how
+        config.run.storage, after.id, after.version, len(members), after.class_names, tuple(counts), how
     )
     write_subset(folder, words, members)
     rows: npt.NDArray[np.int64] = members["row"].to_numpy()

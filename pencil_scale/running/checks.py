@@ -58,7 +58,8 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if catalogue.class_names != names:
         remedy = "run pipelines.index_shards again"
         if version is not None:
-            remedy = f"put back the list of catalogue version {version}, or choose another run.name"
+            remedy = f"put back the list of catalogue version {version} and index again, or choose another"
+            remedy += " run.name"
         raise RunRefusedError(
             f"data.classes: {config.data.classes} {difference(names, catalogue.class_names)}, "
             f"compared with the catalogue; {remedy}"

@@ -101,15 +101,25 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
 
 def _require_unused(storage: str, name: str) -> None:
     """Refuse a name whose record is gone but whose results are there: they would be overwritten."""
-    for left in (f"labels/published/{name}.json", f"labels/held/{name}.json", f"models/{name}.pt"):
-        filesystem, path = filesystem_of(f"{storage.rstrip('/')}/{left}")
-        filesystem.invalidate_cache()
-        if filesystem.exists(path):
-            raise RunNameError(
-                f"run {name}: {storage}/{left} is there, left by an earlier run of this name whose record "
-                f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
-                "run.name, or remove what it left (labels/published, labels/held and models)"
-            )
+    left = results_of(storage, name)
+    if left:
+        raise RunNameError(
+            f"run {name}: {storage}/{left[0]} is there, left by an earlier run of this name whose record "
+            f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
+            "run.name, or remove what it left (labels/published, labels/held and models)"
+        )
+
+
+def results_of(storage: str, name: str) -> list[str]:
+    """What is stored under the name of a run: its labels and its model."""
+    places = (f"labels/published/{name}.json", f"labels/held/{name}.json", f"models/{name}.pt")
+    return [place for place in places if _is_there(f"{storage.rstrip('/')}/{place}")]
+
+
+def _is_there(url: str) -> bool:
+    filesystem, path = filesystem_of(url)
+    filesystem.invalidate_cache()
+    return bool(filesystem.exists(path))
 
 
 def why_held(name: str, reasons: Sequence[str]) -> str:

@@ -99,7 +99,8 @@ def _train_locked(
     if not outcome.finished:
         write_record(config.run.storage, record, lease, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
-        _say(f"stopped and saved; to resume: {_this_command()}")
+        kept = "stopped; nothing is saved of a run in the command's own process; to start it again"
+        _say(f"{kept if config.workers.in_process else 'stopped and saved; to resume'}: {_this_command()}")
         raise SystemExit(STOPPED)
     summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias, hold)
     tracker.finish()

@@ -200,7 +200,8 @@ class Worker:
         manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
         if manifests is None:
             return None
-        return replace(merge(manifests), attempt=self.job.origin.attempt)
+        origin = self.job.origin
+        return replace(merge(manifests), attempt=origin.attempt, catalogue=self.manifest.catalogue)
 
     def _report(self, progress: Progress, manifest: Manifest | None) -> None:
         if manifest is None:
