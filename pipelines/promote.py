@@ -100,10 +100,10 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     from pencil_scale.running.summary import write_facts
 
     storage, name = config.run.storage, record.name
-    if record.status == "finished":
-        say(f"{name} was released already: its labels are published; nothing is changed")
-        return RunSummary(run_facts(storage, name))
     published = published_url(storage, name)
+    if record.status == "finished":
+        say(f"{name} was released already, its labels are {published}; nothing is changed")
+        return RunSummary(run_facts(storage, name))
     lease.put(f"labels/published/{name}.json", find_published(storage, name, held=True).manifest.encode())
     PartStore(f"{storage}/labels").delete_if_there(f"held/{name}.json")
     summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
