@@ -71,10 +71,10 @@ ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null
 class NightlyJob(Settings):
     old_per_new: float = key("old samples trained on for each new one, others every night", 1.0, ge=0)
     start_from: RunName | None = key(
-        "finished run that the first night goes on from; null: the one there is", None
+        "finished run that the first night continues; null: the one there is", None
     )
     first_epochs: StageEpochs | None = key(
-        "epochs of a first night that has no run to go on from, over all samples; null: refuse it",
+        "epochs of a first night that has no run to continue, over all samples; null: refuse it",
         None,
         unit="epochs",
     )

@@ -19,7 +19,7 @@ PositiveTriple = Annotated[tuple[Positive, Positive, Positive], Shape("[red, gre
 
 
 class Run(Settings):
-    name: RunName = key("names the run; the same name and storage again goes on where it stopped")
+    name: RunName = key("names the run; the same name and storage again resume it")
     storage: str = key("local folder or URL for catalogue/ labels/ checkpoints/ exports/", min_length=1)
     seed: int = key("fixes order, augmentation, noise and subsets", 1, ge=0)
     deterministic: bool = key("the same bits every time on the same machine, at some cost in speed", False)
@@ -162,7 +162,7 @@ class Workers(Settings):
 
 class Checkpoint(Settings):
     every_steps: int | None = key("besides every epoch; null: epochs alone", None, ge=1, unit="steps")
-    keep: int = key("how many checkpoints are kept", 3, ge=1)
+    keep: int = key("checkpoints kept while a run trains; once it is finished, none", 3, ge=1)
     history: bool = key("keep what every label was after each epoch that moved labels", True)
 
 

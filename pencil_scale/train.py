@@ -4,8 +4,8 @@
     python -m pencil_scale.train configs/demo.yaml --dry-run       # what it will take; writes nothing
     ray job submit --working-dir . -- python -m pencil_scale.train configs/clothing1m.yaml
 
-The same command again goes on where the run stopped; a run that is finished, or was begun with other
-settings, is refused. On SIGTERM or Ctrl-C the workers save and the command ends with exit code 143.
+The same command again resumes the run; a run that is finished, or was started with other settings, is
+refused. On SIGTERM or Ctrl-C the workers save and the command ends with exit code 143.
 
 Labels are held, not published, where the network is not clearly better than chance, a class lost most of its
 samples, or data.truth says that they got worse. The command then prints why and ends with exit code 3; look

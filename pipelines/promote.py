@@ -127,7 +127,7 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
     before = nights.current()
     name = None if before is None else before.name
     night = shown_again(config, nights, night)
-    # A night that was killed before its last step would otherwise take CURRENT back when it goes on.
+    # A night that was killed before its last step would otherwise take CURRENT back when it resumes.
     for other in nights.nights():
         nights.close(other.name, other.verdict)
     nights.move_current(night, expected=name)
@@ -136,7 +136,7 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
 
 
 def _find_export(config: Config, night: Night) -> str | None:
-    """A training run that nights go on from made no export itself; somebody may have made one since."""
+    """A training run that nights continue made no export itself; somebody may have made one since."""
     folders = (night.export, f"{config.run.storage}/exports/{night.name}", config.export.folder)
     for folder in filter(None, folders):
         with suppress(ExportError):  # CURRENT has moved: what else lies there is no reason to fail
