@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from catalogue_making import CLASSES, Bench, samples
 
+from pencil_scale.backbones import build_backbone
 from pencil_scale.catalogue import Catalogue
 from pencil_scale.config import load_config
 from pencil_scale.running.checks import RunRefusedError, check_clean, check_run
+from pencil_scale.running.training import _own_weights
 from pencil_scale.settings import Config
 
 
@@ -66,3 +69,17 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(bench: Che
     newest = check_run(config)  # a new run has the catalogue that knows it
     assert newest.subset is None
     assert newest.catalogue.num_ok == Catalogue.open(bench.storage).num_ok == 5
+
+
+def test_a_run_keeps_the_weights_it_starts_from(bench: CheckBench) -> None:
+    bench.indexed()
+    original = bench.folder / "pretrained.pt"
+    weights = build_backbone("small_convnet", 3).state_dict()
+    torch.save(weights, original)
+    config = load_config(bench.folder / "config.yaml", [f"model.weights={original}"])
+    kept = _own_weights(config)
+    original.unlink()
+    again = build_backbone("small_convnet", 3, kept).state_dict()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    inside = load_config(bench.folder / "config.yaml", [f"model.weights={kept}"])
+    assert _own_weights(inside) == kept  # a model of the storage itself, such as a night's parent
