@@ -164,10 +164,14 @@ def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nigh
     nights.begin(Plan("night-0002", "id-2", 2, None, 1, {}))
     write_record(bench.storage, theirs)
     PartStore(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
+    for run in ("theirs", "id-1"):
+        PartStore(f"{bench.storage}/checkpoints/night-0001/{run}-0001").put("weights.pt", b"")
     PartStore(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
     PartStore(f"{bench.storage}/exports/night-0001").put(MANIFEST, EXPORT.encode())
     assert remove_old(nights, keep=1) == ["night-0001"]
     assert read_record(bench.storage, "night-0001") == theirs
+    checkpoints = "checkpoints/night-0001"
+    assert PartStore(bench.storage).names(checkpoints) == [f"{checkpoints}/theirs-0001"]
     assert PartStore(bench.storage).names("models") == ["models/night-0001.pt"]
     assert PartStore(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
 

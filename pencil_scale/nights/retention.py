@@ -7,10 +7,13 @@ called `night-0007` stay, and so does whatever else is in the folder of an expor
     remove_taken_down(nights, overlay)             # what still shows ids that must vanish
 """
 
+from pathlib import PurePosixPath
+
 from pencil_scale.export_files import remove_export
 from pencil_scale.labels.label_study import history_folder
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.part_files import TableDamagedError
+from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.sweeping import sweep_run
 from pencil_scale.nights.night_files import NIGHT, NightFiles, Plan
@@ -43,8 +46,10 @@ def remove_made(nights: NightFiles, plan: Plan) -> None:
     if published == plan.id or (published is None and record is not None and record.id == plan.id):
         remove(published_url(storage, name))
         remove(f"{storage}/models/{name}.pt")
+    for folder in PartStore(storage).names(f"checkpoints/{name}"):
+        if PurePosixPath(folder).name.startswith(f"{plan.id}-"):
+            remove(f"{storage}/{folder}")
     if record is not None and record.id == plan.id:
-        remove(f"{storage}/checkpoints/{name}")
         remove(run_folder(storage, name))
     remove(history_folder(storage, plan.id))
     remove(nights.carried(name))
