@@ -180,9 +180,8 @@ def test_from_another_machine_a_holder_that_renews_is_refused_and_a_dead_one_tak
 
 
 def test_a_paused_holder_that_was_taken_over_writes_nothing_more_and_learns_that_it_lost(
-    storage: str, start: Callable[..., Process]
+    storage: str, start: Callable[..., Process], elsewhere: None
 ) -> None:
-    """On one machine too: a suspended process may never wake."""
     first = start(storage, SHORT_S)
     assert first.tell("put") == "done"
     pause(first.pid, Path(storage, LEASE).parent / ".lock")
@@ -204,8 +203,6 @@ def pause(pid: int, lock: Path) -> None:
     """Pause a process, though not in the moment in which it holds the lock of a folder."""
     while True:
         os.kill(pid, signal.SIGSTOP)
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.01)  # the signal takes a moment
         if not lock.exists():
             return
         with lock.open() as handle:
@@ -336,3 +333,22 @@ def test_a_process_is_dead_though_its_parent_has_not_taken_note(tmp_path: Path) 
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert is_alive(theirs) is False
     child.communicate()
+
+
+def test_a_suspended_process_is_not_taken_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never wake, so its lease is watched."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(os, "getpid", lambda: sleeper.pid)
+    process = this_process()
+    try:
+        assert is_alive(process)
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)  # until it has stopped
+        assert is_alive(process) is None
+        sleeper.send_signal(signal.SIGCONT)
+        os.waitpid(sleeper.pid, os.WCONTINUED)
+        assert is_alive(process)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert is_alive(process) is False
