@@ -1,10 +1,14 @@
 """What the tests share: one Ray for the whole session, an S3 server, and what a missing GPU means."""
 
 import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits it; tests send it on purpose.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Loopback tests need no token, and must not leave one in the home folder of whoever runs them.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
