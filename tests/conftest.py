@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# A shell starts background jobs with Ctrl-C ignored, and what they start inherits it; tests send it on purpose.
+# A shell starts background jobs with Ctrl-C ignored, which children inherit; tests send it on purpose.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Loopback tests need no token, and must not leave one in the home folder of whoever runs them.
