@@ -45,9 +45,10 @@ def read_class_names(url: str) -> tuple[str, ...]:
 
 def difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Describe how one class list differs from another; empty where they are the same."""
+    in_found, in_expected = set(found), set(expected)
     parts = [
-        _listed("lacks", [name for name in expected if name not in set(found)]),
-        _listed("has in addition", [name for name in found if name not in set(expected)]),
+        _listed("lacks", [name for name in expected if name not in in_found]),
+        _listed("has in addition", [name for name in found if name not in in_expected]),
     ]
     if not any(parts) and list(found) != list(expected):
         number = next(n for n, name in enumerate(found) if name != expected[n])

@@ -137,10 +137,9 @@ def remove_export(folder: str) -> bool:
 def _remove_empty_folders(folder: str) -> None:
     filesystem, root = filesystem_of(folder.rstrip("/"))
     if is_local(filesystem):
-        for path in sorted(
-            [Path(root), *(one for one in Path(root).rglob("*") if one.is_dir())], reverse=True
-        ):
-            with suppress(OSError):  # it holds somebody else's files
+        ours = [path for part in FOLDERS for path in (Path(root, part), *Path(root, part).glob("*/"))]
+        for path in sorted([Path(root), *ours], reverse=True):
+            with suppress(OSError):  # it holds somebody else's files, or is one
                 path.rmdir()
 
 

@@ -66,7 +66,7 @@ class Stepper:
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
         """Start to add up the ranks' weights; the mean is asked for after the forward pass, which hides it.
 
-        On a GPU nobody waits on the host: the sum is one small kernel in the order of DDP's own.
+        On a GPU the host does not wait: the sum is one small kernel, queued with DDP's own.
         """
         if not isinstance(self.model, DistributedDataParallel):
             return lambda: weight.clamp(min=1e-12)
