@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Header,
@@ -23,6 +22,7 @@ from pencil_scale.labels.part_files import (
     labels_schema,
     write_part_file,
 )
+from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
 
 ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]

@@ -27,17 +27,16 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from pencil_scale.catalogue import FORMAT, Catalogue
-from pencil_scale.indexing.catalogue_entries import ShardEntry
-from pencil_scale.indexing.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
-from pencil_scale.indexing.catalogue_update import publish
-from pencil_scale.indexing.label_classes import LabelClasses
-from pencil_scale.indexing.shard_index import IndexRules, LabelSource, ShardIndexer
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.plan import EpochOrder, RowCounts, deal
-from pencil_scale.reading.byte_source import open_source
-from pencil_scale.shards import ShardReader
+from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue.files import SEGMENT_ROWS, RowsWriter, put_table
+from pencil_scale.catalogue.label_sources import LabelClasses
+from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
+from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.catalogue.shards import ShardReader
+from pencil_scale.catalogue.update import publish
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import open_source
+from pencil_scale.stream.plan import EpochOrder, RowCounts, deal
 
 LIMIT_OVER_RAY = 10
 LIMIT_GB = 3.0

@@ -31,9 +31,9 @@ import webdataset as wds
 from PIL import Image
 from processes import family
 
-from pencil_scale.config import load_config
-from pencil_scale.reading.decoding import decode
-from pencil_scale.stream import Stream, StreamSpec
+from pencil_scale.config.loader import load_config
+from pencil_scale.images.decode import decode
+from pencil_scale.stream.stream import Stream, StreamSpec
 from pipelines import index_shards, make_shards
 
 CONFIG = """

@@ -23,7 +23,7 @@ import lmdb
 import numpy as np
 from growing_tables import ReadAndWrite, grow
 
-from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.table import LabelTable
 
 
 def main() -> None:

@@ -31,14 +31,14 @@ import pyarrow as pa
 from PIL import Image
 from processes import family
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.config import load_config
-from pencil_scale.indexing.catalogue_files import SEGMENT_ROWS, RowsWriter, put_table
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS, ROW
-from pencil_scale.indexing.catalogue_update import publish
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.running.checkpoint_store import SNAPSHOT
-from pencil_scale.schema import sample_key
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.files import SEGMENT_ROWS, RowsWriter, put_table
+from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
+from pencil_scale.catalogue.update import publish
+from pencil_scale.config.loader import load_config
+from pencil_scale.storage.errors import sample_key
+from pencil_scale.storage.files import PartStore
+from pencil_scale.train.checkpoint_store import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pencil_scale.label_table import LabelTable
 from pencil_scale.labels.exchange import Exchange, Outgoing
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.owners import Batch, Owners, owned_parts
+from pencil_scale.labels.owners import Batch, Owners, owned_parts
+from pencil_scale.labels.table import LabelTable
 
 Step = Callable[[], None]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from index import NUM_CLASSES, make_catalogue
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.config import load_config
-from pencil_scale.running.local_ray import ensure_ray, num_processors
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.train.local_ray import ensure_ray, num_processors
 from pipelines import balance_subset
 from pipelines.ray_tasks import each
 

@@ -22,14 +22,17 @@ from itertools import chain
 
 import torch
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.checkpoint import Progress
-from pencil_scale.config import load_config
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.start_labels import fresh_table
-from pencil_scale.loop import Epoch, Hooks, Loop, Pace
-from pencil_scale.owners import Batch, Owners
-from pencil_scale.running.local_ray import ensure_ray
-from pencil_scale.running.preparation import (
+from pencil_scale.method.schedule import Schedule
+from pencil_scale.stream.stream import Stream, StreamSpec
+from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.local_ray import ensure_ray
+from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
+from pencil_scale.train.preparation import (
     Preparation,
     build_model,
     build_optimizer,
@@ -37,10 +40,7 @@ from pencil_scale.running.preparation import (
     set_aside,
     settle,
 )
-from pencil_scale.running.training import with_absolute_storage
-from pencil_scale.schedule import Schedule
-from pencil_scale.settings import Config
-from pencil_scale.stream import Stream, StreamSpec
+from pencil_scale.train.run import with_absolute_storage
 
 
 @dataclass(frozen=True)

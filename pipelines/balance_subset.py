@@ -19,18 +19,15 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.class_names import ClassOrder
-from pencil_scale.command import run_job, say
-from pencil_scale.indexing.index_rules import make_overlay
-from pencil_scale.job_settings import SubsetJob
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.labels.published import Published, find_published
-from pencil_scale.labels.same_rows import require_same_rows
-from pencil_scale.reading.sample_ranges import places_of, read_samples, renamed, shard_bytes, thinness
-from pencil_scale.settings import Config
-from pencil_scale.subset import Counts, SubsetError, allocate
-from pencil_scale.subset_candidates import (
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.catalogue.ranges import places_of, read_samples, renamed, shard_bytes, thinness
+from pencil_scale.catalogue.rules import make_overlay
+from pencil_scale.config.command import run_job, say
+from pencil_scale.config.settings import Config, SubsetJob
+from pencil_scale.labels.published import Published, find_published, require_same_rows
+from pencil_scale.storage.files import PartStore
+from pencil_scale.subset.candidates import (
     Places,
     Rule,
     candidates,
@@ -40,7 +37,8 @@ from pencil_scale.subset_candidates import (
     place_limits,
     stretches,
 )
-from pencil_scale.subset_files import (
+from pencil_scale.subset.choice import Counts, SubsetError, allocate
+from pencil_scale.subset.files import (
     SubsetWords,
     read_table,
     read_words,

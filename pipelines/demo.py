@@ -15,12 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pencil_scale.command import exit_code
-from pencil_scale.config import load_config
-from pencil_scale.job_folder import refuse_lost
-from pencil_scale.running.local_ray import ensure_ray
-from pencil_scale.running.training import train
-from pencil_scale.schema import PencilError
+from pencil_scale.config.command import exit_code, refuse_lost
+from pencil_scale.config.loader import load_config
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.local_ray import ensure_ray
+from pencil_scale.train.run import train
 from pipelines import export_labels, index_shards, make_shards, review_report
 
 FOLDER = Path("runs/demo")

@@ -17,9 +17,10 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.class_names import difference, read_class_names
-from pencil_scale.command import run_job, say
-from pencil_scale.export_files import (
+from pencil_scale.catalogue.class_names import difference, read_class_names
+from pencil_scale.config.command import refuse_lost, run_job, say
+from pencil_scale.config.settings import Config
+from pencil_scale.export.files import (
     LEASE,
     MANIFEST,
     ExportError,
@@ -28,14 +29,12 @@ from pencil_scale.export_files import (
     refuse_strangers,
     tidy,
 )
-from pencil_scale.export_rows import Model, Source, find_source, stretches
-from pencil_scale.job_folder import refuse_lost
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.export.rows import Model, Source, find_source, stretches
 from pencil_scale.labels.published import find_published
-from pencil_scale.reading.byte_source import filesystem_of
-from pencil_scale.schema import new_id
-from pencil_scale.settings import Config
+from pencil_scale.storage.errors import new_id
+from pencil_scale.storage.files import PartStore
 from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.urls import filesystem_of
 from pipelines.export_tasks import (
     Corrected,
     Job,

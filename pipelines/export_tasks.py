@@ -14,16 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pencil_scale.export import SCHEMA, alias_table, digest, parquet_bytes, without
-from pencil_scale.export_files import ExportManifest, file_name, first_row, same_content
-from pencil_scale.export_rows import ExportRows, Source
-from pencil_scale.indexing.catalogue_update import hashes_of
-from pencil_scale.indexing.duplicates import contains
-from pencil_scale.indexing.identity import shard_stem
-from pencil_scale.indexing.raw_text import from_stored
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.reading.byte_source import filesystem_of, open_source
-from pencil_scale.reading.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
+from pencil_scale.catalogue.duplicates import contains
+from pencil_scale.catalogue.schema import from_stored, shard_stem
+from pencil_scale.catalogue.update import hashes_of
+from pencil_scale.export.files import ExportManifest, file_name, first_row, same_content
+from pencil_scale.export.rows import ExportRows, Source
+from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without
+from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import filesystem_of, open_source
 from pipelines.shard_making.shard_writing import OutFolder
 
 

@@ -14,14 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pencil_scale.catalogue import Catalogue, CatalogueError, catalogue_folder, read_manifest
-from pencil_scale.class_names import difference
-from pencil_scale.command import run_job
-from pencil_scale.indexing.catalogue_changes import Changes, check_damage, compare
-from pencil_scale.indexing.catalogue_entries import ShardEntry
-from pencil_scale.indexing.catalogue_manifest import describe, missing_damage
-from pencil_scale.indexing.catalogue_report import held_out_alarm, many, summary_page, summary_text
-from pencil_scale.indexing.catalogue_update import (
+from pencil_scale.catalogue.catalogue import (
+    Catalogue,
+    CatalogueError,
+    ShardEntry,
+    catalogue_folder,
+    read_manifest,
+)
+from pencil_scale.catalogue.changes import Changes, check_damage, compare
+from pencil_scale.catalogue.class_names import difference
+from pencil_scale.catalogue.manifest import describe, missing_damage
+from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
+from pencil_scale.catalogue.rules import make_overlay, make_rules
+from pencil_scale.catalogue.schema import shard_stem
+from pencil_scale.catalogue.shard_index import IndexRules
+from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
+from pencil_scale.catalogue.staging import ShardReport
+from pencil_scale.catalogue.update import (
     CatalogueUpdate,
     Overlay,
     StagedShard,
@@ -30,15 +39,10 @@ from pencil_scale.indexing.catalogue_update import (
     merged_entries,
     publish,
 )
-from pencil_scale.indexing.identity import shard_stem
-from pencil_scale.indexing.index_rules import make_overlay, make_rules
-from pencil_scale.indexing.shard_index import IndexRules
-from pencil_scale.indexing.staging import ShardReport
-from pencil_scale.job_folder import refuse_lost
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.reading.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.schema import new_id
-from pencil_scale.settings import Config
+from pencil_scale.config.command import refuse_lost, run_job
+from pencil_scale.config.settings import Config
+from pencil_scale.storage.errors import new_id
+from pencil_scale.storage.files import PartStore
 from pencil_scale.storage.lease import Lease
 from pipelines.shard_making.shard_tasks import stage_all
 

@@ -20,12 +20,17 @@ from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.command import exit_code
-from pencil_scale.job_folder import refuse_lost
-from pencil_scale.noise import CIFAR10_FLIPS, NoisyLabels, asymmetric_noise, next_class_flips, symmetric_noise
-from pencil_scale.running.local_ray import ensure_ray, num_processors
-from pencil_scale.schema import PencilError
-from pencil_scale.shapes import without_passwords
+from pencil_scale.config.command import exit_code, refuse_lost
+from pencil_scale.method.noise import (
+    CIFAR10_FLIPS,
+    NoisyLabels,
+    asymmetric_noise,
+    next_class_flips,
+    symmetric_noise,
+)
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import without_passwords
+from pencil_scale.train.local_ray import ensure_ray, num_processors
 from pipelines.progress import Progress
 from pipelines.shard_making.shard_options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.shard_samples import Labels, SourceError

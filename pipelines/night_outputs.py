@@ -5,11 +5,11 @@ night = shown_again(config, nights, night)        # re-creates an export or a pa
 
 from dataclasses import replace
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.export_files import ExportError, read_manifest
-from pencil_scale.nights.night_files import Night, NightError, NightFiles
-from pencil_scale.reading.byte_source import filesystem_of
-from pencil_scale.settings import Config
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.settings import Config
+from pencil_scale.export.files import ExportError, read_manifest
+from pencil_scale.nights.record import Night, NightError, NightFiles
+from pencil_scale.storage.urls import filesystem_of
 from pipelines import export_labels, review_report
 
 

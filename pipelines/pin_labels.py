@@ -17,17 +17,26 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.command import run_job
-from pencil_scale.indexing.catalogue_update import hashes_of
-from pencil_scale.indexing.duplicates import contains
-from pencil_scale.indexing.label_classes import read_label_classes
-from pencil_scale.indexing.raw_text import from_stored
-from pencil_scale.labels.decision_files import Decision, read_decisions
-from pencil_scale.labels.pins import PINS, PinsError, add_pins, check_pins, now, pins_folder, read_pins
-from pencil_scale.schema import sample_key
-from pencil_scale.settings import Config
-from pencil_scale.shapes import without_passwords
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.duplicates import contains
+from pencil_scale.catalogue.label_sources import read_label_classes
+from pencil_scale.catalogue.schema import from_stored
+from pencil_scale.catalogue.update import hashes_of
+from pencil_scale.config.command import run_job
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.pins import (
+    PINS,
+    Decision,
+    PinsError,
+    add_pins,
+    check_pins,
+    now,
+    pins_folder,
+    read_decisions,
+    read_pins,
+)
+from pencil_scale.storage.errors import sample_key
+from pencil_scale.storage.urls import without_passwords
 
 SHOWN = 3
 

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.command import run_job, say
-from pencil_scale.export_files import ExportError, read_manifest
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.config.command import run_job, say
+from pencil_scale.config.settings import Config
+from pencil_scale.export.files import ExportError, read_manifest
 from pencil_scale.labels.published import find_published, held_names, published_url
-from pencil_scale.nights.night_files import Night, NightFiles
-from pencil_scale.running.run_record import RunRecord, read_record, write_record
-from pencil_scale.schema import PencilError
-from pencil_scale.settings import Config
+from pencil_scale.labels.run_record import RunRecord, read_record, write_record
+from pencil_scale.nights.record import Night, NightFiles
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.files import PartStore
 from pencil_scale.storage.lease import Lease
 
 if TYPE_CHECKING:
-    from pencil_scale.running.summary import Summary as RunSummary
+    from pencil_scale.train.summary import Summary as RunSummary
 
 
 class PromoteError(PencilError):
@@ -94,10 +94,10 @@ def _known(nights: NightFiles) -> str:
 
 def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     """Publish the labels of a held run; a step that was done before an interruption is done again."""
-    from pencil_scale.nights.beginning import run_facts
-    from pencil_scale.nights.night_tracking import tell_released
-    from pencil_scale.running.summary import Summary as RunSummary
-    from pencil_scale.running.summary import write_facts
+    from pencil_scale.nights.start import run_facts
+    from pencil_scale.nights.tracking import tell_released
+    from pencil_scale.train.summary import Summary as RunSummary
+    from pencil_scale.train.summary import write_facts
 
     storage, name = config.run.storage, record.name
     published = published_url(storage, name)
@@ -121,7 +121,7 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
-    from pencil_scale.nights.night_tracking import tell_current
+    from pencil_scale.nights.tracking import tell_current
     from pipelines.night_outputs import shown_again
 
     before = nights.current()

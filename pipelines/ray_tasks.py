@@ -9,7 +9,7 @@ Work over a store in memory, and work that is a single piece, is done here: no c
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from pencil_scale.schema import PencilError
+from pencil_scale.storage.errors import PencilError
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ def _on_cluster(
 ) -> Iterator[tuple[int, Result]]:
     import ray
 
-    from pencil_scale.running.local_ray import ensure_ray, num_processors
+    from pencil_scale.train.local_ray import ensure_ray, num_processors
 
     ensure_ray()
     task = ray.remote(max_retries=3)(_guarded)

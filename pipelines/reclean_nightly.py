@@ -17,13 +17,17 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.class_names import read_class_names
-from pencil_scale.command import HELD, run_job, say
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import read_class_names
+from pencil_scale.config.command import HELD, run_job, say
+from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import held_names, published_url
-from pencil_scale.nights.beginning import (
+from pencil_scale.labels.run_record import read_record, results_of
+from pencil_scale.nights.crawl import class_mapping
+from pencil_scale.nights.record import Night, NightError, NightFiles, Plan, night_name, now
+from pencil_scale.nights.retention import remove_old, remove_taken_down
+from pencil_scale.nights.start import (
     abandon,
     adopt,
     clean_accuracy,
@@ -32,17 +36,13 @@ from pencil_scale.nights.beginning import (
     resumable,
     run_facts,
 )
-from pencil_scale.nights.class_changes import class_mapping
-from pencil_scale.nights.night_files import Night, NightError, NightFiles, Plan, night_name, now
-from pencil_scale.nights.retention import remove_old, remove_taken_down
-from pencil_scale.running.run_record import read_record, results_of
-from pencil_scale.schema import PencilError, new_id
-from pencil_scale.settings import Config
+from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.files import PartStore
 from pipelines import index_shards
 
 if TYPE_CHECKING:
-    from pencil_scale.nights.examining import Findings
-    from pencil_scale.nights.preparing import Prepared
+    from pencil_scale.nights.guard_rails import Findings
+    from pencil_scale.nights.prepare import Prepared
 
 Status = Literal["current", "held", "kept", "nothing new"]
 
@@ -151,7 +151,7 @@ def _is_taken(storage: str, name: str) -> bool:
 def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mapping[str, str]]:
     """Train, examine, export and show one night; its manifest is written last."""
     # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
-    from pencil_scale.nights.preparing import prepare
+    from pencil_scale.nights.prepare import prepare
     from pipelines.night_outputs import export_night, report_night
 
     prepared = prepare(config, nights, plan)
@@ -184,8 +184,8 @@ def _make(config: Config, nights: NightFiles, plan: Plan) -> tuple[Night, Mappin
 
 def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> None:
     """Train on what is new; where nothing is, the night has its parent's model and labels."""
-    from pencil_scale.nights.preparing import night_config
-    from pencil_scale.running.training import Start, train
+    from pencil_scale.nights.prepare import night_config
+    from pencil_scale.train.run import Start, train
 
     storage = nights.storage
     record = read_record(storage, plan.name)
@@ -207,7 +207,7 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
 
 
 def _examine(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared | None") -> "Findings":
-    from pencil_scale.nights.examining import Findings, examine
+    from pencil_scale.nights.guard_rails import Findings, examine
 
     storage = nights.storage
     trained = read_record(storage, plan.name) is not None
@@ -241,7 +241,7 @@ def _since(nights: NightFiles, plan: Plan, prepared: "Prepared") -> str:
 
 def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str, str]) -> Summary:
     """Hold the night, or move CURRENT to it; then remove what nobody needs any more."""
-    from pencil_scale.nights.night_tracking import tell, tell_current
+    from pencil_scale.nights.tracking import tell, tell_current
 
     current = nights.current()
     status: Status = "held" if night.held else "current"

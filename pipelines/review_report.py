@@ -24,25 +24,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pencil_scale.class_names import difference
-from pencil_scale.command import run_job, say
-from pencil_scale.export_rows import Source, find_source, stretches
-from pencil_scale.job_folder import refuse_lost
-from pencil_scale.labels.label_traces import Traces, read_traces
-from pencil_scale.labels.part_files import TableDamagedError
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.catalogue.class_names import difference
+from pencil_scale.config.command import refuse_lost, run_job, say
+from pencil_scale.config.settings import Config
+from pencil_scale.export.rows import Source, find_source, stretches
+from pencil_scale.labels.history import Traces, read_traces
 from pencil_scale.labels.published import Published, find_published
-from pencil_scale.review.audit import Findings, study
+from pencil_scale.labels.run_record import read_record, run_folder
+from pencil_scale.review.audit import Findings, read_judged, study
 from pencil_scale.review.headline import headline, notes
-from pencil_scale.review.judged_file import read_judged
-from pencil_scale.review.page_data import page_data, samples_of
-from pencil_scale.review.review_page import Heading, review_page
-from pencil_scale.review.review_scan import Rules, Tally, merged, scan
+from pencil_scale.review.page import Heading, page_data, review_page, samples_of
+from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
-from pencil_scale.running.run_record import read_record, run_folder
-from pencil_scale.schema import PencilError
-from pencil_scale.settings import Config
-from pencil_scale.shapes import without_passwords
+from pencil_scale.storage.errors import PencilError, TableDamagedError
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import without_passwords
 from pipelines.progress import Progress
 from pipelines.ray_tasks import each, is_in_memory
 
@@ -214,7 +210,7 @@ def _some_thumbnails(shared: tuple[Any, int], rows: Any) -> Thumbnails:
 def _copy(config: Config, storage: str, name: str, html: str) -> str:
     if not config.report.mlflow:
         return "not asked for"
-    from pencil_scale.telling.page_copy import copy_page  # and with it MLflow, which takes seconds to import
+    from pencil_scale.tracking.tracker import copy_page
 
     record = read_record(storage, name)
     reason = copy_page(config, record.tracking if record else {}, "report.html", html)

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.command import run_job
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.reading.decoding import UndecodableError
-from pencil_scale.review.sample_story import Story, tell
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.command import run_job
+from pencil_scale.config.settings import Config
+from pencil_scale.images.decode import UndecodableError
+from pencil_scale.review.story import Story, tell
 from pencil_scale.review.story_text import story_text
 from pencil_scale.review.thumbnails import places_of, read_images, thumbnail
-from pencil_scale.schema import PencilError
-from pencil_scale.settings import Config
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.files import PartStore
 
 SIDE = 256
 

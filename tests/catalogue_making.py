@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 from tar_making import python_tar
 
-from pencil_scale.config import load_config
+from pencil_scale.config.loader import load_config
 from pipelines.index_shards import Summary, run
 
 CLASSES = ["ant", "bee", "cat"]

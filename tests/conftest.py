@@ -22,7 +22,7 @@ def ray_session() -> Iterator[None]:
     """One local Ray of its own, never the cluster that happens to stand on this machine."""
     import ray
 
-    from pencil_scale.running.local_ray import start_local
+    from pencil_scale.train.local_ray import start_local
 
     start_local(num_cpus=4, object_store_memory=256 * 2**20, configure_logging=False)
     yield

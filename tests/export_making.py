@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from catalogue_making import Bench, samples
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.config import load_config
-from pencil_scale.label_table import LabelTable
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import label_store
+from pencil_scale.labels.table import LabelTable
 from pipelines.export_labels import Summary, run
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pencil_scale.export import Words
-from pencil_scale.labels.label_traces import Traces
-from pencil_scale.review.page_data import page_data
-from pencil_scale.review.review_page import Fact, Heading, review_page
-from pencil_scale.review.review_scan import DRAWN, LISTED, SCORE_BINS, Cells, Tally
+from pencil_scale.export.table import Words
+from pencil_scale.labels.history import Traces
+from pencil_scale.review.page import Fact, Heading, page_data, review_page
+from pencil_scale.review.scan import DRAWN, LISTED, SCORE_BINS, Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
 
 NUM_EPOCHS = 10

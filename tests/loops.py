@@ -10,16 +10,16 @@ import torch
 from label_making import names
 from torch import nn
 
-from pencil_scale.augment import Recipe, augment
-from pencil_scale.backbones import build_backbone
-from pencil_scale.checkpoint import Progress
-from pencil_scale.config import load_config
-from pencil_scale.label_table import LabelTable
-from pencil_scale.loop import Epoch, Hooks, Loop, Pace
-from pencil_scale.owners import Batch, Owners
-from pencil_scale.running.ranks import Ranks
-from pencil_scale.schedule import Schedule, Stage
-from pencil_scale.step import Stepper
+from pencil_scale.config.loader import load_config
+from pencil_scale.images.augment import Recipe, augment
+from pencil_scale.labels.owners import Batch, Owners
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
+from pencil_scale.train.ranks import Ranks
+from pencil_scale.train.step import Stepper
 
 torch.set_num_threads(1)  # images of 8 x 8: more threads only get in each other's way
 START = Progress()

@@ -14,10 +14,10 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from pencil_scale.config import load_config
-from pencil_scale.settings import Config
-from pencil_scale.telling.tracked_run import TrackedRun, plan_tracking
-from pencil_scale.telling.tracker import Tracker
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
+from pencil_scale.tracking.tracked_run import TrackedRun, plan_tracking
+from pencil_scale.tracking.tracker import Tracker
 
 
 def free_port() -> int:

@@ -10,15 +10,15 @@ from catalogue_making import Bench
 from PIL import Image
 from tar_making import python_tar
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.config import load_config
-from pencil_scale.label_table import LabelTable
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import PINS, now
 from pencil_scale.labels.start_labels import start_labels
-from pencil_scale.nights.night_files import NightFiles
-from pencil_scale.schema import sample_key
-from pencil_scale.settings import Config
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.nights.record import NightFiles
+from pencil_scale.storage.errors import sample_key
 
 COLOURS = {"red": (200, 60, 60), "green": (60, 200, 60), "blue": (60, 60, 200), "yellow": (180, 180, 60)}
 NAMES = list(COLOURS)

@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow as pa
 from catalogue_making import Bench
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.config import load_config
-from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.label_report import HISTORY
-from pencil_scale.labels.label_study import history_folder
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
 from pencil_scale.labels.published import published_url
+from pencil_scale.labels.report import HISTORY, history_folder
 from pencil_scale.labels.start_labels import label_store
+from pencil_scale.labels.table import LabelTable
 from pipelines.review_report import Summary, run
 
 

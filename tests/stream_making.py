@@ -8,8 +8,8 @@ import fsspec
 import numpy as np
 from catalogue_making import Bench, image, samples
 
-from pencil_scale.reading.batches import StreamBatch
-from pencil_scale.stream import Stream, StreamSpec
+from pencil_scale.stream.batches import StreamBatch
+from pencil_scale.stream.stream import Stream, StreamSpec
 from pipelines.index_shards import Summary
 
 NUM_ROWS = 500

@@ -1,9 +1,8 @@
 """What a tar reads as: its pieces, samples and damage, checked to tile it."""
 
-from pencil_scale.reading.byte_source import MemorySource, Window
-from pencil_scale.reading.tar_pieces import Damage, Piece
-from pencil_scale.reading.tar_walk import TarWalk
-from pencil_scale.shards import Sample, ShardReader
+from pencil_scale.catalogue.shards import Sample, ShardReader
+from pencil_scale.catalogue.tar_walk import Damage, Piece, TarWalk
+from pencil_scale.storage.urls import MemorySource, Window
 
 
 def pieces(data: bytes) -> list[Piece]:

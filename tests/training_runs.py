@@ -30,10 +30,10 @@ from PIL import Image
 from tar_making import python_tar
 
 from benchmarks.processes import family
-from pencil_scale.config import load_config
+from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import get_ledger
-from pencil_scale.running.checkpoint_store import SNAPSHOT
+from pencil_scale.train.checkpoint_store import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent

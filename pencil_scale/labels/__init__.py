@@ -1,1 +1,1 @@
-"""The label table's files and snapshots, the exchange between ranks, and what the labels came to."""
+"""The label table: its files, snapshots, owners, pins, and published labels."""

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pencil_scale.host_copy import HostCopy
 from pencil_scale.labels.exchange import NO_ROWS, Answers, Exchange, Flag, Outgoing, PeerFailedError
-from pencil_scale.schema import PencilError
+from pencil_scale.labels.host_copy import HostCopy
+from pencil_scale.storage.errors import PencilError
 
 
 @dataclass

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pencil_scale.labels.manifest import Manifest, PartEntry, Piece
 from pencil_scale.labels.part_files import Header, Layout, grown_layout
-from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, put_piece
 from pencil_scale.labels.working_copy import (
     ClassSource,
@@ -23,6 +22,7 @@ from pencil_scale.labels.working_copy import (
     new_marks,
     new_rows,
 )
+from pencil_scale.storage.files import PartStore
 
 NO_PIECES = PartEntry((), ())
 

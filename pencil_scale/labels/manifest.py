@@ -16,14 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pencil_scale.labels.part_files import (
-    VERSION,
-    LabelTableError,
-    Layout,
-    TableDamagedError,
-    TableMismatchError,
-)
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.part_files import VERSION, Layout, TableMismatchError
+from pencil_scale.storage.errors import LabelTableError, TableDamagedError
+from pencil_scale.storage.files import PartStore
 
 KIND = "pencil_scale labels"
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.schema import PencilError
+from pencil_scale.storage.errors import LabelTableError, TableDamagedError
 
 VERSION = 2
 MIN_PART_ROWS = 1024
@@ -33,14 +33,6 @@ HEADER_KEY = b"pencil_scale"
 FAR_OUTSIDE = -(2**62)
 Int64s: TypeAlias = npt.NDArray[np.int64]
 NARROW_BYTES = 8 + 16 + 4 + 1  # row, sample_key, noisy_class, pinned
-
-
-class LabelTableError(PencilError):
-    """The label table cannot do what was asked."""
-
-
-class TableDamagedError(LabelTableError):
-    """A file of the table is missing, cut short, or not what its name promises."""
 
 
 class RowsRefusedError(LabelTableError):

@@ -16,16 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.labels.manifest import Manifest, PartEntry, Piece
-from pencil_scale.labels.part_files import (
-    LEDGER_SCHEMA,
-    Header,
-    PartFile,
-    TableDamagedError,
-    TableMismatchError,
-    labels_schema,
-)
-from pencil_scale.labels.part_store import PartStore
+from pencil_scale.labels.part_files import LEDGER_SCHEMA, Header, PartFile, TableMismatchError, labels_schema
 from pencil_scale.labels.working_copy import write_working_copy
+from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.storage.files import PartStore
 
 LABELS_FOLDER = "parts"
 LEDGER_FOLDER = "ledger"

@@ -18,14 +18,14 @@ import pyarrow as pa
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Header,
-    LabelTableError,
     RowsRefusedError,
     choose_layout,
     fixed_batch,
     labels_schema,
     write_part_file,
 )
-from pencil_scale.labels.part_store import named_storage_errors, written_beside
+from pencil_scale.storage.errors import LabelTableError
+from pencil_scale.storage.files import named_storage_errors, written_beside
 
 LABELS_FILE = "labels.arrow"
 LEDGER_FILE = "ledger.arrow"

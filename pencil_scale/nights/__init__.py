@@ -1,1 +1,1 @@
-"""Nights: a growing crawl cleaned again and again, one manifest a night, and CURRENT for the one in use."""
+"""Nightly re-cleaning: crawl, carry over, train, examine, publish."""

@@ -1,4 +1,12 @@
-"""Crawl: what the shards brought since the night before, and which rows a night trains on.
+"""Class changes: from the class list of one night to that of the next.
+
+    mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
+
+For every new class the old ones it is made of. Names decide, so a list may be put into another order. A class
+that left the list must be accounted for: a mistyped name must not cost its samples their labels. Of a class
+that is still listed `moved` says nothing, so it may stay in the config for the nights to come.
+
+Crawl: what the shards brought since the night before, and which rows a night trains on.
 
 Rows that the catalogue gained are new; so is a known row whose class as given is another now, or usable for
 the first time. Everything else keeps the label it has. Beside the new rows a night trains on some old ones, a
@@ -8,7 +16,7 @@ number that follows from that of the new, so that its cost grows with the crawl 
     rows = crawl.fresh["row"], old_rows(after, crawl, num=5000, key=mixed_key(seed, night))
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +24,45 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS
-from pencil_scale.nights.class_changes import Classes, new_numbers
-from pencil_scale.plan import hashes, shuffled
-from pencil_scale.subset_files import MEMBERS
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.schema import CHUNK_ROWS
+from pencil_scale.nights.record import NightError
+from pencil_scale.stream.plan import hashes, shuffled
+from pencil_scale.subset.files import MEMBERS
+
+Classes = Sequence[Sequence[int]]
+
+
+def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, str | None]) -> list[list[int]]:
+    """Say what each new class is made of, or which class nobody has accounted for."""
+    lost = [name for name in old if name not in new and name not in moved]
+    if lost:
+        raise NightError(
+            f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; say "
+            f"what became of it, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
+        )
+    became = {name: name if name in new else moved[name] for name in old}
+    odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
+    if odd:
+        raise NightError(
+            f"nightly.remap: {odd[0][0]!r} became {odd[0][1]!r}, which data.classes does not name"
+        )
+    return [[number for number, name in enumerate(old) if became[name] == to] for to in new]
+
+
+def is_same(mapping: Classes, num_old: int) -> bool:
+    """Whether the classes are what they were."""
+    return [list(olds) for olds in mapping] == [[number] for number in range(num_old)]
+
+
+def new_numbers(mapping: Classes, num_old: int) -> list[int]:
+    """The new number of every old class, and of none at the end; -1 where there is no longer one."""
+    found = [-1] * (num_old + 1)
+    for number, olds in enumerate(mapping):
+        for old in olds:
+            found[old] = number
+    return found
+
 
 Int64s = npt.NDArray[np.int64]
 COLUMNS = ["row", "sample_key", "noisy_class", "status"]

@@ -9,16 +9,16 @@ called `night-0007` stay, and so does whatever else is in the folder of an expor
 
 from pathlib import PurePosixPath
 
-from pencil_scale.export_files import remove_export
-from pencil_scale.labels.label_study import history_folder
+from pencil_scale.export.files import remove_export
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import TableDamagedError
-from pencil_scale.labels.part_store import PartStore
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.sweeping import sweep_run
-from pencil_scale.nights.night_files import NIGHT, NightFiles, Plan
-from pencil_scale.reading.byte_source import filesystem_of
-from pencil_scale.running.run_record import read_record, run_folder
+from pencil_scale.labels.report import history_folder
+from pencil_scale.labels.run_record import read_record, run_folder
+from pencil_scale.labels.start_labels import sweep_run
+from pencil_scale.nights.record import NIGHT, NightFiles, Plan
+from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import filesystem_of
 
 
 def remove_old(nights: NightFiles, keep: int) -> list[str]:

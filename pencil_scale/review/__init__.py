@@ -1,1 +1,1 @@
-"""Review: what became of the labels, for people to look at and to overrule."""
+"""The review page, its audit, and the history of one sample."""

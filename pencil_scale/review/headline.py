@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from pencil_scale.export import Words
-from pencil_scale.review.review_page import Fact
-from pencil_scale.review.review_scan import Tally
+from pencil_scale.export.table import Words
+from pencil_scale.review.page import Fact
+from pencil_scale.review.scan import Tally
 from pencil_scale.review.thumbnails import Thumbnails
 
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from textwrap import fill
 
-from pencil_scale.review.sample_story import Chapter, Exported, Story
-from pencil_scale.shapes import without_passwords
+from pencil_scale.review.story import Chapter, Exported, Story
+from pencil_scale.storage.urls import without_passwords
 
 WIDTH = 100
 TOLD = (

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from PIL import Image
 
-from pencil_scale.catalogue import Catalogue
-from pencil_scale.indexing.catalogue_schema import CHUNK_ROWS
-from pencil_scale.reading.decoding import UndecodableError, decode
-from pencil_scale.reading.range_reader import RangeReader
-from pencil_scale.schema import PencilError
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.ranges import RangeReader
+from pencil_scale.catalogue.schema import CHUNK_ROWS
+from pencil_scale.images.decode import UndecodableError, decode
+from pencil_scale.storage.errors import PencilError
 
 PLACES = ["row", "shard", "image_offset", "image_bytes"]
 AT_ONCE = 64

@@ -1,1 +1,1 @@
-"""Objects that change only as expected, and leases over them, on any storage."""
+"""Where everything is stored: URLs, the layout, atomic and conditional writes, leases."""

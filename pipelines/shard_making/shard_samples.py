@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 
-from pencil_scale.schema import PencilError
+from pencil_scale.storage.errors import PencilError
 
 Classes = npt.NDArray[np.int64]
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from pencil_scale.schema import sample_key
+from pencil_scale.storage.errors import sample_key
 from pipelines.shard_making.raw_labels import RawLabels, names_in_metadata, number_classes
 from pipelines.shard_making.shard_samples import (
     FilePiece,

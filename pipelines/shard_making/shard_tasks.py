@@ -10,14 +10,14 @@ from typing import Any
 
 import ray
 
-from pencil_scale.indexing.catalogue_changes import check_early
-from pencil_scale.indexing.shard_index import IndexRules
-from pencil_scale.indexing.staging import ShardReport, stage_shard, staged_name
-from pencil_scale.labels.part_store import PartStore
-from pencil_scale.reading.byte_source import ShardError
-from pencil_scale.reading.shard_urls import Shard
-from pencil_scale.running.local_ray import ensure_ray, num_processors
-from pencil_scale.schema import PencilError
+from pencil_scale.catalogue.changes import check_early
+from pencil_scale.catalogue.shard_index import IndexRules
+from pencil_scale.catalogue.shard_urls import Shard
+from pencil_scale.catalogue.staging import ShardReport, stage_shard, staged_name
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import ShardError
+from pencil_scale.train.local_ray import ensure_ray, num_processors
 from pipelines.progress import Progress
 
 LITTLE_BYTES = 64 << 20

@@ -1,0 +1,295 @@
+"""Range reader: the bytes of many images out of many shards, in few requests.
+
+Images that lie close together in a shard are fetched with one request, several requests at a time by
+threads, and each image is cut out as its range arrives: memory holds the images asked for and the ranges on
+their way. Before the first byte of a shard is used, its size and ETag (or modification time) are compared
+with what was indexed, because an offset into a rewritten shard would give another product's picture.
+
+    images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
+
+A request that fails is tried again a few times, after a growing, random pause, and every time is logged.
+What cannot be mended by waiting (no such shard, no access, a changed shard) stops at once, by name.
+
+Sample ranges: whole samples out of shards, by byte range, without reading what lies between.
+
+The catalogue knows where every image is, and so where a neighbour's image ends and the next begins: between
+the two lie all members of a sample, whichever order its writer chose. What belongs to it is told by its key.
+
+    places = places_of(catalogue, rows)                      # row, shard, key, image_offset, start, stop
+    for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard
+        ...
+"""
+
+import io
+import logging
+import random
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
+from pencil_scale.catalogue.shards import Sample, ShardReader
+from pencil_scale.catalogue.tar_headers import BLOCK, padded
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import (
+    ByteSource,
+    FileSource,
+    MemorySource,
+    RemoteSource,
+    ShardError,
+    ShardVersion,
+    filesystem_of,
+    is_local,
+    version_of,
+)
+
+logger = logging.getLogger(__name__)
+
+Int64s = npt.NDArray[np.int64]
+Result = TypeVar("Result")
+
+NUM_THREADS = 8
+MAX_ATTEMPTS = 5
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class IndexedShard(Protocol):
+    """A shard as the catalogue knows it."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def version(self) -> ShardVersion: ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes [start, stop) of a shard, and which of the wanted images they hold, in order of offset."""
+
+    start: int
+    stop: int
+    images: Int64s
+
+
+class RangeReader:
+    """Reads images from shards that are still what the catalogue says they are."""
+
+    def __init__(self, shards: Sequence[IndexedShard], num_threads: int = NUM_THREADS) -> None:
+        self._shards = shards
+        self._num_threads = num_threads
+
+    def read(self, shard: npt.NDArray[np.int32], offset: Int64s, length: Int64s) -> list[bytes]:
+        """Give the bytes of each image, in the order asked for."""
+        images: list[bytes] = [b""] * len(shard)
+        with ExitStack() as open_shards, ThreadPoolExecutor(self._num_threads) as pool:
+            opening = {
+                number: pool.submit(self._open, int(number), open_shards) for number in np.unique(shard)
+            }
+            tasks = []
+            for number, coming in opening.items():
+                source = _result(coming, list(opening.values()))
+                wanted = np.flatnonzero(shard == number)
+                for piece in coalesce(offset, length, wanted, source.far_bytes, source.chunk_bytes):
+                    tasks.append(pool.submit(self._fetch, source, piece, offset, length, images))
+            for task in tasks:
+                _result(task, tasks)
+        return images
+
+    def _open(self, number: int, open_shards: ExitStack) -> ByteSource:
+        """Open a shard after making sure of its version."""
+        entry = self._shards[number]
+        found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
+        if found != entry.version:
+            raise ShardError(_changed(entry, found))
+        filesystem, path = filesystem_of(entry.url)
+        if not is_local(filesystem):
+            return RemoteSource(filesystem, path, entry.url, found.num_bytes)
+        source = persistently(f"shard {entry.url}", lambda: FileSource(path, entry.url))
+        open_shards.callback(source.close)
+        return source
+
+    @staticmethod
+    def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
+        num_bytes = piece.stop - piece.start
+
+        def once() -> bytes:
+            data = source.read(piece.start, num_bytes)
+            if len(data) != num_bytes:
+                raise OSError(f"{len(data):,} bytes came")
+            return data
+
+        data = persistently(f"shard {source.url}: {num_bytes:,} bytes at {piece.start:,}", once)
+        for image in piece.images:
+            begin = int(offset[image]) - piece.start
+            images[image] = data[begin : begin + int(length[image])]
+
+
+def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, most_bytes: int) -> list[Range]:
+    """Join images whose gap is at most `far_bytes` into ranges of at most `most_bytes`, or one image."""
+    order = wanted[np.argsort(offset[wanted], kind="stable")]
+    starts = offset[order].tolist()
+    stops = (offset[order] + length[order]).tolist()
+    ranges: list[Range] = []
+    begin, end = 0, 0
+    for place in range(1, len(order) + 1):
+        end = max(end, stops[place - 1])
+        if (
+            place == len(order)
+            or starts[place] - end > far_bytes
+            or max(stops[place], end) - starts[begin] > most_bytes
+        ):
+            ranges.append(Range(starts[begin], end, order[begin:place]))
+            begin, end = place, 0
+    return ranges
+
+
+def persistently(what: str, attempt: Callable[[], Result]) -> Result:
+    """Try a few times, with growing random pauses; the last failure names what was tried and how often."""
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return attempt()
+        except Exception as error:
+            if isinstance(_root(error), HOPELESS):
+                raise ShardError(f"{what}: {_reason(error)}; check that it is there and readable") from error
+            if number == MAX_ATTEMPTS:
+                raise ShardError(
+                    f"{what}: failed {MAX_ATTEMPTS} times, last with {_reason(error)}; check the store and "
+                    "the network, then start the same command again"
+                ) from error
+            pause_s = random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
+            logger.warning("%s: %s; attempt %d in %.1f s", what, _reason(error), number + 1, pause_s)
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def _result(coming: "Future[Result]", all_coming: "Sequence[Future[Result]]") -> Result:
+    """Wait for one; where it failed, what has not begun yet is not begun."""
+    try:
+        return coming.result()
+    except BaseException:
+        for task in all_coming:
+            task.cancel()
+        wait(all_coming)
+        raise
+
+
+def _changed(entry: IndexedShard, found: ShardVersion | None) -> str:
+    if found is None:
+        return f"shard {entry.url} is gone since it was indexed; bring it back, or run index_shards again"
+    was = entry.version
+    sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
+    difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
+    return f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
+
+
+def _root(error: BaseException) -> BaseException:
+    """What the store itself said, under the words our own modules put around it."""
+    return error.__cause__ if isinstance(error, PencilError) and error.__cause__ else error
+
+
+def _reason(error: BaseException) -> str:
+    root = _root(error)
+    return f"{type(root).__name__} ({' '.join(str(root).split())[:200]})"
+
+
+SPAN_ROWS = 64 * CHUNK_ROWS
+COLUMNS = ["row", "shard", "image_offset", "image_bytes", "key", "status"]
+Members = list[tuple[str, bytes]]
+
+
+def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
+    """Look up, for rows that rise, the range between each one's neighbours; sorted by shard and offset."""
+    found = []
+    for first in range(0, catalogue.num_rows, SPAN_ROWS):
+        begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
+        if begin < end:
+            found.append(_places(catalogue, rows[begin:end], first))
+    return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
+
+
+def _places(catalogue: Catalogue, rows: Int64s, first: int) -> pa.Table:
+    # Neighbours may be in the chunk before or behind; one that is not seen only makes a range longer.
+    stop = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
+    table = catalogue.read(max(0, first - CHUNK_ROWS), stop, COLUMNS)
+    known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
+    table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
+    shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
+    ends = offset + table["image_bytes"].to_numpy()
+    # Where a shard lost or gained bytes, padding may be shorter than it should: only on one grid is it sure.
+    on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
+    ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
+    after_other = np.append(False, shard[1:] == shard[:-1])
+    before_other = np.append(shard[1:] == shard[:-1], False)
+    sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
+    start = np.where(after_other, np.roll(ends, 1), 0)
+    stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
+    table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
+    return table.filter(pa.array(np.isin(table["row"].to_numpy(), rows))).drop_columns(["status"])
+
+
+def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
+    """Read whole samples, in the order of their places; shards that changed since are refused by name."""
+    start, stop = places["start"].to_numpy(), places["stop"].to_numpy()
+    ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, stop - start)
+    offsets = (places["image_offset"].to_numpy() - start).tolist()
+    for number, (shard, key) in enumerate(
+        zip(places["shard"].to_pylist(), places["key"].to_pylist(), strict=True)
+    ):
+        data, ranges[number] = ranges[number], b""
+        reader = ShardReader(MemorySource(data, catalogue.shards[shard].url))
+        sample = _sample_at(reader, from_stored(key), offsets[number])
+        yield sample.key, [(member.name, reader.data(member)) for member in sample.members.values()]
+
+
+def _sample_at(reader: ShardReader, key: str, image_offset: int) -> Sample:
+    for found in reader.read():
+        if isinstance(found, Sample) and found.key == key:
+            image, _ = found.image()
+            if image is not None and image.offset == image_offset:
+                return found
+    raise ShardError(
+        f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run index_shards "
+        "again"
+    )
+
+
+def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
+    """Spell samples as a WebDataset shard: contents bit for bit, no clock, no user."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for key, members in samples:
+            for name, data in members:
+                info = tarfile.TarInfo(f"{key}{name[name.index('.', name.rfind('/') + 1) :]}")
+                info.size, info.mode = len(data), 0o444
+                archive.addfile(info, io.BytesIO(data))
+    return sink.getvalue()
+
+
+def renamed(
+    samples: Iterable[tuple[str, Members]], places: pa.Table, catalogue: Catalogue
+) -> Iterator[tuple[str, Members]]:
+    """Put the shard's name before keys that are only unique in their shard, as identity `shard_key` does."""
+    unique = catalogue.manifest["identity"] == "key"
+    for (key, members), shard in zip(samples, places["shard"].to_pylist(), strict=True):
+        yield (key if unique else f"{shard_stem(catalogue.shards[shard].url)}/{key}"), members
+
+
+def thinness(catalogue: Catalogue, places: pa.Table) -> float:
+    """The share that these images have of the bytes of all shards they lie in."""
+    shards = np.unique(places["shard"].to_numpy())
+    num_bytes = sum(catalogue.shards[number].num_bytes for number in shards.tolist())
+    taken = sum(padded(size) for size in places["image_bytes"].to_pylist())
+    return float(taken / max(num_bytes, 1))

@@ -1,0 +1,154 @@
+"""Shard URLs: from what a config writes to the list of objects that are there.
+
+A pattern is a path or URL with brace ranges (`{000..999}`, `{a,b}`), a glob, or `@file`, a file of such
+lines. The order is the order written, globs sorted by name; it decides which of two equal samples is
+the first.
+
+    listing = list_shards(["s3://crawl/train-{000000..000999}.tar"], img2dataset=False)
+    listing.shards, listing.missing, listing.waiting
+"""
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import fsspec
+
+from pencil_scale.storage.urls import (
+    ShardError,
+    ShardVersion,
+    filesystem_of,
+    is_local,
+    store_errors,
+    versions_of,
+)
+
+MAX_SHARDS = 10_000_000
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One object to index; `num_expected` is what its writer counted, where it left word."""
+
+    url: str
+    version: ShardVersion
+    num_expected: int | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The shards that are there, those that are not, and those still being written."""
+
+    shards: tuple[Shard, ...]
+    missing: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
+def list_shards(patterns: Sequence[str], img2dataset: bool = False) -> Listing:
+    """Expand the patterns and ask the store for each object's size and version."""
+    urls = expand_urls(patterns)
+    versions = versions_of(urls)
+    there = [(url, version) for url, version in zip(urls, versions, strict=True) if version is not None]
+    missing = tuple(url for url, version in zip(urls, versions, strict=True) if version is None)
+    if not img2dataset:
+        return Listing(tuple(Shard(url, version) for url, version in there), missing)
+    counts = [_num_successes(url) for url, _ in there]
+    shards = [
+        Shard(url, version, count)
+        for (url, version), count in zip(there, counts, strict=True)
+        if count is not None
+    ]
+    waiting = tuple(url for (url, _), count in zip(there, counts, strict=True) if count is None)
+    return Listing(tuple(shards), missing, waiting)
+
+
+def expand_urls(patterns: Sequence[str]) -> list[str]:
+    """Spell out every URL, in order; a URL that comes twice is an error."""
+    urls: list[str] = []
+    for pattern in patterns:
+        for line in lines_of(pattern[1:]) if pattern.startswith("@") else [pattern]:
+            for url in expand_braces(line):
+                urls.extend(_matching(url))
+                if len(urls) > MAX_SHARDS:
+                    raise ShardError(f"data.shards: {pattern!r} gives more than {MAX_SHARDS:,} shards")
+    twice = next((url for url, count in Counter(urls).items() if count > 1), None)
+    if twice is not None:
+        raise ShardError(f"data.shards: {twice} is listed twice; list every shard once")
+    if not urls:
+        raise ShardError(f"data.shards: {', '.join(patterns)} gives no shard at all")
+    return urls
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield a pattern's URLs, the last brace turning fastest: `{00..01}` keeps its zeros.
+
+    >>> list(expand_braces("a{08..10}.tar"))
+    ['a08.tar', 'a09.tar', 'a10.tar']
+    """
+    fixed = _BRACES.split(pattern)
+    if any("{" in text or "}" in text for text in fixed[::2]):
+        raise ShardError(f"data.shards: the braces of {pattern!r} do not match")
+    choices = [_choices(text, pattern) for text in fixed[1::2]]
+    for chosen in itertools.product(*choices):
+        yield "".join(itertools.chain(*itertools.zip_longest(fixed[::2], chosen, fillvalue="")))
+
+
+def _choices(text: str, pattern: str) -> Sequence[str]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        if "," not in text:
+            raise ShardError(f"data.shards: {{{text}}} in {pattern!r} is no {{000..999}} and no {{a,b}}")
+        return text.split(",")
+    first, last = int(match[1]), int(match[2])
+    if last < first or last - first >= MAX_SHARDS:
+        raise ShardError(f"data.shards: {{{text}}} in {pattern!r} does not count upwards to a sane number")
+    width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
+    return [f"{number:0{width}d}" for number in range(first, last + 1)]
+
+
+def lines_of(url: str) -> list[str]:
+    """Read a file of patterns; blank lines and comments are left out."""
+    try:
+        with fsspec.open(url, "rt", encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShardError(f"data.shards: the list @{url} cannot be read ({error})") from error
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _matching(url: str) -> list[str]:
+    filesystem, path = filesystem_of(url)
+    if is_local(filesystem):
+        url = path  # absolute, so that the same shard is the same from any folder
+    if not any(sign in path for sign in "*?[") or url.startswith(("http://", "https://")):
+        if path.endswith("/") or (is_local(filesystem) and filesystem.isdir(path)):
+            raise ShardError(f"data.shards: {url} is a folder; write {url.rstrip('/')}/*.tar")
+        return [url]
+    with store_errors(f"data.shards: {url} cannot be listed"):
+        if filesystem.isfile(path):
+            return [url]
+        filesystem.invalidate_cache()
+        matches = filesystem.glob(path, detail=True)
+    found = sorted(name for name, info in matches.items() if info["type"] == "file")
+    if not found:
+        raise ShardError(f"data.shards: nothing matches {url}; check the pattern and the permissions")
+    return found if is_local(filesystem) else [filesystem.unstrip_protocol(name) for name in found]
+
+
+def _num_successes(url: str) -> int | None:
+    """Read what img2dataset counted, from the `_stats.json` it writes when a shard is finished."""
+    stats = url.removesuffix(".tar") + "_stats.json"
+    filesystem, path = filesystem_of(stats)
+    try:
+        with store_errors(f"{stats}: cannot be read"):
+            data = filesystem.cat_file(path)
+        return int(json.loads(data)["successes"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{stats}: no count 'successes' in it ({error}); fetch the shard again") from error

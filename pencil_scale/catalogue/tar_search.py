@@ -1,0 +1,162 @@
+"""Tar search: where an archive goes on behind a place that could not be read, and what stands before it.
+
+Only a certain header counts: magic, checksum, sane numbers, data that fit the file. Bytes may have been lost
+or added, so it is looked for at every byte, not at every 512th alone. Best is one that leads on: where its
+data end stands another header, the end marker, or the end of the file. A header inside a member's data, as of
+a tar within a tar, cannot be told from one of the archive's own once the header of that member is lost.
+"""
+
+import re
+from typing import NamedTuple
+
+from pencil_scale.catalogue.tar_headers import (
+    BLOCK,
+    CHECKSUM_AT,
+    MAGIC,
+    MAGIC_AT,
+    WITHOUT_DATA,
+    ZERO_BLOCK,
+    is_certain_header,
+    padded,
+    parse_header,
+    resembles_header,
+)
+from pencil_scale.storage.urls import Window
+
+# Searches begin small, because the next header is mostly near, and grow, because it may be far.
+FIRST_BYTES = 1 << 12
+MOST_BYTES = 1 << 20
+
+# So many zeros are not met in the last bytes of an image or a text.
+TELLING_BYTES = 8
+
+_CHECKSUM = re.compile(rb" *[0-7]+[\x00 ]")
+
+
+class _Place(NamedTuple):
+    """Where a header that was found begins, its data end, and their padding ends."""
+
+    start: int
+    data_end: int
+    end: int
+
+
+class TarSearch:
+    """Looks around in one archive, through the window of whoever walks it."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._num_bytes = window.source.num_bytes
+
+    def after(self, position: int) -> int:
+        """Find the next header from `position` on, or the archive's end.
+
+        One that leads on is best. Another is taken as well, because the header behind it may be spoiled or
+        moved, unless one that leads on lies inside its data and so contradicts it.
+        """
+        lone, stop = self._num_bytes, self._num_bytes
+        found = self._next(position, stop)
+        while found is not None:
+            if self._leads_on(found.end):
+                return found.start
+            if lone == self._num_bytes:
+                lone, stop = found.start, found.data_end
+            found = self._next(found.start + 1, stop)
+        return lone
+
+    def inside(self, start: int, stop: int, strict: bool = False) -> int | None:
+        """Find a header among a member's bytes that leads past their end: bytes before it were lost.
+
+        A tar within a tar ends with zeros before the member that holds it does. Where a header stands behind
+        the member, as it should, `strict` asks that the one inside leads to another, too.
+        """
+        seen: set[int] = set()
+        found = self._next(start, stop)
+        while found is not None:
+            new = found.start not in seen
+            if new and self._leads_past(found.end, stop, seen, zeros=found.start > start, strict=strict):
+                return found.start
+            found = self._next(found.start + 1, stop)
+        return None
+
+    def is_whole(self, offset: int, size: int, following: int) -> bool:
+        """Tell whether a member's data can be trusted although no header stands right behind them.
+
+        Lost bytes draw padding, or the next header, into the data; added ones push the end of the data into
+        the padding. So data whose last byte is not zero, with zeros right behind them, are whole. Where the
+        next header lies on the grid, it is enough that nothing speaks against them. Data that need no padding
+        get the benefit of the doubt: whether an image has its end is seen when it is looked at.
+        """
+        stop, end = offset + size, offset + padded(size)
+        if following < stop:
+            return False
+        if size == 0 or (following >= end and resembles_header(self._window.peek(end, BLOCK))):
+            return True
+        if self._window.peek(stop, min(end - stop, following - stop, TELLING_BYTES)).strip(b"\x00"):
+            return False
+        shifted = (following - end) % BLOCK != 0
+        return not shifted or self._window.peek(stop - 1, 1) != b"\x00"
+
+    def end_of_zeros(self, position: int) -> int:
+        """Find the first block that holds another byte than zero, or the archive's end."""
+        step = FIRST_BYTES
+        while position < self._num_bytes:
+            data = self._window.at(position, step)
+            rest = data.lstrip(b"\x00")
+            if rest:
+                return position + (len(data) - len(rest)) // BLOCK * BLOCK
+            position += len(data)
+            step = min(2 * step, MOST_BYTES)
+        return position
+
+    def _next(self, position: int, stop: int) -> _Place | None:
+        """Find the first certain header that begins in [position, stop)."""
+        step = FIRST_BYTES
+        while position < stop:
+            # One block more than a step, so that a header that begins at its last byte is whole.
+            data = self._window.at(position, step + BLOCK)
+            magic = data.find(MAGIC, MAGIC_AT)
+            while 0 <= magic < min(step, stop - position) + MAGIC_AT:
+                begin = magic - MAGIC_AT
+                # A checksum where it belongs is asked for first: a hostile file may be nothing but magic.
+                if _CHECKSUM.match(data, begin + CHECKSUM_AT):
+                    place = self._place(data[begin : begin + BLOCK], position + begin)
+                    if place is not None:
+                        return place
+                magic = data.find(MAGIC, magic + 1)
+            position += step
+            step = min(2 * step, MOST_BYTES)
+        return None
+
+    def _place(self, block: bytes, start: int) -> _Place | None:
+        """Say what a block speaks of if it is a certain header; None if it is none."""
+        if len(block) < BLOCK or not is_certain_header(block):
+            return None
+        header = parse_header(block)
+        offset = start + BLOCK
+        if header is None or offset + header.size > self._num_bytes:
+            return None
+        # A link gives the size of what it points to, and mostly stores nothing.
+        if header.typeflag in WITHOUT_DATA and self._leads_on(offset):
+            return _Place(start, offset, offset)
+        return _Place(start, offset + header.size, offset + padded(header.size))
+
+    def _leads_on(self, end: int) -> bool:
+        """Tell whether a header, zeros or the end of the file stand at the end of a member."""
+        if end >= self._num_bytes:
+            return True
+        block = self._window.peek(end, BLOCK)
+        return block == ZERO_BLOCK[: len(block)] or (len(block) == BLOCK and is_certain_header(block))
+
+    def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool, strict: bool) -> bool:
+        """Follow headers from one to the next; zeros count only if they reach the stop as well."""
+        while end < stop:
+            block = self._window.peek(end, BLOCK)
+            if block == ZERO_BLOCK[: len(block)]:
+                return zeros and self.end_of_zeros(end) >= stop
+            place = self._place(block, end)
+            if place is None:
+                return False
+            seen.add(end)
+            end = place.end
+        return self._leads_on(end) or (not strict and end > stop)

@@ -1,0 +1,134 @@
+"""How a number runs over the epochs of a stage: in steps, or along a line.
+
+Steps(((0, 3000.0), (5, 500.0))).at(4, num_epochs=10)    # 3000.0
+Line(3000.0, 0.0).at(9, num_epochs=10)                   # 0.0: the last epoch reaches the end
+
+The values of a config that no plain type says: URLs, label sources, curves, ranges of workers.
+
+Each is read at the door, by a function that either gives the finished value or says in one sentence what
+was expected. `Shape` is how the help page spells it.
+
+A section of a config: what its keys are declared with, and how it is shown.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeGuard
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
+
+from pencil_scale.storage.urls import without_passwords
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Each value holds from its epoch on, until the next one's."""
+
+    steps: tuple[tuple[int, float], ...]
+
+    def at(self, epoch: int, num_epochs: int) -> float:
+        return [value for start, value in self.steps if start <= epoch][-1]
+
+    def __str__(self) -> str:
+        return str([[start, value] for start, value in self.steps])
+
+
+@dataclass(frozen=True)
+class Line:
+    """The first epoch has `start`, the last one `end`."""
+
+    start: float
+    end: float
+
+    def at(self, epoch: int, num_epochs: int) -> float:
+        share = epoch / (num_epochs - 1) if num_epochs > 1 else 0.0
+        return self.start + (self.end - self.start) * share
+
+    def __str__(self) -> str:
+        return f"{{start: {self.start}, end: {self.end}}}"
+
+
+Curve = Steps | Line
+
+
+class Shape(str):
+    """How the help page spells a type that no plain annotation says."""
+
+
+def _one_or_many(value: object) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, list) and found and all(isinstance(item, str) and item for item in found):
+        return tuple(found)
+    raise ValueError("one URL or a list of URLs was expected")
+
+
+def _curve(value: object) -> Curve:
+    """Read a number, a line {start, end}, or steps [[epoch, value], ...]."""
+    if _is_amount(value):
+        return Steps(((0, float(value)),))
+    if isinstance(value, dict) and set(value) == {"start", "end"} and all(map(_is_amount, value.values())):
+        return Line(float(value["start"]), float(value["end"]))
+    if isinstance(value, list) and value and all(map(_is_step, value)):
+        epochs = [epoch for epoch, _ in value]
+        if epochs[0] == 0 and epochs == sorted(set(epochs)):
+            return Steps(tuple((epoch, float(amount)) for epoch, amount in value))
+        raise ValueError("the epochs of its steps must rise from 0, as in [[0, 3000], [5, 500]]")
+    raise ValueError(
+        "a number from 0, a line {start: 3000, end: 0} or steps [[0, 3000], [5, 500]] was expected"
+    )
+
+
+def _is_amount(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and _is_amount(value[1])
+
+
+def _worker_count(value: object) -> tuple[int, int]:
+    bounds = [value, value] if type(value) is int else value
+    if isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]:
+        fewest, most = bounds
+        if 1 <= fewest <= most:
+            return fewest, most
+    raise ValueError("a number from 1, or [fewest, most] for an elastic run, was expected")
+
+
+def _one_of(pattern: str, spelled: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{spelled} was expected")
+        return value
+
+    return AfterValidator(check)
+
+
+URLS = Annotated[tuple[str, ...], PlainValidator(_one_or_many), Shape("URL or list of URLs")]
+IDENTITY = "key | shard_key | json:FIELD | sha256"
+Identity = Annotated[str, _one_of(r"key|shard_key|sha256|json:.+", IDENTITY), Shape(IDENTITY)]
+LABEL = "cls | txt | json:FIELD | file:URL | table:URL#id,label"
+Label = Annotated[str, _one_of(r"cls|txt|json:.+|file:.+|table:.+#[^,#]+,[^,#]+", LABEL), Shape(LABEL)]
+CURVE = "number | {start: A, end: B} | [[epoch, value], ...]"
+LambdaCurve = Annotated[Curve, PlainValidator(_curve), Shape(CURVE)]
+WORKERS = "whole number | [fewest, most]"
+WorkerCount = Annotated[tuple[int, int], PlainValidator(_worker_count), Shape(WORKERS)]
+NAME = "a name of letters, digits, '.', '_' and '-'"
+RunName = Annotated[str, _one_of(r"[A-Za-z0-9][A-Za-z0-9._-]*", NAME), Shape("name")]
+
+
+class Settings(BaseModel):
+    """One section of a config. Shown with its variables as written, never with what they stood for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self:
+            yield name, self._written.get(name, without_passwords(value))
+
+
+def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> Any:
+    """Declare one key of a section."""
+    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)

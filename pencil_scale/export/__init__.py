@@ -1,0 +1,1 @@
+"""Exports: repaired labels as files for other tools."""

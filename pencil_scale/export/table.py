@@ -1,0 +1,206 @@
+"""Export: learned labels in the words and files of other tools. The only module that speaks cleanlab's words.
+
+A sample's row holds `given_label`, `predicted_label`, `label_score` (in [0, 1], lower is worse) and
+`is_label_issue`, as cleanlab's Datalab names them; class names; and what else is known. The Parquet files
+carry Hugging Face's features, so that labels arrive there as ClassLabel.
+
+    table = export_table(facts, words)               # one row a sample; excluded ids are left out
+    data = parquet_bytes(table)
+    digest(table)                                    # of the labels, whichever night exported them
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pencil_scale.method.decisions import UNLABELLED, decide, label_distribution
+
+# Who says what a label should be: a person, the learned labels, the network, or nobody but the shard.
+PERSON, LABELS, MODEL, GIVEN = "person", "labels", "model", "given"
+VERSIONS = ["catalogue_version", "model_version"]
+SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("sample_id", pa.string()),
+        ("shard", pa.string()),
+        ("key", pa.string()),
+        ("given_label", pa.int64()),
+        ("predicted_label", pa.int64()),
+        ("label_score", pa.float32()),
+        ("is_label_issue", pa.bool_()),
+        ("given_class", pa.string()),
+        ("predicted_class", pa.string()),
+        ("confidence", pa.float32()),
+        ("margin", pa.float32()),
+        ("top_labels", pa.list_(pa.int64())),
+        ("top_shares", pa.list_(pa.float32())),
+        ("last_change_epoch", pa.int32()),
+        ("pinned", pa.bool_()),
+        ("status", pa.string()),
+        ("predicted_by", pa.string()),
+        ("catalogue_version", pa.int32()),
+        ("model_version", pa.string()),
+    ]
+)
+# What a name alone does not say stands in the files, as metadata of the column.
+MEANINGS = {
+    "last_change_epoch": "epoch of the run, counted from 0 (the console counts from 1), in which the label "
+    "came to its class; null: it changed in none, was never trained on, or no history was kept",
+}
+ROW_GROUP = 4096
+Strings = npt.NDArray[np.object_]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is the same for a whole export."""
+
+    class_names: tuple[str, ...]
+    shard_urls: tuple[str, ...]
+    catalogue_version: int
+    model_version: str
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of some rows of the catalogue."""
+
+    rows: pa.Table  # row, sample_id, shard, key, noisy_class, status
+    logits: npt.NDArray[np.float32]  # [B, C], learned or the network's; read only where somebody spoke
+    predicted_by: Strings  # PERSON, LABELS, MODEL, GIVEN, or None where nobody can say
+    pinned: npt.NDArray[np.bool_]
+    last_change: npt.NDArray[np.int32]  # an epoch, from 0; -1: never, or not known
+
+
+def export_table(facts: Facts, words: Words) -> pa.Table:
+    """Put facts into the columns of an export."""
+    given = facts.rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
+    spoken = np.isin(facts.predicted_by.astype(str), (PERSON, LABELS, MODEL))
+    found = decide(facts.logits[spoken], given[spoken])
+    predicted = np.where(facts.predicted_by == GIVEN, given, UNLABELLED)
+    predicted[spoken] = found.corrected_class
+    issue = (predicted != given) & (given != UNLABELLED) & np.isin(facts.predicted_by, (PERSON, LABELS))
+    top_labels, top_shares = _top(facts.logits[spoken], found.corrected_class, words.top_k)
+    columns = {
+        "row": facts.rows["row"],
+        "sample_id": facts.rows["sample_id"],
+        "shard": _named(words.shard_urls, facts.rows["shard"].to_numpy()),
+        "key": facts.rows["key"],
+        "given_label": _or_null(given, given != UNLABELLED),
+        "predicted_label": _or_null(predicted, predicted != UNLABELLED),
+        "label_score": _spread(found.score, spoken, np.float32),
+        "is_label_issue": pa.array(issue),
+        "given_class": _named(words.class_names, given),
+        "predicted_class": _named(words.class_names, predicted),
+        "confidence": _spread(found.confidence, spoken, np.float32),
+        "margin": _spread(found.margin, spoken, np.float32),
+        "top_labels": _lists(top_labels, spoken, pa.int64()),
+        "top_shares": _lists(top_shares, spoken, pa.float32()),
+        "last_change_epoch": _or_null(facts.last_change, facts.last_change >= 0),
+        "pinned": pa.array(facts.pinned),
+        "status": facts.rows["status"],
+        "predicted_by": pa.array(facts.predicted_by, pa.string()),
+        "catalogue_version": pa.array(np.full(len(given), words.catalogue_version, np.int32)),
+        "model_version": pa.array([words.model_version] * len(given), pa.string()),
+    }
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
+    """Give duplicates the label of the sample they repeat, under their own shard, key and given label."""
+    known = {entry["row"]: entry for entry in labels.to_pylist()}
+    entries = []
+    for alias in aliases.to_pylist():
+        entry = known.get(alias["row"])
+        if entry is not None:
+            entries.append(entry | _own_words(alias, entry, words))
+    return pa.Table.from_pylist(entries, schema=SCHEMA)
+
+
+def _own_words(alias: dict[str, Any], entry: dict[str, Any], words: Words) -> dict[str, Any]:
+    given, predicted = alias["noisy_class"], entry["predicted_label"]
+    score = entry["label_score"]
+    if given != entry["given_label"]:
+        shares = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True))
+        score = shares.get(given)  # behind the first few classes nobody kept it
+    judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
+    return {
+        "shard": words.shard_urls[alias["shard"]],
+        "key": alias["key"],
+        "given_label": given,
+        "given_class": None if given is None else words.class_names[given],
+        "label_score": score,
+        "is_label_issue": judged and predicted != given,
+        "status": "duplicate" if alias["status"] == "ok" else alias["status"],
+    }
+
+
+def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
+    """Spell an export as a Parquet file that Hugging Face's datasets reads with its class names."""
+    label = {"names": list(class_names), "_type": "ClassLabel"}
+    features = {"info": {"features": {"given_label": label, "predicted_label": label}}}
+    sink = io.BytesIO()
+    fields = [
+        field.with_metadata({"description": MEANINGS[field.name]}) if field.name in MEANINGS else field
+        for field in table.schema
+    ]
+    schema = pa.schema(fields, {"huggingface": json.dumps(features)})
+    pq.write_table(pa.table(table.columns, schema=schema), sink, row_group_size=ROW_GROUP, compression="zstd")
+    return sink.getvalue()
+
+
+def digest(table: pa.Table) -> str:
+    """Name what an export says of its labels, whichever catalogue or model version says it."""
+    sink = io.BytesIO()
+    pq.write_table(table.drop_columns(VERSIONS), sink, compression="none", use_dictionary=False)
+    return hashlib.sha256(sink.getvalue()).hexdigest()[:16]
+
+
+def without(table: pa.Table, statuses: tuple[str, ...]) -> pa.Table:
+    """Leave out rows of these statuses."""
+    return table.filter(pc.invert(pc.is_in(table["status"], pa.array(statuses))))
+
+
+def _top(
+    logits: npt.NDArray[np.float32], first: npt.NDArray[np.int64], top_k: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The largest shares of each label, falling; the decided class stands first also in a tie."""
+    shares = label_distribution(logits) if len(logits) else logits
+    falling = -shares
+    falling[np.arange(len(falling)), first] = -2.0
+    # A whole sort of a thousand classes would take most of an export's time. Ties go to the lower class.
+    near = np.sort(np.argpartition(falling, top_k - 1, axis=1)[:, :top_k], axis=1)
+    rank = np.argsort(np.take_along_axis(falling, near, axis=1), axis=1, kind="stable")
+    order = np.take_along_axis(near, rank, axis=1)
+    return order, np.take_along_axis(shares, order, axis=1)
+
+
+def _or_null(values: npt.NDArray[Any], known: npt.NDArray[np.bool_]) -> pa.Array:
+    return pa.array(values, mask=~known)
+
+
+def _spread(values: npt.NDArray[Any], spoken: npt.NDArray[np.bool_], dtype: Any) -> pa.Array:
+    whole = np.full(len(spoken), np.nan, dtype)
+    whole[spoken] = values
+    return pa.array(whole, mask=np.isnan(whole))
+
+
+def _lists(values: npt.NDArray[Any], spoken: npt.NDArray[np.bool_], kind: pa.DataType) -> pa.Array:
+    width = values.shape[1] if values.ndim == 2 else 0
+    ends = np.concatenate([[0], np.cumsum(spoken) * width]).astype(np.int32)
+    offsets = pa.array(ends, mask=np.append(~spoken, False))
+    return pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1), kind))
+
+
+def _named(names: tuple[str, ...], numbers: npt.NDArray[np.integer]) -> pa.Array:
+    """Names of classes or shards by number; null for numbers below 0."""
+    return pa.array(names, pa.string()).take(pa.array(numbers.astype(np.int64), mask=numbers < 0))

@@ -1,0 +1,140 @@
+"""Tar rewrite: a shard with other labels, everything else bit for bit.
+
+The archive is walked piece by piece and copied as raw bytes, headers included; only a label member that must
+change gets new contents, with its own header's size and checksum set anew. Samples that are not listed leave,
+and so do bytes that are damaged: nobody can say whose they are.
+
+    labels = {"000017": NewLabel(3, "cat"), "000018": None}         # None: stays as it is
+    rewrite_shard(source, sink, labels, LabelMember("cls"))
+"""
+
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
+
+from pencil_scale.catalogue.shards import split_name
+from pencil_scale.catalogue.tar_headers import BLOCK, padded
+from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, Piece, TarWalk
+from pencil_scale.storage.urls import ByteSource, ShardError, Window
+
+COPY_BYTES = 8 << 20
+
+
+class NewLabel(NamedTuple):
+    """A class by number and by name: a label is replaced by what it was."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True)
+class LabelMember:
+    """Where a label stands in its sample: a suffix, and a field if the member is JSON."""
+
+    suffix: str  # cls, txt or json
+    field: str | None = None
+    add: bool = False  # labels came from a file beside the shards: put a member where there is none
+
+    @classmethod
+    def of(cls, source: str) -> "LabelMember":
+        """Read the config's word on labels: `cls`, `txt`, `json:FIELD`, `file:URL` or `table:URL`."""
+        if source.startswith("json:"):
+            return cls("json", source.removeprefix("json:"))
+        return cls(source) if source in ("cls", "txt") else cls("cls", add=True)
+
+    def replaced(self, data: bytes, label: NewLabel) -> bytes:
+        """Spell the new label as the old one was spelled: as a number or as a name."""
+        if self.field is not None:
+            return _with_field(data, self.field, label)
+        is_number = data.strip().removeprefix(b"-").isdigit()
+        return str(label.number if is_number else label.name).encode("utf-8", "surrogateescape")
+
+
+class Rewritten(NamedTuple):
+    """What became of a shard's samples."""
+
+    num_replaced: int
+    num_left_out: int
+    num_damaged: int  # stretches of bytes
+
+
+def rewrite_shard(
+    source: ByteSource, sink: IO[bytes], labels: Mapping[str, NewLabel | None], where: LabelMember
+) -> Rewritten:
+    """Copy a shard with new labels; what is left out is counted."""
+    done: set[str] = set()
+    left_out: set[str] = set()
+    current: str | None = None
+    num_damaged, is_ended = 0, False
+    window = Window(source)
+    for piece, key, suffix in _named_pieces(window):
+        if current is not None and key != current:
+            _add_label(sink, current, labels.get(current), where, done)
+        current = key
+        is_ended = isinstance(piece, Filler) and piece.end == source.num_bytes
+        if isinstance(piece, Damage) or (key is not None and key not in labels):
+            num_damaged += isinstance(piece, Damage) and piece.end > piece.start
+            left_out |= {key} if key is not None and key not in labels else set()
+            continue
+        label = labels.get(key) if key is not None else None
+        if isinstance(piece, Member) and key and label and suffix == where.suffix and key not in done:
+            done.add(key)
+            _replace(source, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
+        else:
+            _copy(source, sink, piece.start, piece.end)
+            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that its shard has lost
+    if not is_ended:
+        sink.write(bytes(2 * BLOCK))
+    return Rewritten(len(done), len(left_out), num_damaged)
+
+
+def _named_pieces(window: Window) -> Iterator[tuple[Piece, str | None, str]]:
+    """The pieces of an archive, with the key and suffix of those that belong to a sample."""
+    for piece in TarWalk(window).pieces():
+        name = piece.name if isinstance(piece, Member | Damage) else None
+        is_sample = not (isinstance(piece, Member) and piece.kind in ("directory", "other"))
+        split = split_name(name) if name is not None and is_sample else None
+        yield piece, *(split or (None, ""))
+
+
+def _copy(source: ByteSource, sink: IO[bytes], start: int, end: int) -> None:
+    for first in range(start, end, COPY_BYTES):
+        num_bytes = min(COPY_BYTES, end - first)
+        data = source.read(first, num_bytes)
+        if len(data) != num_bytes:
+            raise ShardError(f"shard {source.url}: it changed while it was read: run again")
+        sink.write(data)
+
+
+def _replace(source: ByteSource, sink: IO[bytes], member: Member, data: bytes) -> None:
+    """Write a member with its own headers and other contents."""
+    _copy(source, sink, member.start, member.offset - BLOCK)  # long names and the like
+    header = bytearray(source.read(member.offset - BLOCK, BLOCK))
+    header[124:136] = b"%011o\0" % len(data)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    sink.write(bytes(header) + data + bytes(padded(len(data)) - len(data)))
+
+
+def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMember, done: set[str]) -> None:
+    """Put a label behind the members of a sample that has none."""
+    if not where.add or label is None or key in done:
+        return
+    done.add(key)
+    data = str(label.number).encode()
+    info = tarfile.TarInfo(f"{key}.{where.suffix}")
+    info.size, info.mode = len(data), 0o444
+    sink.write(info.tobuf(tarfile.PAX_FORMAT) + data + bytes(padded(len(data)) - len(data)))
+
+
+def _with_field(data: bytes, field: str, label: NewLabel) -> bytes:
+    """Set one field of a JSON member, by its name or by a dotted path, and leave the others."""
+    fields: Any = json.loads(data)
+    holder, name = fields, field
+    while name not in holder and "." in name:
+        head, _, name = name.partition(".")
+        holder = holder[head]
+    holder[name] = label.number if isinstance(holder[name], int) else label.name
+    return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -1,0 +1,1 @@
+"""Images: inspecting, decoding and augmenting them."""

@@ -1,1 +1,0 @@
-"""From shards to catalogue rows: ids, labels, duplicates, damage."""

@@ -1,0 +1,235 @@
+"""Owners: every batch meets its labels, and every moved label goes home.
+
+Part `p` of the label table belongs to rank `p mod world`, and only its owner writes it. One thread a rank
+carries rows to and fro, so the training thread finds the labels of its next batches already there:
+
+    owners = Owners(table, rank, world)
+    for batch in owners.with_labels(batches):                  # label_logits and noisy_class are filled in
+        result = train_step(model, optimizer, batch, stage)
+        owners.move(batch.rows, result.label_logits, epoch)    # returns at once; applied a few steps behind
+    owners.drain()                                             # every rank: now all moves are applied
+
+`drain` is collective: every rank calls it equally often. Before it, ranks may have fewer batches than others,
+or none. A rank that has no more keeps answering the others by itself, so the training thread may wait for
+them in a collective of its own.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pencil_scale.labels.courier import Courier, Request, Write
+from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError, introduce
+from pencil_scale.labels.host_copy import HostCopy, launched_so_far
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.errors import PencilError
+
+STOP_PATIENCE_S = 5.0
+AHEAD = 3  # batches whose labels are fetched before their turn: so many steps may wait in a GPU's queue
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples on their way through a step; the labels are empty until the owners fill them in."""
+
+    rows: Tensor  # int64 [B], on the host
+    images: Any  # whatever the model takes; passes through
+    weight: Tensor  # float32 [B]; 0 where the image could not be read
+    label_logits: Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [B, C]
+    noisy_class: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # int64 [B]
+    problems: tuple[str, ...] = ()  # a line for each image that could not be decoded
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def owned_parts(num_parts: int, rank: int, world: int) -> range:
+    """The parts that belong to a rank."""
+    return range(rank, num_parts, world)
+
+
+class Owners:
+    """The labels of all ranks, as one of them sees them."""
+
+    def __init__(
+        self,
+        table: LabelTable,
+        rank: int = 0,
+        world: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+        device: torch.device | str = "cpu",
+    ):
+        """Meet the other ranks; `table` holds at least the parts this rank owns, open for writing.
+
+        Without a `group` one is made, over gloo: every rank of the default group must be doing the same.
+        One rank needs no process group at all.
+        """
+        lacking = set(owned_parts(table.layout.num_parts, rank, world)) - table.writable_parts
+        if lacking:
+            raise OwnersError(
+                f"rank {rank} of {world} owns part {min(lacking)}, which {table.folder} cannot write"
+            )
+        self.table, self.rank, self.world = table, rank, world
+        self._device = torch.device(device)
+        self._own_group = world > 1 and group is None
+        self._group = _new_group(timeout_s) if self._own_group else group
+        self.peers = introduce(rank, world, self._group)
+        self._courier = Courier(Exchange(table, world, self._group), rank, world)
+        self._epoch: int | None = None
+        self._step = 0
+        self._drained = True
+        self._pass = 0
+        self._under_way: deque[Write] = deque(maxlen=AHEAD + 1)
+        self.device_s = 0.0  # of the time in `with_labels`, what was waiting for steps to be done
+
+    def with_labels(self, batches: Iterable[AnyBatch], epoch: int | None = None) -> Iterator[AnyBatch]:
+        """Yield every batch with its labels, fetched while those before it are computed.
+
+        A row occurs once in a pass, so none of these can still move what was fetched. The class comes from
+        the table too, where pins win. `epoch` is only told to whoever reads an error.
+        """
+        if not self._drained:
+            raise OwnersError(
+                "labels of an earlier pass are still on their way; call drain() on every rank first"
+            )
+        self._pass += 1
+        self._step, self._epoch, this_pass = 0, epoch, self._pass
+        self._courier.begin()
+        coming: deque[tuple[AnyBatch, Request]] = deque()
+        try:
+            for batch in batches:
+                coming.append((batch, self._ask(batch.rows)))
+                if len(coming) > AHEAD:
+                    yield self._hand_over(*coming.popleft())
+            self._courier.finish()
+            while coming:
+                yield self._hand_over(*coming.popleft())
+            self._courier.finish()  # a second time, for whoever drained while holding the last batch
+        finally:
+            # A pass left early; but one that was drained since is over, and may be collected at any time.
+            if not self._drained and self._pass == this_pass:
+                self._courier.finish()
+
+    def move(self, rows: Tensor, logits: Tensor, epoch: int) -> None:
+        """Send these rows home with their new logits, and mark them as visited; returns at once."""
+        expected = len(rows), self.table.layout.num_classes
+        if logits.shape != expected:
+            raise OwnersError(f"label logits of shape {tuple(logits.shape)}; expected {expected}")
+        self._write(Write(_host_rows(rows), HostCopy(logits.float()), epoch))
+
+    def mark(self, rows: Tensor, epoch: int) -> None:
+        """Mark these rows as visited, where a stage moves no labels; returns at once."""
+        self._write(Write(_host_rows(rows), None, epoch, launched_so_far(self._device)))
+
+    def drain(self) -> None:
+        """Wait until every rank has come here and every row sent by any of them is written."""
+        self._wait(self._courier.drain())
+        self._drained = True
+
+    def close(self) -> None:
+        """End the thread; the table stays open."""
+        unsent = self._courier.num_unsent
+        ended = self._courier.stop(STOP_PATIENCE_S)
+        if self._own_group and ended and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        if unsent and self._courier.error is None:
+            raise OwnersError(f"{unsent} writes never reached their owners; call drain() before close()")
+
+    def __enter__(self) -> "Owners":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._courier.stop(0.0)  # whatever went wrong is the news, not what it left behind
+
+    def _ask(self, rows: Tensor) -> Request:
+        asked = self._checked(_host_rows(rows))
+        pinned = self._device.type == "cuda"
+        shape = len(asked), self.table.layout.num_classes
+        label_logits = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
+        noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
+        request = Request(asked, label_logits, noisy_class)
+        self._drained = False
+        self._courier.ask(request)
+        return request
+
+    def _hand_over(self, batch: AnyBatch, request: Request) -> AnyBatch:
+        self._wait_for_device()
+        self._wait(request.ready)
+        self._step += 1
+        return replace(
+            batch,
+            label_logits=request.label_logits.to(self._device, non_blocking=True),
+            noisy_class=request.noisy_class.to(self._device, non_blocking=True),
+        )
+
+    def _wait_for_device(self) -> None:
+        """Let only so many steps be under way: labels wait for them too, and are not to be blamed for it."""
+        if len(self._under_way) == self._under_way.maxlen:
+            asked = time.perf_counter()
+            self._under_way[0].wait_for_step()
+            self.device_s += time.perf_counter() - asked
+
+    def _write(self, write: Write) -> None:
+        if self._courier.error is not None:
+            raise self._named(self._courier.error)
+        self._checked(write.rows)
+        self._epoch, self._drained = write.epoch, False
+        self._courier.write(write)
+        self._under_way.append(write)
+
+    def _checked(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        outside = rows[(rows < 0) | (rows >= self.table.layout.num_rows)]
+        if outside.size:
+            raise OwnersError(f"row {outside[0]}: outside the table's {self.table.layout.num_rows:,} rows")
+        return rows
+
+    def _wait(self, coming: "Future[None]") -> None:
+        try:
+            coming.result()
+        except Exception as error:
+            raise self._named(error) from error
+
+    def _named(self, error: BaseException) -> BaseException:
+        """A failed GPU or a refused row speaks for itself; a failed exchange needs an explanation."""
+        if isinstance(error, torch.AcceleratorError):
+            return error
+        if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
+            return error
+        what = " ".join(str(error).split())
+        epoch = "an unnamed epoch" if self._epoch is None else f"epoch {self._epoch}"
+        return OwnersError(
+            f"labels could not be exchanged in {epoch}, step {self._step}: {what}; the ranks are "
+            f"{', '.join(map(str, self.peers))}; see which is gone, and restart from the last checkpoint"
+        )
+
+
+def _host_rows(rows: Tensor) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = rows.detach().to("cpu", torch.int64).numpy()
+    return found
+
+
+def _new_group(timeout_s: float) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise OwnersError(
+            "several ranks, but torch.distributed is not initialised; call init_process_group or give a group"
+        )
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)  # it spans all ranks, so this one is in it
+    return group

@@ -1,0 +1,224 @@
+"""What has become of the labels: how many changed, where to, how sure, and how many are right.
+
+Read from a snapshot, part by part, so it needs one part of memory and disturbs nobody who trains.
+
+    report = study_labels(manifest, catalogue)
+    report.figures()["corrected_share"], report.transitions          # [C, C], given -> corrected
+
+The labels after each epoch: figures, warnings, and a history of what every label was.
+
+study = LabelStudy(storage, catalogue_version, run_id, history=True)
+found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
+found.figures["corrected_share"], found.warnings, found.transitions
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
+from pencil_scale.method.decisions import Decisions, decide, label_distribution
+
+Int64s = npt.NDArray[np.int64]
+HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.float16())])
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many of how many, with the 95 % interval of Wilson."""
+
+    num: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        return self.num / self.of if self.of else float("nan")
+
+    def interval(self) -> tuple[float, float]:
+        """Where the true share lies with 95 % confidence, if these were drawn at random."""
+        if not self.of:
+            return (0.0, 1.0)
+        z2 = 1.959964**2
+        middle = (self.num + z2 / 2) / (self.of + z2)
+        half = np.sqrt(z2 * (self.num * (self.of - self.num) / self.of + z2 / 4)) / (self.of + z2)
+        return (max(0.0, float(middle - half)), min(1.0, float(middle + half)))
+
+
+@dataclass(frozen=True)
+class LabelReport:
+    """The labels of all trained rows at one moment. Pinned rows count as changed or not, never as right."""
+
+    transitions: npt.NDArray[np.int64]  # [C, C], rows of given class i that now have class j
+    entropy_sum: float
+    given_right: Share
+    corrected_right: Share
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.transitions.sum())
+
+    @property
+    def num_corrected(self) -> int:
+        return self.num_rows - int(np.trace(self.transitions))
+
+    def figures(self) -> dict[str, float]:
+        """The report in numbers, as they are tracked."""
+        num_rows = max(self.num_rows, 1)
+        found = {
+            "corrected": float(self.num_corrected),
+            "corrected_share": self.num_corrected / num_rows,
+            "label_entropy": self.entropy_sum / num_rows,
+        }
+        if self.corrected_right.of:
+            low, high = self.corrected_right.interval()
+            found |= {"given_label_accuracy": self.given_right.share, "label_accuracy_n": self.given_right.of}
+            found |= {"corrected_label_accuracy": self.corrected_right.share}
+            found |= {"corrected_label_accuracy_low": low, "corrected_label_accuracy_high": high}
+        return found
+
+    def shrunken_classes(self, most_lost: float) -> list[tuple[int, float]]:
+        """Classes that lost more than this share of their samples, and what they lost."""
+        before, after = self.transitions.sum(1), self.transitions.sum(0)
+        lost = 1 - after / np.maximum(before, 1)
+        return [(int(c), float(lost[c])) for c in np.flatnonzero((lost > most_lost) & (before > 0))]
+
+
+def study_labels(
+    manifest: Manifest,
+    catalogue: Catalogue,
+    members: npt.NDArray[np.int64] | None = None,
+    history: pa.ipc.RecordBatchFileWriter | None = None,
+) -> LabelReport:
+    """Go through a snapshot once, counting the rows that are trained on (of `members`, if a subset is).
+
+    With `history`, also write what every row's label is now. The class as given is the catalogue's; the
+    table's is what it was pinned to.
+    """
+    num_classes = manifest.layout.num_classes
+    transitions = np.zeros((num_classes, num_classes), np.int64)
+    entropy_sum, known, given_right, corrected_right = 0.0, 0, 0, 0
+    parts: Sequence[int] = range(manifest.layout.num_parts)
+    if members is not None and history is None:  # no other part has anything to count
+        within = members[members < manifest.layout.num_rows]
+        parts = np.unique(within >> manifest.layout.shift).tolist()
+    for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
+        rows = manifest.layout.rows_of(part)
+        logits = _logits(batch)
+        found = decide(logits, batch.column("noisy_class").to_numpy())
+        given, true, ok = _known_of(catalogue, rows)
+        on = ok & (given >= 0) & _among(rows, members)
+        np.add.at(transitions, (given[on], found.corrected_class[on]), 1)
+        entropy_sum += _entropy(logits[on])
+        judged = on & (true >= 0) & (batch.column("pinned").to_numpy() == 0)
+        known += int(judged.sum())
+        given_right += int((given == true)[judged].sum())
+        corrected_right += int((found.corrected_class == true)[judged].sum())
+        if history is not None:
+            history.write_batch(_history(found))
+    return LabelReport(transitions, entropy_sum, Share(given_right, known), Share(corrected_right, known))
+
+
+def _known_of(catalogue: Catalogue, rows: range) -> tuple[Int64s, Int64s, npt.NDArray[np.bool_]]:
+    """The class as given, the true class where known, and whether the row is trained on."""
+    columns = catalogue.read(rows.start, rows.stop, ["noisy_class", "true_class", "status"])
+    given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
+    return given, true, pa.compute.equal(columns["status"], "ok").to_numpy()
+
+
+def _among(rows: range, members: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bool_]:
+    among = np.full(len(rows), members is None)
+    if members is not None:
+        first, last = np.searchsorted(members, [rows.start, rows.stop])
+        among[members[first:last] - rows.start] = True
+    return among
+
+
+def _logits(batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
+    column = batch.column("label_logits")
+    logits: npt.NDArray[np.float32] = column.flatten().to_numpy().reshape(len(column), -1)
+    return logits
+
+
+def _entropy(logits: npt.NDArray[np.float32]) -> float:
+    shares = label_distribution(logits)
+    return float(-(shares * np.log(np.maximum(shares, 1e-30))).sum())
+
+
+def _history(found: Decisions) -> pa.RecordBatch:
+    confidence = pa.array(found.confidence.astype(np.float16))
+    return pa.record_batch([pa.array(found.corrected_class.astype(np.uint16)), confidence], schema=HISTORY)
+
+
+FALL_WORTH_A_WARNING = 0.01
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a study came to."""
+
+    figures: dict[str, float]
+    warnings: dict[str, str]
+    transitions: npt.NDArray[np.int64] | None
+
+
+@dataclass
+class LabelStudy:
+    """Looks at the labels of one run; where none moved since the last look, that look still holds."""
+
+    storage: str
+    catalogue_version: int
+    run: str  # its id
+    members: npt.NDArray[np.int64] | None = None
+    history: bool = False
+    max_class_loss: float = 0.5
+    _last: LabelReport | None = field(default=None, init=False)
+    _class_names: Sequence[str] = field(default=(), init=False)
+
+    def of(self, manifest: Manifest, epoch: int, moved: bool, before: Mapping[str, float]) -> Found:
+        """Study a snapshot taken after `epoch`; `before` are the figures of the epoch before."""
+        if self._last is None or moved:
+            catalogue = Catalogue.open(self.storage, self.catalogue_version)
+            with self._history_file(epoch if moved and self.history else None) as history:
+                self._last = study_labels(manifest, catalogue, self.members, history)
+            self._class_names = catalogue.manifest["classes"]
+        figures = self._last.figures()
+        warnings = self._warnings(self._last, figures, before) if moved else {}
+        return Found(figures, warnings, self._last.transitions if moved else None)
+
+    def _warnings(
+        self, report: LabelReport, figures: Mapping[str, float], before: Mapping[str, float]
+    ) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if figures["label_entropy"] == before.get("label_entropy"):
+            found["no_label_moved"] = "no label moved in an epoch that should move them; check lambda"
+        name = "corrected_label_accuracy"
+        if figures.get(name, 1.0) < before.get(name, 0.0) - FALL_WORTH_A_WARNING:
+            found["label_accuracy_falls"] = (
+                f"label accuracy fell from {before[name]:.3f} to {figures[name]:.3f}"
+            )
+        shrunken = report.shrunken_classes(self.max_class_loss)
+        if shrunken:
+            worst = ", ".join(f"{self._class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5])
+            found["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
+        return found
+
+    @contextmanager
+    def _history_file(self, epoch: int | None) -> Iterator[pa.ipc.RecordBatchFileWriter | None]:
+        if epoch is None:
+            yield None
+            return
+        url = f"{history_folder(self.storage, self.run)}/epoch-{epoch:05d}.arrow"
+        with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
+            yield writer
+
+
+def history_folder(storage: str, run: str) -> str:
+    """Where a run keeps what every label was after each epoch that moved labels."""
+    return f"{storage.rstrip('/')}/labels/history/{run}"

@@ -1,0 +1,159 @@
+"""Run record: what a run was started with, so that the same name resumes it or is refused.
+
+`<storage>/runs/<name>/run.json` is written before anything trains. It gives the run a random id, and
+everything the run writes bears that id: a name can be reused, an id cannot. The same command again resumes
+the run, with any number of workers. A name that is finished or held, or was started with other settings, is
+refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from pencil_scale.storage.errors import PencilError, TableDamagedError
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.urls import filesystem_of
+
+# What may differ when a run is resumed: how it is executed, not what it computes.
+FREE = (
+    "workers.",
+    "checkpoint.",
+    "tracking.",
+    "cost.",
+    "gate.",
+    "subset.",
+    "export.",
+    "pin.",
+    "nightly.",
+    "report.",
+    "optimizer.batch_per_worker",
+    "optimizer.accumulation",
+    "data.exclude",  # samples may be taken down at any time
+)
+
+
+class RunNameError(PencilError):
+    """A run name that cannot be used again."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run was started with, and how it stands."""
+
+    name: str
+    id: str
+    settings: Mapping[str, str]
+    catalogue_version: int
+    class_names: tuple[str, ...]
+    clean: Mapping[str, int]  # catalogue versions of the clean sets it is evaluated on
+    labels: str  # the label manifest it starts from
+    weights: str | None = None  # what the network starts from: a copy, so that the original may go
+    status: str = "running"  # running | stopped | held | finished
+    held_because: Sequence[str] = ()  # also once a person has released it
+    tracking: Mapping[str, Any] = field(default_factory=dict)
+    estimate: Mapping[str, float] = field(default_factory=dict)
+    attempt: int = 0  # of the run's lease: which of its commands wrote this
+
+    @property
+    def fingerprint(self) -> str:
+        """Name the settings that decide what the run computes."""
+        decisive = {key: text for key, text in self.settings.items() if not key.startswith(FREE)}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run_folder(storage: str, name: str) -> str:
+    """Where a run keeps its record, summary and starting labels."""
+    return f"{storage.rstrip('/')}/runs/{name}"
+
+
+def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunRecord | None:
+    """Find the run to resume; None if the name is new; refuse a name that means something else."""
+    record = read_record(storage, name)
+    if record is None:
+        _require_unused(storage, name)
+        return None
+    if record.status == "finished":
+        raise RunNameError(
+            f"run {name} is finished ({run_folder(storage, name)}/summary.json); choose another run.name"
+        )
+    if record.status == "held":
+        raise RunNameError(
+            f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
+        )
+    differing = [
+        key for key in {**record.settings, **settings} if record.settings.get(key) != settings.get(key)
+    ]
+    changed = [key for key in sorted(differing) if not key.startswith(FREE)]
+    if changed:
+        key = changed[0]
+        was, now = record.settings.get(key), settings.get(key)
+        more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
+        raise RunNameError(
+            f"run {name} was started with {key}={was}, now it is {now}{more}; "
+            "set it back to resume, or choose another run.name"
+        )
+    return record
+
+
+def _require_unused(storage: str, name: str) -> None:
+    """Refuse a name whose record is gone but whose results are there: they would be overwritten."""
+    left = results_of(storage, name)
+    if left:
+        raise RunNameError(
+            f"run {name}: {storage}/{left[0]} is there, left by an earlier run of this name whose record "
+            f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
+            "run.name, or remove what it left (labels/published, labels/held and models)"
+        )
+
+
+def results_of(storage: str, name: str) -> list[str]:
+    """What is stored under the name of a run: its labels and its model."""
+    places = (f"labels/published/{name}.json", f"labels/held/{name}.json", f"models/{name}.pt")
+    return [place for place in places if _is_there(f"{storage.rstrip('/')}/{place}")]
+
+
+def _is_there(url: str) -> bool:
+    filesystem, path = filesystem_of(url)
+    filesystem.invalidate_cache()
+    return bool(filesystem.exists(path))
+
+
+def why_held(name: str, reasons: Sequence[str]) -> str:
+    """Say why a run is held, and what a person can do about it."""
+    return f"{'; '.join(reasons) or 'its record gives no reason'}. {ways_on(name)}"
+
+
+def ways_on(name: str) -> str:
+    """Say how to look at the labels of a held run, and the two ways on."""
+    return (
+        f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
+        f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
+    )
+
+
+def read_record(storage: str, name: str) -> RunRecord | None:
+    """Read the record of a run, if there is one."""
+    try:
+        found = json.loads(PartStore(run_folder(storage, name)).get("run.json"))
+    except TableDamagedError:
+        return None
+    lists = {name: tuple(found[name]) for name in ("class_names", "held_because")}
+    return RunRecord(**{**found, **lists})
+
+
+def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **changes: Any) -> RunRecord:
+    """Write the record, with some of it changed; who trains the run writes it under the run's lease."""
+    if lease is None:
+        record = replace(record, **changes)
+        PartStore(run_folder(storage, record.name)).put("run.json", _encoded(record))
+    else:
+        record = replace(record, attempt=lease.attempt, **changes)
+        lease.put(f"runs/{record.name}/run.json", _encoded(record))
+    return record
+
+
+def _encoded(record: RunRecord) -> bytes:
+    return json.dumps(asdict(record), indent=2).encode()

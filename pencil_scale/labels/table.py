@@ -1,0 +1,340 @@
+"""Row checks: which rows a working copy has, and which of them may be written.
+
+They run on every batch, so they are written for speed: on arrays this small `count_nonzero` and `argmax` are
+several times faster than `any`, `all` and `max`.
+
+Label table: one row of label logits per catalogue row, memory-mapped, in Arrow.
+
+The file stays a valid Arrow file while its owner moves rows in place, so anyone may open it at any time.
+Rows nobody visits keep their logits. A row's part and slot are arithmetic.
+
+    table = LabelTable.open(folder, writable_parts=[0, 3])
+    logits = table.read(rows)                 # float32 [B, C]
+    table.write(rows, moved, epoch=7)         # in place; the ledger remembers epoch 7
+    manifest = table.snapshot(store)          # whole and hashed, or not there at all
+
+The ledger counts epochs over the table's life, from 1; `epoch` in every call here counts from 0 in the
+present run. Only snapshots survive a crash by promise: a working copy is scratch.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pencil_scale.catalogue.class_names import difference
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.part_files import (
+    Column,
+    Int64s,
+    Layout,
+    PartFile,
+    RowsRefusedError,
+    TableMismatchError,
+)
+from pencil_scale.labels.snapshot import PartTracker, restore_working_copy
+from pencil_scale.labels.working_copy import (
+    LABELS_FILE,
+    LEDGER_FILE,
+    ClassSource,
+    KeySource,
+    checked_classes,
+    create_working_copy,
+    scaled_one_hot,
+)
+from pencil_scale.storage.errors import LabelTableError, TableDamagedError, new_id
+from pencil_scale.storage.files import named_storage_errors
+
+
+class RowChecks:
+    """Turns what a caller gives into row numbers that are safe to use, or refuses them by name."""
+
+    def __init__(self, folder: Path, layout: Layout, held: Iterable[int], writable: Iterable[int]):
+        self._folder, self._num_rows, self._shift = folder, layout.num_rows, layout.shift
+        self.held, self.writable = (np.zeros(layout.num_parts, np.bool_) for _ in range(2))
+        self.held[list(held)] = True
+        self.writable[list(writable)] = True
+
+    def known(self, rows: npt.ArrayLike, writing: bool = False) -> tuple[Int64s, Int64s]:
+        """These rows as an array, and the part of each; the part may be held elsewhere."""
+        found = np.asarray(rows)
+        if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+            raise RowsRefusedError(
+                f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers"
+            )
+        given, found = found, found.astype(np.int64, copy=False)
+        unsigned = found.view(np.uint64)  # a negative row is a huge one
+        if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
+            refuse = self.refuse_write if writing else self.refuse
+            refuse(given[unsigned >= self._num_rows], f"outside the table's {self._num_rows:,} rows")
+        return found, found >> self._shift
+
+    def to_write(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """The same, for distinct rows whose parts are open for writing."""
+        found, parts = self.known(rows, writing=True)
+        writable = self.writable[parts]
+        if np.count_nonzero(writable) < len(found):
+            self.refuse_write(found[~writable], "in a part that was not opened for writing")
+        ordered = np.sort(found)
+        repeated = ordered[1:] == ordered[:-1]
+        if np.count_nonzero(repeated):
+            self.refuse_write(ordered[1:][repeated], "given twice in one write")
+        return found, parts
+
+    def refuse_absent(self, rows: Int64s, parts: Int64s) -> NoReturn:
+        """Name the rows whose parts are not here."""
+        self.refuse(rows[~self.held[parts]], "in a part that is not in this working copy")
+
+    def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """Name the first of these rows, as it was given, and why it cannot be."""
+        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise RowsRefusedError(f"{self._folder}: row {rows[0]}{others}: {why}")
+
+    def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """The same, where somebody may wonder whether the other rows were written."""
+        self.refuse(rows, f"{why}; nothing was written")
+
+
+LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
+
+
+class LabelTable:
+    """The learned labels of some or all parts of a table, on local disk."""
+
+    def __init__(self, folder: Path, writable_parts: Sequence[int]):
+        """Map a working copy that is there; use `create`, `open` or `restore`."""
+        self.folder = folder
+        self._labels = PartFile(folder / LABELS_FILE, writable=bool(writable_parts))
+        self._ledger = PartFile(folder / LEDGER_FILE, writable=bool(writable_parts))
+        header = self._labels.header
+        if self._ledger.header != header:
+            raise TableDamagedError(
+                f"{folder}: {LABELS_FILE} and {LEDGER_FILE} are not of one table; restore it"
+            )
+        self.layout, self.parts = header.layout, header.parts
+        self.scale, self.first_epoch = header.scale, header.first_epoch
+        self.class_names, self.run = header.class_names, header.run
+        self._map_columns()
+        self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
+        self._tracker = PartTracker(self._labels, self._ledger)
+        self._lock = threading.Lock()
+
+    def _map_columns(self) -> None:
+        self._logits = self._labels.column("label_logits", np.float32, self.layout.num_classes)
+        self._noisy_class = self._labels.column("noisy_class", np.int32)
+        self._pinned = self._labels.column("pinned", np.uint8)
+        self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
+        self._last_epoch = self._ledger.column("last_epoch", np.int32)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        noisy_class: ClassSource,
+        class_names: Sequence[str],
+        sample_keys: KeySource | None = None,
+        scale: float = 10.0,
+        run: str | None = None,
+    ) -> "LabelTable":
+        """Make a table in which every row's logits are scale * one-hot of its given class.
+
+        Arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 says that the
+        row has no usable label: its logits are zeros, no class preferred. Without keys the keys are zeros.
+        `run` is the id under which snapshots are stored; a table made outside a run gets an id of its own.
+        """
+        run = run or new_id()
+        header = create_working_copy(Path(folder), noisy_class, class_names, sample_keys, scale, run)
+        return cls(Path(folder), header.parts)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        writable_parts: Sequence[int] | Literal["all"] | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> "LabelTable":
+        """Map a working copy: for reading, or to write the parts named."""
+        folder = Path(folder)
+        if not (folder / LABELS_FILE).exists():
+            raise LabelTableError(f"{folder}: no label table here; create it, or restore it from a manifest")
+        with named_storage_errors(folder):
+            table = cls(folder, ())
+            _require_classes(str(folder), table.class_names, class_names)
+            wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
+            if isinstance(writable_parts, str) and writable_parts != "all":
+                raise LabelTableError(
+                    f"{folder}: writable_parts is '{writable_parts}'; give a list of part numbers, 'all', or "
+                    "None to read"
+                )
+            for part in set(wanted) - set(table.parts):
+                raise LabelTableError(f"{folder}: part {part} is not in this working copy; restore it first")
+            return cls(folder, wanted) if wanted else table
+
+    @classmethod
+    def restore(
+        cls,
+        manifest: Manifest,
+        folder: str | Path,
+        parts: Iterable[int] | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> "LabelTable":
+        """Make a writable working copy of a snapshot, or of some of its parts, checking every hash.
+
+        A working copy already in the folder is replaced: a dead attempt's is never trusted.
+        """
+        _require_classes(f"manifest over {manifest.store}", manifest.class_names, class_names)
+        if parts is None:
+            manifest.require_whole()
+        held = tuple(sorted(manifest.parts if parts is None else set(parts)))
+        for part in set(held) - set(manifest.parts):
+            raise LabelTableError(f"manifest over {manifest.store}: has no part {part} to restore")
+        restore_working_copy(manifest, Path(folder), held)
+        table = cls(Path(folder), held)
+        table._tracker.remember(manifest)
+        return table
+
+    @property
+    def writable_parts(self) -> set[int]:
+        """The parts open for writing."""
+        return set(np.flatnonzero(self._checks.writable).tolist())
+
+    def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The label logits of these rows, in their order: float32 [B, C]."""
+        return self._get(self._logits, rows)
+
+    def read_class(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """The class each row was given, or pinned to; -1 where it has no usable label."""
+        return self._get(self._noisy_class, rows)
+
+    def read_pinned(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of these rows are pinned."""
+        return self._get(self._pinned, rows).astype(np.bool_)
+
+    def read_key(self, rows: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """The 128-bit keys of these rows' sample ids: uint8 [B, 16]."""
+        return self._get(self._sample_key, rows)
+
+    def read_last_epoch(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """The last epoch of the table's life in which each row was visited; 0: never."""
+        return self._get(self._last_epoch, rows)
+
+    def write(self, rows: npt.ArrayLike, logits: npt.ArrayLike, epoch: int) -> None:
+        """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
+
+        All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
+        """
+        rows, parts = self._checks.to_write(rows)
+        logits = np.asarray(logits)
+        if logits.dtype != np.float32:
+            with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
+                logits = logits.astype(np.float32)
+        self._require_finite(rows, logits)
+        with self._lock:
+            marks = self._unvisited(rows, parts, epoch)
+            pinned = self._pinned.get(self._pinned.find(rows, parts))
+            if np.count_nonzero(pinned):
+                free = pinned == 0
+                self._set_logits(rows[free], parts[free], logits[free])
+            else:
+                self._set_logits(rows, parts, logits)
+            self._mark(marks, parts, epoch)
+
+    def mark(self, rows: npt.ArrayLike, epoch: int) -> None:
+        """Mark these rows as visited, leaving their labels alone."""
+        rows, parts = self._checks.to_write(rows)
+        with self._lock:
+            self._mark(self._unvisited(rows, parts, epoch), parts, epoch)
+
+    def pin(self, rows: npt.ArrayLike, classes: npt.ArrayLike) -> None:
+        """Set these rows' class for good: scale * one-hot, and no write moves them again."""
+        rows, parts = self._checks.to_write(rows)
+        if np.size(classes) != len(rows):
+            raise RowsRefusedError(f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows to")
+        pinned = checked_classes(classes, self.layout.num_classes, lowest=0, rows=rows)
+        with self._lock:
+            self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
+            self._pinned.set(self._pinned.find(rows, parts), 1)
+            self._set_logits(rows, parts, scaled_one_hot(pinned, self.layout.num_classes, self.scale))
+
+    def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
+        """Which rows of the whole table bear this epoch: bool [N]."""
+        if not self._checks.held.all():
+            raise LabelTableError(
+                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak "
+                "for every row; ask count_visited, or snapshot.visited with a whole manifest"
+            )
+        marks = [self._part_marks(part, epoch) for part in self.parts]
+        return np.concatenate(marks) if marks else np.zeros(0, np.bool_)
+
+    def count_visited(self, epoch: int) -> int:
+        """How many rows of the parts held here bear this epoch."""
+        return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
+
+    def snapshot(self, store: str | Path) -> Manifest:
+        """Write the parts that moved to the store, and name all parts in a manifest of this moment.
+
+        All parts that are open for writing here, since another process may be writing the others; of a table
+        open for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks
+        it is only part of the whole.
+        """
+        with self._lock:
+            manifest = self._tracker.snapshot(store, sorted(self.writable_parts) or self.parts)
+        self._labels.forget_pages()
+        self._ledger.forget_pages()
+        return manifest
+
+    def _part_marks(self, part: int, epoch: int) -> npt.NDArray[np.bool_]:
+        last_epoch = self._ledger.batch(part).column("last_epoch").to_numpy()
+        marks: npt.NDArray[np.bool_] = last_epoch == self.first_epoch + epoch
+        return marks
+
+    def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
+        found, parts = self._checks.known(rows)
+        try:
+            values: npt.NDArray[Any] = column.get(column.find(found, parts))
+        except IndexError:
+            self._checks.refuse_absent(found, parts)
+        return values
+
+    def _set_logits(self, rows: Int64s, parts: Int64s, logits: npt.NDArray[np.float32]) -> None:
+        self._tracker.labels_moved[parts] = True
+        self._logits.set(self._logits.find(rows, parts), logits)
+
+    def _mark(self, marks: Int64s, parts: Int64s, epoch: int) -> None:
+        self._tracker.ledger_moved[parts] = True
+        self._last_epoch.set(marks, self.first_epoch + epoch)
+
+    def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
+        """Where the ledger keeps these rows, none of which bears this epoch or a later one."""
+        if not 0 <= epoch <= LAST_EPOCH - self.first_epoch:
+            raise RowsRefusedError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
+        marks = self._last_epoch.find(rows, parts)
+        last_epoch = self._last_epoch.get(marks)
+        seen = last_epoch >= self.first_epoch + epoch
+        if np.count_nonzero(seen):
+            last = int(last_epoch[seen][0]) - self.first_epoch
+            self._checks.refuse_write(
+                rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}"
+            )
+        return marks
+
+    def _require_finite(self, rows: Int64s, logits: npt.NDArray[np.float32]) -> None:
+        if logits.shape != (len(rows), self.layout.num_classes):
+            expected = (len(rows), self.layout.num_classes)
+            raise RowsRefusedError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
+        finite = np.isfinite(logits)
+        if np.count_nonzero(finite) < logits.size:
+            self._checks.refuse_write(
+                rows[~finite.all(axis=1)], "given logits that are not finite numbers of 32 bits"
+            )
+
+
+def _require_classes(name: str, found: Sequence[str], expected: Sequence[str] | None) -> None:
+    if expected is not None and list(found) != list(expected):
+        raise TableMismatchError(
+            f"{name}: the class list of these labels {difference(found, expected)}, compared with the one "
+            "they are used with; use the class list the table was made with, or remap the table"
+        )

@@ -1,0 +1,1 @@
+"""PENCIL itself: losses, label steps, schedule, decisions. Pure, without I/O."""

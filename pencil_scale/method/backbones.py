@@ -1,0 +1,189 @@
+"""Networks by name: torchvision's classifiers, the paper's own for small images, or a factory of yours.
+
+    model = build_backbone("resnet50", num_classes=14, weights="s3://models/resnet50.pt")
+    model = build_backbone("my_package.nets:make_net", num_classes=14)       # make_net(num_classes) -> Module
+
+Weights are a plain state dict and are loaded as weights only: nothing in the file is ever executed.
+"""
+
+import importlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import fsspec
+import torch
+from torch import Tensor, nn
+
+from pencil_scale.storage.errors import PencilError
+
+
+class BackboneError(PencilError):
+    """A network that cannot be built, or weights that do not fit it."""
+
+
+def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
+    """Build the network a config names, and start it from `weights` where given."""
+    if ":" in name:
+        model = _from_factory(name, num_classes)
+    elif name in OURS:
+        model = OURS[name](num_classes)
+    elif name in _torchvision().list_models(module=_torchvision()):
+        model = _from_torchvision(name, num_classes)
+    else:
+        raise BackboneError(
+            f"model.backbone: no network '{name}'; {', '.join(OURS)}, a torchvision classifier such as "
+            "resnet50, or package.module:factory was expected"
+        )
+    if weights is not None:
+        load_weights(model, weights)
+    return model
+
+
+# --- the paper's networks for small images -----------------------------------------------------------
+
+
+class PreActBlock(nn.Module):
+    """Norm, ReLU, convolution, twice; a 1x1 shortcut where width or stride changes."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(width_in)
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        changes = stride != 1 or width_in != width
+        self.shortcut = nn.Conv2d(width_in, width, 1, stride, bias=False) if changes else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        active = self.norm1(images).relu()
+        kept = images if self.shortcut is None else self.shortcut(active)
+        moved: Tensor = self.conv2(self.norm2(self.conv1(active)).relu())
+        return moved + kept
+
+
+def preact_resnet32(num_classes: int) -> nn.Module:
+    """Three groups of five pre-activation blocks of widths 32, 64, 128: the paper's network for CIFAR-10."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1, bias=False)]
+    width_in = 32
+    for width, first_stride in ((32, 1), (64, 2), (128, 2)):
+        for stride in (first_stride, 1, 1, 1, 1):
+            layers.append(PreActBlock(width_in, width, stride))
+            width_in = width
+    head = [
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, num_classes),
+    ]
+    return nn.Sequential(*layers, *head)
+
+
+def cifar_resnet34(num_classes: int) -> nn.Module:
+    """ResNet-34 for 32x32 images: a 3x3 stem, and no pooling before the first group."""
+    model: nn.Module = _torchvision().resnet34(num_classes=num_classes)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def small_convnet(num_classes: int) -> nn.Module:
+    """Three 3x3 convolutions (32, 64, 64) with norms: enough for 8x8 digits, in seconds on a CPU."""
+    layers: list[nn.Module] = []
+    for width_in, width, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1)):
+        convolution = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
+
+
+OURS: dict[str, Callable[[int], nn.Module]] = {
+    "preact_resnet32": preact_resnet32,
+    "cifar_resnet34": cifar_resnet34,
+    "small_convnet": small_convnet,
+}
+
+
+# --- everybody else's --------------------------------------------------------------------------------
+
+
+def _torchvision() -> Any:
+    """Loaded when asked for: it costs seconds, and many a process only hears of a network."""
+    from torchvision import models
+
+    return models
+
+
+def _from_torchvision(name: str, num_classes: int) -> nn.Module:
+    # These two would return a tuple in training, their side heads' outputs in it.
+    aside = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = _torchvision().get_model(name, weights=None, num_classes=num_classes, **aside)
+    return model
+
+
+def _from_factory(name: str, num_classes: int) -> nn.Module:
+    module_name, _, factory_name = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BackboneError(f"model.backbone: '{name}' cannot be imported: {error}") from error
+    try:
+        model = factory(num_classes)
+    except Exception as error:
+        raise BackboneError(
+            f"model.backbone: {name}({num_classes}) failed with {type(error).__name__}: {error}; a function "
+            "that takes the number of classes and gives a torch Module was expected"
+        ) from error
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise BackboneError(f"model.backbone: {name}({num_classes}) gave {kind}; a torch Module was expected")
+    return model
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+def load_weights(model: nn.Module, url: str) -> None:
+    """Start from a state dict at a path or URL; a last layer of another class count is left as it is."""
+    found = _read_weights(url)
+    wanted = model.state_dict()
+    head = list(wanted)[-1].rpartition(".")[0] + "."
+    left_out = {name for name in found if name.startswith(head) and not _fits(found[name], wanted.get(name))}
+    if left_out:
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(head)}
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(head)}
+    odd = [name for name in found if "aux" not in name.lower() and not _fits(found[name], wanted.get(name))]
+    missing = [name for name in wanted if name not in found]
+    if odd or missing:
+        raise BackboneError(
+            f"model.weights: {url} does not fit the network: {_listed(odd, 'unlike ours')}"
+            f"{_listed(missing, 'missing')}give the weights of the same backbone"
+        )
+    state = model.state_dict()  # filled in place: some networks read the version it carries
+    state.update({name: found[name] for name in wanted})
+    model.load_state_dict(state)
+
+
+def _read_weights(url: str) -> dict[str, Tensor]:
+    try:
+        with fsspec.open(url, "rb") as file:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ImportError, ValueError) as error:
+        raise BackboneError(f"model.weights: {url} cannot be read: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = (str(error).splitlines() or ["it is empty"])[0]
+        raise BackboneError(f"model.weights: {url} is no file of plain weights: {reason}") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        kind = type(found).__name__
+        raise BackboneError(
+            f"model.weights: {url} holds a {kind}; a state dict, name -> tensor, was expected"
+        )
+    return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+
+
+def _fits(found: Tensor, wanted: Tensor | None) -> bool:
+    return wanted is not None and found.shape == wanted.shape
+
+
+def _listed(names: list[str], what: str) -> str:
+    return f"{len(names)} {what} ({', '.join(names[:3])}); " if names else ""

@@ -1,0 +1,78 @@
+"""From learned label logits to decisions: which class, how sure, changed or not.
+
+    decisions = decide(label_logits, noisy_class)
+    decisions.corrected_class, decisions.confidence, decisions.changed
+
+A label stays with its given class unless another class is strictly ahead. A row without a given class
+(`noisy_class` -1) has a corrected class, but nothing that could have changed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pencil_scale.storage.errors import PencilError
+
+UNLABELLED = -1
+
+
+class DecisionError(PencilError):
+    """Label logits that are no numbers."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """One entry a row."""
+
+    corrected_class: npt.NDArray[np.int64]
+    confidence: npt.NDArray[np.float32]  # share of the label on the corrected class
+    margin: npt.NDArray[np.float32]  # that share less the next best class's
+    score: npt.NDArray[
+        np.float32
+    ]  # share left on the given class: low is worth a look; nan if none was given
+    changed: npt.NDArray[np.bool_]
+
+    @property
+    def num_changed(self) -> int:
+        return int(self.changed.sum())
+
+
+def label_distribution(label_logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Softmax over the classes, steady for any finite logits.   [B, C]"""
+    powers = np.exp(label_logits - label_logits.max(axis=-1, keepdims=True))
+    shares: npt.NDArray[np.float32] = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
+    return shares
+
+
+def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.integer]) -> Decisions:
+    """Decide every row's class from its learned logits [B, C] and the class it was given [B]."""
+    broken = np.flatnonzero(~np.isfinite(label_logits).all(axis=-1))
+    if len(broken):
+        raise DecisionError(
+            f"label logits of {len(broken):,} rows, the first at position {broken[0]:,}, are not finite; "
+            "restore the label table from its last snapshot"
+        )
+    shares = label_distribution(label_logits)
+    rows = np.arange(len(shares))
+    given = np.asarray(noisy_class, dtype=np.int64)
+    labelled = given != UNLABELLED
+    on_given = shares[rows, given]  # of an unlabelled row this is the last class's, and is masked below
+    best = shares.argmax(axis=-1)
+    tied = labelled & (on_given == shares[rows, best])
+    corrected = np.where(tied, given, best)
+    confidence = shares[rows, corrected]
+    return Decisions(
+        corrected_class=corrected,
+        confidence=confidence,
+        margin=confidence - _runner_up(shares, corrected),
+        score=np.where(labelled, on_given, np.float32("nan")),
+        changed=labelled & (corrected != given),
+    )
+
+
+def _runner_up(shares: npt.NDArray[np.float32], winner: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    others = shares.copy()
+    others[np.arange(len(shares)), winner] = -1.0
+    best: npt.NDArray[np.float32] = others.max(axis=-1, initial=0.0)
+    return best

@@ -1,0 +1,135 @@
+"""Says before a run whether its numbers can repair a label at all, and refuses when they cannot.
+
+A user who copies alpha = 0.08 from 14 classes to 400 repairs nothing, and would learn it days later; so would
+one whose labels need 10 visits in a stage of 5 epochs. So the trainer moves one label by the very step it is
+about to use, prints how it changes, and where it cannot, names numbers that would.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pencil_scale.config.settings import PencilStage
+from pencil_scale.config.values import Steps
+from pencil_scale.method.pencil import LabelOutlook, label_outlook, scale_for_confidence
+from pencil_scale.method.schedule import Schedule
+from pencil_scale.storage.errors import PencilError
+
+PAPER_SCALE = 10.0
+SAFE_PULL = 1.0  # the paper's own on CIFAR-10; the bound of the released form is 2
+RATES = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0)  # tried in turn; the paper has 0.3 to 6.7
+
+
+class OutlookError(PencilError):
+    """With these numbers no label can change."""
+
+
+def label_scale(stage: PencilStage, num_classes: int) -> float:
+    """The logit a fresh label gives its class."""
+    if stage.start_confidence is None:
+        return PAPER_SCALE
+    if stage.start_confidence <= 1 / num_classes:
+        raise OutlookError(
+            f"stages.pencil.start_confidence: {stage.start_confidence} is no more than chance among "
+            f"{num_classes} classes; give a share such as 0.99"
+        )
+    return scale_for_confidence(stage.start_confidence, num_classes)
+
+
+def check_outlook(schedule: Schedule, num_classes: int) -> str:
+    """Report when a label that the network is 99 % sure is wrong changes; refuse if the stage ends first."""
+    stage = schedule.stages.pencil
+    if stage.epochs == 0:
+        return "labels: the pencil stage has no epochs; no label moves"
+    outlook = _outlook(schedule, num_classes)
+    numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
+    if _in_time(outlook, schedule):
+        return (
+            f"labels: a label the network doubts changes after {outlook.visits} of {stage.epochs} visits and "
+            f"ends with {outlook.share:.2f} on the new class ({numbers})"
+        )
+    why = _why_not(outlook, stage.epochs)
+    if stage.allow_fixed_labels:
+        return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
+    raise OutlookError(
+        f"stages.pencil: no label can change with {numbers}: {why}; "
+        f"{_advice(schedule, num_classes)}, or set stages.pencil.allow_fixed_labels=true"
+    )
+
+
+def _in_time(outlook: LabelOutlook, schedule: Schedule) -> bool:
+    return outlook.visits is not None and outlook.visits <= schedule.stages.pencil.epochs
+
+
+def _why_not(outlook: LabelOutlook, epochs: int) -> str:
+    if outlook.visits is not None:
+        return f"it takes {outlook.visits} visits, and the stage has {epochs} epochs"
+    return "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
+
+
+def _outlook(schedule: Schedule, num_classes: int) -> LabelOutlook:
+    stage = schedule.stages.pencil
+    pull = stage.alpha * stage.tuned_classes
+    scale = label_scale(stage, num_classes)
+    return label_outlook(num_classes, pull, schedule.label_rates(), stage.compatibility, scale=scale)
+
+
+# --- what to try instead -------------------------------------------------------------------------------
+
+
+def _advice(schedule: Schedule, num_classes: int) -> str:
+    """Name the smallest changes of the config that let a label change within the stage.
+
+    Each was tried. Where a label comes to rest does not depend on lambda, so a form and an alpha that let it
+    change are found first; then a higher lambda, or more epochs, lets it get there in time.
+    """
+    stage = schedule.stages.pencil
+    form = {"compatibility": "released"}
+    alpha = {"alpha": float(f"{SAFE_PULL / stage.tuned_classes:.2g}")}
+    for change in ({}, form, alpha, form | alpha):
+        changed = _with(schedule, change)
+        outlook = _outlook(changed, num_classes)
+        if _in_time(outlook, changed):
+            return f"try {_spelled(change)}"
+        faster = _faster(changed, num_classes)
+        longer = _longer(changed, outlook, num_classes)
+        found = [_spelled(change | more) for more in (faster, longer) if more]
+        if found:
+            return f"try {' or '.join(found)}"
+    return "no small change of alpha, lambda or form helps"
+
+
+def _faster(schedule: Schedule, num_classes: int) -> dict[str, Any]:
+    """Find the lowest lambda that changes a label in time; none where no lambda changes it."""
+    for rate in RATES:
+        lambda_ = round(rate * schedule.tuned_batch * schedule.stages.pencil.tuned_classes)
+        change = {"lambda_": Steps(((0, lambda_),))}
+        outlook = _outlook(_with(schedule, change), num_classes)
+        if _in_time(outlook, schedule):
+            return change
+        if not outlook.changes:
+            break
+    return {}
+
+
+def _longer(schedule: Schedule, outlook: LabelOutlook, num_classes: int) -> dict[str, Any]:
+    """Find a number of epochs that is enough: lambda may fall over the stage, so some more are tried."""
+    for factor in (1.0, 1.5, 2.0, 3.0):
+        change = {"epochs": math.ceil(factor * (outlook.visits or 0))}
+        longer = _with(schedule, change)
+        if outlook.visits is not None and _in_time(_outlook(longer, num_classes), longer):
+            return change
+    return {}
+
+
+def _with(schedule: Schedule, change: dict[str, Any]) -> Schedule:
+    pencil = schedule.stages.pencil.model_copy(update=change)
+    return replace(schedule, stages=schedule.stages.model_copy(update={"pencil": pencil}))
+
+
+def _spelled(change: dict[str, Any]) -> str:
+    return " ".join(f"stages.pencil.{_setting(*item)}" for item in change.items())
+
+
+def _setting(name: str, value: object) -> str:
+    return f"lambda={value.steps[0][1]}" if isinstance(value, Steps) else f"{name}={value}"

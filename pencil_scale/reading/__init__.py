@@ -1,1 +1,0 @@
-"""Bytes of tars and images: headers, ranges, decoding, batches."""

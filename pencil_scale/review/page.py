@@ -1,0 +1,215 @@
+"""Page data: what the review page knows, as JSON that a browser takes in at once.
+
+Columns of numbers are packed: 100,000 samples with their traces are a few megabytes, not a few hundred.
+
+    data = page_data(words, tally, traces, thumbnails, figures)
+    text = as_json(data)                              # nothing in it can end the script element it stands in
+
+Review page: one HTML file with its data, style and script inside, that fetches nothing from anywhere.
+
+A content security policy allows exactly this script and this style, by their hashes, and pictures that are in
+the page. What came out of shards is data to the script, which only ever sets it as text.
+
+    html = review_page(data, Heading(...))
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from markupsafe import Markup
+
+from pencil_scale.export.table import Words
+from pencil_scale.labels.history import Traces
+from pencil_scale.review.audit import CHANGED, UNCHANGED
+from pencil_scale.review.scan import LISTED, Cells, Tally
+from pencil_scale.review.thumbnails import Thumbnails
+from pencil_scale.storage.urls import without_passwords
+
+MOST_CELLS = 100_000
+FIGURES = (
+    "epoch",
+    "stage",
+    "corrected_share",
+    "label_entropy",
+    "given_label_accuracy",
+    "corrected_label_accuracy",
+    "corrected_label_accuracy_low",
+    "corrected_label_accuracy_high",
+    "validation_accuracy",
+    "test_accuracy",
+)
+
+
+def samples_of(tally: Tally) -> pa.Table:
+    """All samples of the page, each once: those listed, then those only drawn for the audit."""
+    listed = tally.listed
+    more = tally.drawn.filter(pa.array(~np.isin(tally.drawn["row"].to_numpy(), listed["row"].to_numpy())))
+    return pa.concat_tables([listed, more.select(LISTED.names)]).combine_chunks()
+
+
+def page_data(
+    words: Words, tally: Tally, traces: Traces, thumbnails: Thumbnails, figures: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Put together all that the page shows; `traces` are of `samples_of(tally)`, in that order."""
+    samples = samples_of(tally)
+    return {
+        "classes": words.class_names,
+        "counts": dict(tally.counts),
+        "transitions": _cells(tally.transitions),
+        "moves": _cells(tally.moves),
+        "scores": tally.scores.tolist(),
+        "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
+        "num_listed": len(tally.listed),
+        "samples": _columns(samples),
+        "traces": _traces(traces),
+        "thumbnails": [thumbnails.pictures.get(row) for row in samples["row"].to_pylist()],
+        "num_unseen": len(thumbnails.problems),
+        "audit": _audit(tally, samples),
+    }
+
+
+def as_json(data: dict[str, Any]) -> str:
+    """Spell data for a script element: no `<` and no `&`, so nothing in it can be markup."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    for letter, spelled in escaped.items():
+        text = text.replace(letter, spelled)
+    return text
+
+
+def packed(values: npt.NDArray[Any], kind: str) -> dict[str, str]:
+    """Numbers as a browser's typed array takes them: "u1", "u2", "u4" or "i4", lowest byte first."""
+    return {"kind": kind, "data": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}
+
+
+def _known(value: Any) -> Any:
+    """A figure that is no number is not known; JSON has no word for it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _columns(samples: pa.Table) -> dict[str, Any]:
+    ids, keys = samples["sample_id"].to_pylist(), samples["key"].to_pylist()
+    shards = samples["shard"].combine_chunks().dictionary_encode()
+    top_k = max((len(labels) for labels in samples["top_labels"].to_pylist()), default=0)
+    return {
+        "id": ids,
+        "key": [None if key == sample_id else key for sample_id, key in zip(ids, keys, strict=True)],
+        "shards": [without_passwords(url) for url in shards.dictionary.to_pylist()],
+        "shard": packed(shards.indices.to_numpy(), "u4"),
+        "row": samples["row"].to_pylist(),
+        **{name: packed(samples[name].to_numpy(), "u4") for name in ("given_label", "predicted_label")},
+        **{name: _shares(samples[name].to_numpy()) for name in ("label_score", "confidence", "margin")},
+        **{
+            name: packed(samples[name].fill_null(-1).to_numpy(), "i4")
+            for name in ("last_change_epoch", "before")
+        },
+        "top_k": top_k,
+        "top_labels": packed(samples["top_labels"].combine_chunks().flatten().to_numpy(), "u4"),
+        "top_shares": _shares(samples["top_shares"].combine_chunks().flatten().to_numpy()),
+    }
+
+
+def _shares(values: npt.NDArray[np.floating]) -> dict[str, str]:
+    return packed(np.rint(values.astype(np.float64) * 65535), "u2")
+
+
+def _traces(traces: Traces) -> dict[str, Any]:
+    confidence = np.rint(traces.confidence.astype(np.float32) * 255)
+    return {
+        "epochs": list(traces.epochs),
+        "classes": packed(traces.classes.ravel(), "u2"),
+        "confidence": packed(confidence.ravel(), "u1"),
+    }
+
+
+def _cells(cells: Cells) -> dict[str, Any]:
+    """The largest cells, falling; what is left out is counted."""
+    order = np.argsort(-cells.num, kind="stable")[:MOST_CELLS]
+    return {
+        **{name: packed(getattr(cells, name)[order], "u4") for name in ("first", "second", "num")},
+        "num_left_out": len(cells.num) - len(order),
+    }
+
+
+def _audit(tally: Tally, samples: pa.Table) -> dict[str, Any]:
+    """Which samples were drawn, in an order that mixes the two kinds as they come up."""
+    place_of = {row: place for place, row in enumerate(samples["row"].to_pylist())}
+    strata, rows = tally.drawn["stratum"].to_pylist(), tally.drawn["row"].to_pylist()
+    seen = {CHANGED: 0, UNCHANGED: 0}
+    total = {stratum: max(strata.count(stratum), 1) for stratum in seen}
+    turns = []
+    for stratum, row in zip(strata, rows, strict=True):
+        turns.append((seen[stratum] / total[stratum], stratum, place_of[row]))
+        seen[stratum] += 1
+    turns.sort()
+    return {
+        "order": [place for _, _, place in turns],
+        "stratum": [stratum for _, stratum, _ in turns],
+        CHANGED: tally.counts["learned_changed"],
+        UNCHANGED: tally.counts["learned_unchanged"],
+    }
+
+
+SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One of the large figures at the top."""
+
+    name: str
+    value: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What the page says before anything is drawn."""
+
+    run: str
+    created: str
+    catalogue_version: int
+    facts: tuple[Fact, ...]
+    since: str | None = None  # the labels compared with
+    notes: tuple[str, ...] = ()
+
+
+def review_page(data: dict[str, Any], heading: Heading) -> str:
+    """Spell the page."""
+    style = _read("page.css")
+    script = "(() => {\n'use strict';\n" + "\n".join(_read(name) for name in SCRIPTS) + "\n})();\n"
+    known = {"run": heading.run, "created": heading.created, "since": heading.since}
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(_read("page.html")).render(
+        **asdict(heading),
+        policy=content_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(as_json(data | known)),
+    )
+
+
+def content_policy(style: str, script: str) -> str:
+    """Allow this style, this script, and pictures inside the page; nothing else, and no network."""
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _read(name: str) -> str:
+    return (resources.files("pencil_scale.review") / "assets" / name).read_text()

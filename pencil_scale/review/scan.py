@@ -1,0 +1,238 @@
+"""Gallery: which samples are the most worth a person's look, and in which order.
+
+Every transition (given class -> suggested class) is shown, large ones more: its share of the list grows with
+the square root of its size. Within a transition the doubtful and the sure take turns, least margin, largest
+margin, next to least, and so on: the doubtful are where a person's word changes most, the sure are where
+one sees whether the method can be trusted. Labels that did not change are listed where they are in doubt.
+
+    size = ...                                                     # of each sample's transition
+    chosen = pick(given, suggested, margin, size, listed=2000)     # positions, the most worth a look first
+
+Review scan: one pass over the labels that counts all, and keeps the few samples people will look at.
+
+Any stretch of rows can be scanned alone, by any process, and what two scans found can be added up.
+
+    tally = merged([scan(source, rules, rows) for rows in stretches(source)], rules)
+    tally.counts["changed"], tally.transitions, tally.listed, tally.drawn
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.export.rows import ExportRows, Source
+from pencil_scale.export.table import LABELS, PERSON, SCHEMA
+from pencil_scale.labels.published import Published
+from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.method.decisions import UNLABELLED, decide
+from pencil_scale.review.audit import CHANGED, UNCHANGED, draw
+from pencil_scale.storage.files import PartStore
+
+DOUBT = 0.5  # an unchanged label is in doubt below this margin over the next class
+Int64s = npt.NDArray[np.int64]
+
+
+def candidates(given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Whether each label is one to list: changed, or in doubt."""
+    found: npt.NDArray[np.bool_] = (given != suggested) | (margin < DOUBT)
+    return found
+
+
+def pick(
+    given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32], size: Int64s, listed: int
+) -> Int64s:
+    """Rank candidates and take the first; `size` is how many candidates each one's transition has.
+
+    Picks of parts can be merged by picking again from their union, with the sizes of the whole.
+    """
+    turn = _turns(given << 32 | suggested, margin, given != suggested)
+    worth = (turn + 1) / np.sqrt(size)
+    return np.lexsort((-size, worth))[:listed]
+
+
+def _turns(cell: Int64s, margin: npt.NDArray[np.float32], changed: npt.NDArray[np.bool_]) -> Int64s:
+    """When each sample has its turn within its transition, from 0."""
+    order = np.lexsort((margin, cell))
+    starts = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])[: len(cell)]
+    sizes = np.diff(np.r_[starts, len(cell)])
+    from_low = np.arange(len(cell)) - np.repeat(starts, sizes)
+    from_high = np.repeat(sizes, sizes) - 1 - from_low
+    turn = np.empty(len(cell), np.int64)
+    turn[order] = np.where(changed[order], np.minimum(2 * from_low, 2 * from_high + 1), from_low)
+    return turn
+
+
+SCORE_BINS = 20
+KEPT = [
+    "row",
+    "sample_id",
+    "shard",
+    "key",
+    "given_label",
+    "predicted_label",
+    "label_score",
+    "confidence",
+    "margin",
+    "top_labels",
+    "top_shares",
+    "last_change_epoch",
+]
+LISTED = pa.schema([*(SCHEMA.field(name) for name in KEPT), ("before", pa.int64())])
+DRAWN = LISTED.append(pa.field("stratum", pa.string()))
+
+
+class Rules(NamedTuple):
+    """What to keep of a scan."""
+
+    listed: int
+    audit: int
+    seed: int
+    since: Published | None = None
+
+
+class Cells(NamedTuple):
+    """How many labels went from one class to another: the pairs that occur."""
+
+    first: Int64s
+    second: Int64s
+    num: Int64s
+
+    @staticmethod
+    def of(first: Int64s, second: Int64s, num: Int64s | None = None) -> "Cells":
+        """Count pairs, or add up counts of pairs."""
+        pairs, where = np.unique(first.astype(np.int64) << 32 | second, return_inverse=True)
+        total = np.zeros(len(pairs), np.int64)
+        np.add.at(total, where, 1 if num is None else num)
+        return Cells(pairs >> 32, pairs & 0xFFFFFFFF, total)
+
+    def num_of(self, first: Int64s, second: Int64s) -> Int64s:
+        """The counts of pairs, all of which occur."""
+        return self.num[np.searchsorted(self.first << 32 | self.second, first << 32 | second)]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a scan found."""
+
+    counts: Counter[str]
+    transitions: Cells  # given -> corrected, those that stayed too
+    moves: Cells  # corrected class before -> now, where it is another one
+    scores: Int64s  # [2, SCORE_BINS], label scores of unchanged and changed labels
+    worth_a_look: Cells  # given -> corrected, of those that could be listed
+    listed: pa.Table
+    drawn: pa.Table
+
+
+def scan(source: Source, rules: Rules, rows: range) -> Tally:
+    """Go through some rows."""
+    return merged([_of_table(table, rules) for table in _tables(source, rules, rows)], rules)
+
+
+def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
+    """Add up what was counted, and choose again among what was chosen."""
+    counts: Counter[str] = sum((tally.counts for tally in tallies), Counter())
+    listed = pa.concat_tables([LISTED.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
+    drawn = pa.concat_tables([DRAWN.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
+    scores = sum((tally.scores for tally in tallies), np.zeros((2, SCORE_BINS), np.int64))
+    worth_a_look = _added([tally.worth_a_look for tally in tallies])
+    return Tally(
+        counts,
+        _added([tally.transitions for tally in tallies]),
+        _added([tally.moves for tally in tallies]),
+        scores,
+        worth_a_look,
+        _picked(listed, worth_a_look, rules.listed),
+        pa.concat_tables(_drawn(drawn, stratum, rules) for stratum in (CHANGED, UNCHANGED)),
+    )
+
+
+def _tables(source: Source, rules: Rules, rows: range) -> Iterator[pa.Table]:
+    """The rows of an export, and under `before` what their labels were at the time to compare with."""
+    before = np.full(len(rows), UNLABELLED)
+    if rules.since is not None:
+        before = _classes(rules.since, rows, source.words.class_names)
+    for table in ExportRows(source).tables(rows):
+        here = before[table["row"].to_numpy() - rows.start]
+        yield table.append_column("before", pa.array(here, pa.int64(), mask=here == UNLABELLED))
+
+
+def _of_table(table: pa.Table, rules: Rules) -> Tally:
+    speaker = table["predicted_by"].fill_null("").to_numpy(zero_copy_only=False)
+    given, now, before = (_numbers(table[name]) for name in ("given_label", "predicted_label", "before"))
+    judged = np.isin(speaker, (LABELS, PERSON)) & (given != UNLABELLED)
+    changed, learned = judged & (given != now), judged & (speaker == LABELS)
+    moved = judged & (before != UNLABELLED) & (before != now)
+    counts = Counter(
+        rows=len(table),
+        labels=int(judged.sum()),
+        changed=int(changed.sum()),
+        pinned=int(pc.sum(table["pinned"]).as_py() or 0),
+        untouched=int((speaker == "given").sum()),
+        moved=int(moved.sum()),
+        new=int((judged & (before == UNLABELLED)).sum()) if rules.since is not None else 0,
+        flagged=int((moved & changed & (before == given)).sum()),
+        cleared=int((moved & ~changed).sum()),
+        learned_changed=int((learned & changed).sum()),
+        learned_unchanged=int((learned & ~changed).sum()),
+    )
+    score, margin = (table[name].fill_null(0.0).to_numpy() for name in ("label_score", "margin"))
+    worth = learned & candidates(given, now, margin)
+    drawn = table.append_column("stratum", pa.array(np.where(changed, CHANGED, UNCHANGED), pa.string()))
+    return Tally(
+        counts,
+        Cells.of(given[judged], now[judged]),
+        Cells.of(before[moved], now[moved]),
+        np.stack([_bins(score[judged & ~changed]), _bins(score[changed])]),
+        Cells.of(given[worth], now[worth]),
+        table.select(LISTED.names).filter(pa.array(worth)),
+        drawn.select(DRAWN.names).filter(pa.array(learned)),
+    )
+
+
+def _picked(listed: pa.Table, sizes: Cells, num: int) -> pa.Table:
+    given, now = (_numbers(listed[name]) for name in ("given_label", "predicted_label"))
+    margin = listed["margin"].fill_null(0.0).to_numpy()
+    return listed.take(pa.array(pick(given, now, margin, sizes.num_of(given, now), num)))
+
+
+def _drawn(drawn: pa.Table, stratum: str, rules: Rules) -> pa.Table:
+    here = drawn.filter(pc.equal(drawn["stratum"], stratum))
+    return here.take(pa.array(draw(here["row"].to_numpy(), rules.seed, rules.audit)))
+
+
+def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:
+    """What published labels say of these rows, in the numbers of a class list; -1 where they say nothing."""
+    order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
+    manifest, layout = published.manifest, published.manifest.layout
+    classes = np.full(len(rows), UNLABELLED, np.int64)
+    store, stop = PartStore(manifest.store), min(rows.stop, layout.num_rows)
+    for part in range(rows.start >> layout.shift, (max(stop, 1) - 1 >> layout.shift) + 1):
+        batch, here = get_part(manifest, store, part, LABELS_FOLDER), layout.rows_of(part)
+        logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), -1)
+        found = decide(logits, batch.column("noisy_class").to_numpy()).corrected_class
+        first, last = max(here.start, rows.start), min(here.stop, stop)
+        if first < last:
+            classes[first - rows.start : last - rows.start] = found[first - here.start : last - here.start]
+    return order.classes(classes)
+
+
+def _added(cells: Sequence[Cells]) -> Cells:
+    empty = np.zeros(0, np.int64)
+    columns = [np.concatenate([empty, *(one[place] for one in cells)]) for place in range(3)]
+    return Cells.of(*columns)
+
+
+def _numbers(column: Any) -> Int64s:
+    numbers: Int64s = column.fill_null(UNLABELLED).to_numpy().astype(np.int64)
+    return numbers
+
+
+def _bins(scores: npt.NDArray[np.float32]) -> Int64s:
+    return np.histogram(scores, SCORE_BINS, (0.0, 1.0))[0].astype(np.int64)

@@ -1,1 +1,0 @@
-"""A run: its checks, its driver, its workers, its end."""

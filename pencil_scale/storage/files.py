@@ -1,0 +1,156 @@
+"""Part store: where snapshots live, a local folder or any fsspec URL.
+
+A file there is written once, whole, under its final name, and never changes: locally it is written beside,
+fsynced and renamed; on an object store it is one put. A name that exists is a finished file.
+
+    store = PartStore("s3://lake/labels")
+    store.put("parts/ab12.arrow", data)
+    data = store.get("parts/ab12.arrow")
+"""
+
+import errno
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from pencil_scale.storage.errors import LabelTableError, TableDamagedError
+
+BESIDE = ".unfinished"
+LOCK = ".lock"  # a file of a local folder that is locked while an object beside it is compared and replaced
+
+
+class StorageRefusedError(LabelTableError):
+    """The disk or the object store would not take a file: full, read-only, or not allowed."""
+
+
+class StorageFullError(StorageRefusedError):
+    """There is no room left."""
+
+
+@contextmanager
+def named_storage_errors(path: str | Path) -> Iterator[None]:
+    """Turn the system's refusal to write `path` into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageFullError(
+                f"{path}: {reason}; nothing unfinished was kept: free some space, or choose another folder"
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+            raise StorageRefusedError(
+                f"{path}: cannot be written ({reason}); choose a folder this user may write to"
+            ) from error
+        raise
+
+
+@contextmanager
+def written_beside(path: Path, durable: bool) -> Iterator[Path]:
+    """Give a name to write to; the file gets its real name only when it is whole."""
+    # Two parts may have the same content, and two hosts the same process ids: every writer writes alone.
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}{BESIDE}")
+    with named_storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield beside
+            if durable:
+                _fsync(beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        if durable:
+            _fsync(path.parent)  # the name itself must survive a power cut before a manifest relies on it
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _age_s(info: dict[str, Any]) -> float:
+    """The age of a file; 0 where the store does not say, so that nothing is taken for old."""
+    names = ("mtime", "LastModified", "last_modified", "updated", "created")
+    written = next((info[name] for name in names if info.get(name) is not None), None)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
+    if isinstance(written, datetime):
+        written = written.timestamp()
+    return 0.0 if written is None else time.time() - float(written)
+
+
+class PartStore:
+    """Immutable files under one folder or URL."""
+
+    def __init__(self, url: str | Path):
+        self._files, self._root = fsspec.core.url_to_fs(str(url).rstrip("/"))
+        self._local = isinstance(self._files, LocalFileSystem)
+        self.url = self._root if self._local else str(url).rstrip("/")
+        # A listing cached before another process swept would vouch for files that are gone.
+        self._files.invalidate_cache()
+
+    def path(self, name: str) -> str:
+        """The full address of a file, for messages and for other programs."""
+        return f"{self.url}/{name}"
+
+    def holds(self, name: str, num_bytes: int) -> bool:
+        """Whether the file is there with all its bytes: a store without atomic puts may have cut it off."""
+        try:
+            info = self._files.info(f"{self._root}/{name}")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return int(info["size"]) == num_bytes
+
+    def age_s(self, name: str) -> float:
+        """How long ago a file was written, as far as its store tells."""
+        try:
+            return _age_s(self._files.info(f"{self._root}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return 0.0
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write a file, whole or not at all."""
+        if self._local:
+            with written_beside(Path(self._root) / name, durable=True) as beside:
+                beside.write_bytes(data)
+        else:
+            with named_storage_errors(self.path(name)):
+                self._files.pipe_file(f"{self._root}/{name}", bytes(data))
+
+    def get(self, name: str) -> bytes:
+        """Read a file."""
+        try:
+            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise TableDamagedError(
+                f"{self.path(name)}: missing, though a manifest names it; restore another manifest"
+            ) from error
+
+    def names(self, folder: str) -> list[str]:
+        """The files of one folder of the store, unfinished ones too."""
+        try:
+            found = self._files.ls(f"{self._root}/{folder}", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(f"{folder}/{name}" for name in (Path(path).name for path in found) if name != LOCK)
+
+    def delete_if_there(self, name: str) -> None:
+        """Remove a file that may be gone already."""
+        with suppress(FileNotFoundError):
+            self.delete(name)
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+        with named_storage_errors(self.path(name)):
+            self._files.rm_file(f"{self._root}/{name}")

@@ -1,0 +1,275 @@
+"""Byte source: ranges of one object, wherever it is, and the version those bytes belong to.
+
+Local files are read with `pread`, everything else through fsspec. A read that comes back short is an
+error here and never a short answer, because the reader above would take it for the object's end.
+
+    with open_source("s3://crawl/train-000000.tar") as source:
+        window = Window(source)
+        block = window.at(512, 512)
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import fsspec
+
+from pencil_scale.storage.errors import PencilError
+
+
+class ShardError(PencilError):
+    """A shard that cannot be listed, opened or read, named with what to do about it."""
+
+
+class ShardVersion(NamedTuple):
+    """What must not change under an offset: the object's size and its ETag or modification time."""
+
+    num_bytes: int
+    tag: str
+
+
+class ByteSource(Protocol):
+    """An object of known size that gives any range of its bytes."""
+
+    url: str
+    num_bytes: int
+    far_bytes: int  # a gap wider than this is cheaper to jump than to read through
+    chunk_bytes: int  # the most that is read ahead in one request
+
+    def read(self, start: int, length: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class MemorySource:
+    """Bytes already in memory, for whoever holds a shard in hand."""
+
+    far_bytes = 1 << 16
+    chunk_bytes = 1 << 16
+
+    def __init__(self, data: bytes, url: str = "memory") -> None:
+        self.url = url
+        self.num_bytes = len(data)
+        self._data = data
+
+    def read(self, start: int, length: int) -> bytes:
+        return self._data[start : start + length]
+
+    def close(self) -> None:
+        pass
+
+
+class FileSource:
+    """A local file, read with `pread`: jumping costs next to nothing."""
+
+    far_bytes = 1 << 18
+    chunk_bytes = 1 << 20
+
+    def __init__(self, path: str, url: str) -> None:
+        self.url = url
+        self._fd = os.open(path, os.O_RDONLY)
+        self.num_bytes = os.fstat(self._fd).st_size
+
+    def read(self, start: int, length: int) -> bytes:
+        return os.pread(self._fd, length, start)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RemoteSource:
+    """An object behind fsspec. A request costs about as much as reading four megabytes through."""
+
+    far_bytes = 1 << 22
+    chunk_bytes = 1 << 23
+
+    def __init__(self, filesystem: Any, path: str, url: str, num_bytes: int) -> None:
+        self.url = url
+        self.num_bytes = num_bytes
+        self._filesystem = filesystem
+        self._path = path
+
+    def read(self, start: int, length: int) -> bytes:
+        data: bytes = self._filesystem.cat_file(self._path, start=start, end=start + length)
+        return data
+
+    def close(self) -> None:
+        pass
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Find the fsspec filesystem of a URL and the path inside it."""
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ShardError(f"{url}: no way to read this kind of URL ({error})") from error
+    return filesystem, path
+
+
+def is_local(filesystem: Any) -> bool:
+    """Tell whether paths of this filesystem are paths of this machine."""
+    protocol = filesystem.protocol
+    return bool({"file", "local"} & {protocol, *(protocol if isinstance(protocol, tuple) else ())})
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn whatever a store's library raises into one line; that something is not there stays what it is.
+
+    The libraries raise classes of their own (no credentials, endpoint down), which nobody can list.
+    """
+    try:
+        yield
+    except (PencilError, FileNotFoundError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ShardError(f"{what}: {reason}; check the URL, access and network") from error
+
+
+def version_of(url: str) -> ShardVersion | None:
+    """Ask the store for an object's size and version; None when it is not there."""
+    filesystem, path = filesystem_of(url)
+    try:
+        with store_errors(f"{url}: the store does not tell its size"):
+            if is_local(filesystem):
+                status = Path(path).stat()
+                return ShardVersion(status.st_size, f"mtime:{status.st_mtime_ns}")
+            filesystem.invalidate_cache(filesystem._parent(path))
+            info = filesystem.info(path)
+            num_bytes = int(info["size"])
+    except FileNotFoundError:
+        return None
+    return ShardVersion(num_bytes, version_tag(info))
+
+
+def version_tag(info: Mapping[str, Any]) -> str:
+    """Choose what tells two versions of an object apart, from what its store says of it.
+
+    Stores that keep no hash give an ETag of nothing between quotes, the same for every object.
+    """
+    names = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
+    told = [(name.lower(), info[name]) for name in names if info.get(name) is not None]
+    return next((f"{name}:{value}" for name, value in told if str(value).strip('"')), "")
+
+
+def versions_of(urls: list[str]) -> list[ShardVersion | None]:
+    """Ask for many versions at once; the store's latency is waited for in parallel."""
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        return list(pool.map(version_of, urls))
+
+
+@contextmanager
+def open_source(url: str) -> Iterator[ByteSource]:
+    """Open an object for range reads: a path, `file://`, `s3://` or any URL fsspec knows."""
+    filesystem, path = filesystem_of(url)
+    source: ByteSource
+    try:
+        with store_errors(f"shard {url}: cannot be opened"):
+            if is_local(filesystem):
+                source = FileSource(path, url)
+            else:
+                source = RemoteSource(filesystem, path, url, int(filesystem.info(path)["size"]))
+    except FileNotFoundError as error:
+        raise ShardError(f"shard {url}: it is not there any more; run again") from error
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+class Window:
+    """The bytes around a reader that mostly moves forward.
+
+    Small members lie close together and are read in growing sequential requests; a gap wider than the
+    source's `far_bytes` is jumped, and the next request starts small again. `keep` is the lowest offset
+    the reader may still ask for (None: where it is): what lies before is let go when the window moves.
+    """
+
+    first_bytes = 1 << 16
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source = source
+        self.keep: int | None = None
+        self._start = 0
+        self._data = b""
+        self._ahead = self.first_bytes
+
+    def at(self, offset: int, length: int) -> bytes:
+        """Give the bytes [offset, offset + length), fewer only where the object ends."""
+        begin = offset - self._start
+        if begin < 0 or begin + length > len(self._data):
+            length = min(length, max(0, self.source.num_bytes - offset))
+            if begin < 0 or begin + length > len(self._data):
+                return self._fill(offset, length)
+        return self._data[begin : begin + length]
+
+    def holding(self, offset: int, length: int) -> tuple[bytes, int]:
+        """Give a buffer and where in it these bytes begin, without copying them out."""
+        begin = offset - self._start
+        if begin >= 0 and begin + length <= len(self._data):
+            return self._data, begin
+        return self.at(offset, length), 0
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """Give a few bytes from anywhere, and stay where the window is."""
+        begin = offset - self._start
+        if begin >= 0 and begin + length <= len(self._data):
+            return self._data[begin : begin + length]
+        return self._read(offset, length)
+
+    def _fill(self, offset: int, length: int) -> bytes:
+        end = self._start + len(self._data)
+        if offset < self._start or length > 4 * self.source.chunk_bytes:
+            return self._read(offset, length)
+        if offset - end > self.source.far_bytes:
+            self._ahead = self.first_bytes
+            self._start, self._data = offset, self._read(offset, max(length, self._ahead))
+        else:
+            kept = max(self._start, min(offset if self.keep is None else self.keep, offset, end))
+            if offset - kept > 4 * self.source.chunk_bytes:
+                kept = min(offset, end)
+            wanted = max(offset + length - end, self._ahead)
+            self._data = self._data[kept - self._start :] + self._read(end, wanted)
+            self._start = kept
+            self._ahead = min(2 * self._ahead, self.source.chunk_bytes)
+        return self._data[offset - self._start : offset - self._start + length]
+
+    def _read(self, start: int, length: int) -> bytes:
+        length = max(0, min(length, self.source.num_bytes - start))
+        with store_errors(f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed"):
+            data = self.source.read(start, length) if length > 0 else b""
+        if len(data) != length:
+            raise ShardError(
+                f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
+                "it changed while it was read: run again when nobody writes it"
+            )
+        return data
+
+
+# People write passwords unescaped, so where the credentials of a URL end is ambiguous. After `user:`, all up
+# to the last `@` of the URL is the password, which may contain `/` and `@`: that may hide part of a path, but
+# never shows a password. A colon with only a port after it is no password. Without a colon, a token ends at
+# the last `@` before the first `/`, so s3://bucket/a@b/x.tar stays. A match never reaches into the next URL.
+CREDENTIALS = re.compile(
+    r"://(?:(?P<user>[^/@:\s\[]*:)(?!//|\d{1,5}(?:[/?#\s]|$))(?:(?!://)\S)+@|[^/?#\s]+@)",
+)
+
+
+SECRET_IN_QUERY = re.compile(
+    r"(?i)([?&][^=&\s]*(?:secret|token|password|signature|sig|key)[^=&\s]*=)[^&#\s'\"]+"
+)
+
+
+def without_passwords(value: Any) -> Any:
+    """Blank out the passwords, signatures and tokens in every URL of a text."""
+    if isinstance(value, list | tuple):
+        return type(value)(without_passwords(item) for item in value)
+    if not isinstance(value, str):
+        return value
+    value = CREDENTIALS.sub(lambda found: f"://{found['user'] or ''}***@", value)
+    return SECRET_IN_QUERY.sub(r"\1***", value)

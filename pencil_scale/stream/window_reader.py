@@ -1,0 +1,228 @@
+"""Window reader: a piece of an epoch's plan in, its images as Arrow tables out.
+
+A read task looks the rows of its piece up in the catalogue, fetches their bytes, decodes them in the order of
+the epoch and gives them away a block at a time: it holds about one window of bytes and one block of pixels.
+
+    spec = ReadSpec("s3://lake/clothing1m", version=3, resize=256, size=(256, 256))
+    for table in read_piece(spec, piece):       # row, noisy_class, image, problem
+        ...
+
+An image that does not decode is all zeros, and `problem` says of which sample, where and why. Neither torch
+nor Ray is imported here: this runs in every process that reads, and those should start fast and stay small.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pencil_scale.catalogue.catalogue import PLAN_COLUMNS, Catalogue
+from pencil_scale.catalogue.ranges import RangeReader
+from pencil_scale.images.decode import UndecodableError, check_size, decode
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.stream.plan import CHUNK_ROWS, Int64s, Mask, Piece, RowCounts
+
+BLOCK_BYTES = 32 << 20
+NUM_PROBED = 32
+_ONE_READER = Lock()  # a Parquet file that two threads read at once fails with strange errors
+
+
+class StreamError(PencilError):
+    """A stream of images that cannot be what was planned."""
+
+
+@dataclass(frozen=True)
+class ReadSpec:
+    """What a read task must know besides its piece."""
+
+    storage: str
+    version: int
+    part: str = ""
+    resize: int | None = None
+    size: tuple[int, int] | None = None  # height and width of every image; None: leave them undecoded
+    block_bytes: int = BLOCK_BYTES
+
+    def catalogue(self) -> Catalogue:
+        """Open the catalogue, once in every process: its manifest names every shard."""
+        return _opened(self.storage, self.version, self.part)
+
+    @property
+    def schema(self) -> pa.Schema:
+        pixels = pa.large_binary() if self.size is None else pa.binary(3 * self.size[0] * self.size[1])
+        return pa.schema(
+            [("row", pa.int64()), ("noisy_class", pa.int64()), ("image", pixels), ("problem", pa.string())]
+        )
+
+
+class Selection:
+    """The rows an epoch visits: the ok rows of a catalogue, or those of them in a subset."""
+
+    def __init__(self, catalogue: Catalogue, subset: npt.NDArray[Any] | None = None) -> None:
+        self._catalogue = catalogue
+        self.mask = None if subset is None else _as_mask(subset, catalogue.num_rows)
+        self.counts = self._counts()
+
+    def members(self, chunk: int) -> Int64s:
+        """Look up the rows of a chunk, rising."""
+        return self._chosen(ok_table(self._catalogue, chunk))["row"].to_numpy()  # type: ignore[no-any-return]
+
+    def among(self, visited: Mask) -> Mask:
+        """Leave out what this selection never visits; a table may also be longer than the catalogue."""
+        visited = visited[: self._catalogue.num_rows]
+        return visited if self.mask is None else visited & self.mask
+
+    def _counts(self) -> RowCounts:
+        chunks = self._catalogue.chunks()
+        if self.mask is None:
+            return RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
+        num_rows, num_bytes = np.zeros((2, len(chunks.num_ok)), np.int64)
+        for chunk in np.unique(np.flatnonzero(self.mask) // CHUNK_ROWS).tolist():
+            table = self._chosen(ok_table(self._catalogue, chunk))
+            num_rows[chunk], num_bytes[chunk] = len(table), pc.sum(table["image_bytes"]).as_py() or 0
+        return RowCounts(num_rows, num_bytes)
+
+    def _chosen(self, table: pa.Table) -> pa.Table:
+        return table if self.mask is None else table.filter(pa.array(self.mask[table["row"].to_numpy()]))
+
+
+def ok_table(catalogue: Catalogue, chunk: int) -> pa.Table:
+    """Read where the ok rows of a chunk are."""
+    stop = min((chunk + 1) * CHUNK_ROWS, catalogue.num_rows)
+    with _ONE_READER:
+        table = catalogue.read(chunk * CHUNK_ROWS, stop, PLAN_COLUMNS)
+    return table.filter(pc.equal(table["status"], "ok"))
+
+
+def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
+    """Read one piece of an epoch, in the order of the epoch."""
+    catalogue = spec.catalogue()
+    tables = {chunk: ok_table(catalogue, chunk) for chunk in piece.chunks}
+    try:
+        rows = piece.rows(lambda chunk: tables[chunk]["row"].to_numpy())
+    except ValueError as error:
+        raise StreamError(
+            f"{catalogue.folder}, version {catalogue.version}: {error}; the visited rows or the subset "
+            "belong to another version: start the run anew"
+        ) from error
+    known = pa.concat_tables(tables.values())  # chunks rise, and so do their rows
+    places = known.take(pa.array(np.searchsorted(known["row"].to_numpy(), rows)))
+    images = _fetch(catalogue, places)
+    yield from _blocks(spec, places, images)
+
+
+def read_pieces(spec: ReadSpec, pieces: Sequence[Piece], num_threads: int = 2) -> Iterator[pa.Table]:
+    """Read pieces one after the other in this process, some ahead: for small data and short trials."""
+
+    def whole(piece: Piece) -> list[pa.Table]:
+        return list(read_piece(spec, piece))
+
+    coming: deque[Future[list[pa.Table]]] = deque()
+    waiting = iter(pieces)
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            coming.extend(pool.submit(whole, piece) for piece in islice(waiting, num_threads))
+            while coming:
+                tables = coming.popleft().result()
+                coming.extend(pool.submit(whole, piece) for piece in islice(waiting, 1))
+                yield from tables
+        finally:
+            for task in coming:
+                task.cancel()
+
+
+def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
+    """Find the height and width of the images where the config does not say: the commonest of the first."""
+    chunks = np.flatnonzero(selection.counts.num_rows)
+    if len(chunks) == 0:
+        raise StreamError(f"{spec.storage}: no row to read; see what index_shards says of the shards")
+    rows = selection.members(int(chunks[0]))[:NUM_PROBED]
+    catalogue = spec.catalogue()
+    table = ok_table(catalogue, int(chunks[0]))
+    places = table.filter(pc.is_in(table["row"], pa.array(rows)))
+    sizes: Counter[tuple[int, int]] = Counter()
+    for data in _fetch(catalogue, places):
+        try:
+            height, width, _ = decode(data).shape
+            sizes[height, width] += 1
+        except UndecodableError as problem:
+            reason = problem
+    if not sizes:
+        raise StreamError(f"{spec.storage}: of the first {len(rows)} images none decodes, such as {reason}")
+    return sizes.most_common(1)[0][0]
+
+
+def _fetch(catalogue: Catalogue, places: pa.Table) -> list[bytes]:
+    columns = [places[name].to_numpy() for name in ("shard", "image_offset", "image_bytes")]
+    return RangeReader(catalogue.shards).read(*columns)
+
+
+def _blocks(spec: ReadSpec, places: pa.Table, images: list[bytes]) -> Iterator[pa.Table]:
+    """Cut a window into blocks of about equal bytes, letting go of what was given away."""
+    if spec.size is None:
+        ends = np.cumsum([len(data) for data in images])
+        block = ends // spec.block_bytes
+    else:
+        block = np.arange(len(images)) // max(1, spec.block_bytes // (3 * spec.size[0] * spec.size[1]))
+    for number in np.unique(block):
+        here = slice(*np.searchsorted(block, [number, number + 1]).tolist())
+        column, problems = _column(spec, images[here])
+        images[here] = [b""] * len(problems)
+        part = places.slice(here.start, here.stop - here.start)
+        named = [reason and _name(spec, part, place, reason) for place, reason in enumerate(problems)]
+        yield pa.table([part["row"], part["noisy_class"].cast(pa.int64()), column, named], schema=spec.schema)
+
+
+def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | None]]:
+    if spec.size is None:
+        return pa.array(images, pa.large_binary()), [None] * len(images)
+    pixels = np.zeros((len(images), *spec.size, 3), np.uint8)
+    problems: list[str | None] = [None] * len(images)
+    for number, data in enumerate(images):
+        try:
+            image = decode(data, spec.resize)
+            check_size(image.shape[:2], spec.size)
+            pixels[number] = image
+        except UndecodableError as problem:
+            problems[number] = str(problem)
+    kind = spec.schema.field("image").type
+    return pa.FixedSizeBinaryArray.from_buffers(kind, len(images), [None, pa.py_buffer(pixels)]), problems
+
+
+def name_problem(catalogue: Catalogue, row: int, reason: str) -> str:
+    """Say which sample could not be decoded, where it is, and why, in one line."""
+    with _ONE_READER:
+        found = catalogue.read(row, row + 1, ["sample_id", "shard", "image_offset"]).to_pylist()[0]
+    url = catalogue.shards[found["shard"]].url
+    return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
+
+
+def _name(spec: ReadSpec, places: pa.Table, place: int, reason: str) -> str:
+    return name_problem(spec.catalogue(), places["row"][place].as_py(), reason)
+
+
+def _as_mask(subset: npt.NDArray[Any], num_rows: int) -> Mask:
+    """Take a subset as it comes: a mask over all rows, or row numbers."""
+    if subset.dtype == np.bool_ and len(subset) == num_rows:
+        return subset
+    if subset.dtype == np.bool_ or (len(subset) and not 0 <= subset.min() <= subset.max() < num_rows):
+        raise StreamError(
+            f"a subset of {len(subset):,} rows does not fit a catalogue of {num_rows:,}; it was made for "
+            "another version: run balance_subset again"
+        )
+    mask = np.zeros(num_rows, np.bool_)
+    mask[subset] = True
+    return mask
+
+
+@lru_cache(maxsize=4)
+def _opened(storage: str, version: int, part: str) -> Catalogue:
+    return Catalogue.open(storage, version, part)

@@ -1,0 +1,1 @@
+"""Class-balanced subsets of the catalogue."""

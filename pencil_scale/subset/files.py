@@ -1,0 +1,149 @@
+"""Subset files: the rows of a subset and whose rows they are, published by a manifest.
+
+`<storage>/subsets/NAME/` holds `members-<hash>.parquet` (row, sample_key, class) for every time the subset
+was drawn, and `manifest.json`, replaced last, that names the newest. Rows are rows of one storage's catalogue
+and are for life, so a subset stays good when that catalogue grows; for any other it is refused.
+
+    write_subset(folder, SubsetWords(storage, catalogue.version, ...), members)
+    rows = read_members("s3://lake/clothing1m/subsets/260k", catalogue, storage)      # int64, rising
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.subset.choice import SubsetError
+
+KIND = "pencil_scale subset"
+FORMAT = 2
+MANIFEST = "manifest.json"
+MEMBERS = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("sample_key", pa.binary(16), nullable=False),
+        pa.field("class", pa.int32(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class SubsetWords:
+    """What a subset says of itself."""
+
+    storage: str
+    catalogue: str  # id
+    catalogue_version: int
+    num_members: int
+    class_names: tuple[str, ...]
+    class_counts: tuple[int, ...]  # members of each class
+    drawn_with: Mapping[str, Any]  # every setting that decides who is a member
+    shards: str | None = None  # folder of new shards that hold just these samples
+    members: str = ""  # the file, named by its content
+    format: int = FORMAT
+    kind: str = field(default=KIND)
+
+
+def subset_folder(storage: str, name: str) -> str:
+    """Where a storage keeps a subset."""
+    return f"{storage.rstrip('/')}/subsets/{name}"
+
+
+def write_subset(folder: str, words: SubsetWords, members: pa.Table) -> SubsetWords:
+    """Write the members, then the manifest that publishes them."""
+    sink = io.BytesIO()
+    pq.write_table(members.select(MEMBERS.names).cast(MEMBERS), sink, compression="zstd")
+    data = sink.getvalue()
+    name = f"members-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    store = PartStore(folder)
+    if not store.holds(name, len(data)):
+        store.put(name, data)
+    words = SubsetWords(**{**asdict(words), "members": name})
+    store.put(MANIFEST, json.dumps(asdict(words), indent=1).encode())
+    return words
+
+
+def read_words(folder: str) -> SubsetWords | None:
+    """Read what a subset says of itself; None where there is no subset."""
+    try:
+        found = json.loads(PartStore(folder).get(MANIFEST))
+    except TableDamagedError:
+        return None
+    except ValueError as error:
+        raise SubsetError(f"subset {folder}: its manifest is damaged ({error}); draw it again") from error
+    if not isinstance(found, dict) or found.get("kind") != KIND or found.get("format") != FORMAT:
+        raise SubsetError(f"subset {folder}: {MANIFEST} is no subset of format {FORMAT}; check the address")
+    lists = {name: tuple(found[name]) for name in ("class_names", "class_counts")}
+    return SubsetWords(**{**found, **lists})
+
+
+def read_table(folder: str, words: SubsetWords) -> pa.Table:
+    """Read the members, and refuse a file that is not the one the manifest names."""
+    data = PartStore(folder).get(words.members)
+    if f"members-{hashlib.sha256(data).hexdigest()[:16]}.parquet" != words.members:
+        raise SubsetError(f"subset {folder}: {words.members} is damaged; draw it again")
+    return pq.read_table(pa.BufferReader(data), schema=MEMBERS)
+
+
+def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray[np.int64]:
+    """Read the rows of a subset for training on a catalogue, after making sure that they are its rows."""
+    words = read_words(folder)
+    if words is None:
+        raise SubsetError(f"data.subset: {folder} holds no subset; make one with pipelines.balance_subset")
+    if same_place(words.storage) != same_place(storage):
+        raise SubsetError(
+            f"data.subset: {folder} was drawn from {words.storage}, this run's storage is {storage}; its "
+            "rows are other samples here: draw a subset of this storage"
+        )
+    if words.catalogue_version > catalogue.version:
+        raise SubsetError(
+            f"data.subset: {folder} was drawn from catalogue version {words.catalogue_version}, this run has "
+            f"version {catalogue.version}; use the newer catalogue in a new run, or an older subset"
+        )
+    members = read_table(folder, words).sort_by("row")
+    if len(members) == 0:
+        raise SubsetError(f"data.subset: {folder} has no members; draw it again")
+    if words.catalogue != catalogue.id:
+        _require_same_samples(folder, members, catalogue)
+    rows: npt.NDArray[np.int64] = members["row"].to_numpy()
+    return rows
+
+
+def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) -> None:
+    """Compare members with the samples that have their rows now: the catalogue was rebuilt."""
+    rows, keys = members["row"].to_numpy(), members["sample_key"].to_pylist()
+    done = 0
+    for table in catalogue.batches(["sample_key"]):
+        first = done
+        done += len(table)
+        here = slice(*np.searchsorted(rows, [first, done]).tolist())
+        found = table["sample_key"].take(pa.array(rows[here] - first)).to_pylist()
+        if found != keys[here]:
+            raise SubsetError(
+                f"data.subset: {folder}: its rows are other samples now; the catalogue was rebuilt since the "
+                "subset was drawn: draw it again"
+            )
+
+
+def fingerprint(folder: str) -> str:
+    """Name the members as they are now: another name means other members."""
+    words = read_words(folder)
+    return "" if words is None else words.members
+
+
+def same_place(storage: str) -> str:
+    """Spell a storage so that two spellings of one place are equal."""
+    filesystem, path = filesystem_of(storage.rstrip("/"))
+    protocol = filesystem.protocol
+    return f"{protocol if isinstance(protocol, str) else protocol[0]}:{path}"

@@ -1,0 +1,1 @@
+"""What a run reports to people and to MLflow."""

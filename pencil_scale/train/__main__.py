@@ -1,0 +1,46 @@
+"""The main job: train in three stages on noisy shards, and repair their labels on the way.
+
+    python -m pencil_scale.train configs/demo.yaml
+    python -m pencil_scale.train configs/demo.yaml --dry-run       # what it will take; writes nothing
+    ray job submit --working-dir . -- python -m pencil_scale.train configs/clothing1m.yaml
+
+The same command again resumes the run; a run that is finished, or was started with other settings, is
+refused. On SIGTERM or Ctrl-C the workers save and the command ends with exit code 143.
+
+Labels are held, not published, where the network is not clearly better than chance, a class lost most of its
+samples, or data.truth says that they got worse. The command then prints why and ends with exit code 3; look
+with pipelines.review_report, and release the labels with pipelines.promote. gate.hold=false only warns.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from pencil_scale.config.command import HELD, run_job
+from pencil_scale.config.settings import Config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job a command line asks for, and give its exit code; 3 says that labels wait for a person."""
+    ended: list[object] = []
+    code = run_job(
+        lambda config, dry_run: ended.append(run(config, dry_run)),
+        argv,
+        module="pencil_scale.train",
+        what="Train on noisy shards and repair their labels.",
+        flags={"dry_run": "say what the run will take (a trial of 30 seconds), write nothing, and end"},
+    )
+    return HELD if code == 0 and getattr(ended[-1], "held", False) else code
+
+
+def run(config: Config, dry_run: bool = False) -> object:
+    """Train to the end, publish the model and the labels, and give the summary."""
+    # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
+    from pencil_scale.train.preflight import require_agreement
+    from pencil_scale.train.run import foretell, train
+
+    require_agreement(config)
+    return foretell(config) if dry_run else train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

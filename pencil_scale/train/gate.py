@@ -1,0 +1,117 @@
+"""Gate: whether the labels of a run may be published as repaired, or wait for a person.
+
+A run is held when its network is not clearly better than chance, when a class lost most of its samples, or
+when known truth says that the labels got worse.
+
+    reasons = judge(record, report, class_names, max_class_loss=0.5, num_clean={"test": 10_000})
+    reasons                            # none: publish
+
+Chance among C classes is 1/C. To be clearly better, a figure has to exceed it by three standard deviations
+of what guessing would score on that many samples, and by a margin that chance cannot explain away: half of
+chance where there are many classes, a twentieth of what is left up to 1 where there are few, whichever is
+less. On many samples 2 classes need more than 0.525, 10 classes 0.145, 100 classes 0.015. Noise limits how
+often a perfect network agrees with the given labels: to 0.60 if 40 % of two classes are swapped, to 0.28 if
+80 % of ten classes are redrawn. Both pass.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pencil_scale.labels.report import LabelReport
+
+SURELY = 3.0  # standard deviations that chance is allowed
+SHOWN = 3  # classes named in a reason
+
+Figures = Mapping[str, Any]  # of one epoch
+
+
+def judge(
+    record: Sequence[Figures],
+    report: LabelReport,
+    class_names: Sequence[str],
+    max_class_loss: float,
+    num_clean: Mapping[str, int],
+) -> tuple[str, ...]:
+    """Say why labels must wait for a person; nothing where they need not.
+
+    `record` has the figures of every epoch, `report` the labels after the last one, and `num_clean` how many
+    samples the clean sets ("validation", "test") have. A figure that is not there is no reason.
+    """
+    found = [
+        _guesses(record, report),
+        _guesses_clean(record[-1], len(class_names), num_clean),
+        _shrunken(report, class_names, max_class_loss),
+        _worse(report),
+    ]
+    return tuple(reason for reason in found if reason)
+
+
+def needed(num_classes: int, deviation: float) -> float:
+    """The figure above which a network is clearly better than chance; see the top of this module."""
+    chance = 1 / num_classes
+    return chance + max(SURELY * deviation, min(chance / 2, (1 - chance) / 20))
+
+
+def _guesses(record: Sequence[Figures], report: LabelReport) -> str:
+    """Judge agreement with the given labels before they moved, or at the end of a run that always moves them.
+
+    Classes without a sample have no share in the mean, so they do not count for chance either.
+    """
+    figures = ([epoch for epoch in record if epoch["stage"] == "backbone"] or record)[-1]
+    found = figures.get("balanced_agreement")
+    counts = report.transitions.sum(1)
+    counts = counts[counts > 0]
+    if found is None or len(counts) < 2:
+        return ""
+    chance = 1 / len(counts)
+    deviation = math.sqrt(chance * (1 - chance) * float((1 / counts).sum())) / len(counts)
+    what = f"after the last {figures['stage']} epoch its mean agreement with the given classes is"
+    return _at_chance(what, found, len(counts), deviation)
+
+
+def _guesses_clean(last: Figures, num_classes: int, num_clean: Mapping[str, int]) -> str:
+    known = [part for part in ("validation", "test") if f"{part}_accuracy" in last]
+    if not known:
+        return ""
+    part, chance = known[0], 1 / num_classes
+    deviation = math.sqrt(chance * (1 - chance) / max(num_clean[part], 1))
+    what = f"its accuracy on the {part} set is"
+    return _at_chance(what, last[f"{part}_accuracy"], num_classes, deviation)
+
+
+def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> str:
+    least = needed(num_classes, deviation)
+    if found > least:  # not true of NaN
+        return ""
+    return (
+        f"the network is not clearly better than chance: {what} {found:.3f}; more than {least:.3f} was "
+        f"expected among {num_classes} classes; train longer or with another rate (stages.backbone), or from "
+        "pretrained weights (model.weights)"
+    )
+
+
+def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> str:
+    """Name the classes that lost more than the limit, and more than chance would take from so few samples."""
+    before, after = report.transitions.sum(1), report.transitions.sum(0)
+    allowed = limit * before + SURELY * np.sqrt(limit * (1 - limit) * before)
+    lost = [number for number, _ in report.shrunken_classes(limit)]
+    lost = [number for number in lost if before[number] - after[number] > allowed[number]]
+    if not lost:
+        return ""
+    named = [f"{class_names[number]} {before[number]:,} -> {after[number]:,}" for number in lost[:SHOWN]]
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    what = f"classes lost most of their samples: {', '.join(named)}{more}"
+    return f"{what} (stages.pencil.max_class_loss {limit:g})"
+
+
+def _worse(report: LabelReport) -> str:
+    given, corrected = report.given_right, report.corrected_right
+    if corrected.num >= given.num:
+        return ""
+    return (
+        f"the labels got worse: of {given.of:,} whose truth is known, {given.num:,} were right as given and "
+        f"{corrected.num:,} are right now (data.truth)"
+    )

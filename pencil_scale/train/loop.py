@@ -1,0 +1,273 @@
+"""The training loop: epochs, steps, and the moments at which progress becomes permanent.
+
+It knows no Ray, no MLflow and no files: what it needs is handed in as plain callables, and so the whole loop
+runs on a list of batches in a unit test. Every rank runs it in step with the others: each has the same number
+of batches, and each call of `save`, `close_epoch`, `stop` and `total` is made by all ranks together.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from pencil_scale.labels.host_copy import HostCopy
+from pencil_scale.labels.owners import AHEAD, Batch, Owners
+from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.checkpoint import Progress, average_buffers, not_finite, require_finite
+from pencil_scale.train.step import Stepper
+from pencil_scale.train.step_graph import StepGraph
+from pencil_scale.train.tally import Tally
+
+LOG_EVERY_STEPS = 50
+ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners let only AHEAD + 1 be under way on the device
+NAMED_PROBLEMS = 20
+
+
+class TooManyUnreadableError(PencilError):
+    """More images could not be decoded than the config allows."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out."""
+
+    num_steps: int
+    batches: Iterable[Batch]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop is given by whoever runs it."""
+
+    epoch: Callable[[int], Epoch]
+    prepare: Callable[[Batch, int], Batch]  # to the device: decoded, augmented, never empty
+    save: Callable[[Progress], None]  # labels and weights as a pair
+    close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, tell, save
+    log_step: Callable[[Stage, Progress, dict[str, float]], None]
+    total: Callable[[float], float] = lambda value: value  # the sum over all ranks
+    add_up: Callable[[Tensor], Tensor] = lambda values: values  # the same, of many numbers on the host
+    join: Callable[[list[str]], list[str]] = lambda names: names  # those of all ranks, on every rank
+    name_unreadable: Callable[[int, list[str]], None] = lambda num, names: None  # how many, and the first
+    stop: Callable[[], bool] = lambda: False  # whether any rank was asked to end early
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When things happen that do not happen at every step."""
+
+    save_every: int | None = None
+    stop_every: int = 1
+    warmup_steps: int = 0
+    max_unreadable_share: float = 0.01
+
+
+@dataclass
+class Clock:
+    """Where the seconds of an epoch went."""
+
+    started: float = field(default_factory=time.perf_counter)
+    data_s: float = 0.0  # waiting for the stream
+    labels_s: float = 0.0  # waiting for the owners
+    num_images: int = 0
+
+    def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass batches on, adding up how long the stream was waited for."""
+        coming = iter(batches)
+        while True:
+            asked = time.perf_counter()
+            batch = next(coming, None)
+            self.data_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def labels(self, batches: Iterator[Batch], owners: Owners) -> Iterator[Batch]:
+        """The same for the owners, who wait for the stream and the device too: the rest is theirs."""
+        while True:
+            asked, others_s = time.perf_counter(), self.data_s + owners.device_s
+            batch = next(batches, None)
+            self.labels_s += time.perf_counter() - asked - (self.data_s + owners.device_s - others_s)
+            if batch is None:
+                return
+            self.num_images += len(batch.rows)
+            yield batch
+
+    def figures(self) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        return {
+            "epoch_s": seconds,
+            "images_per_s": self.num_images / seconds,
+            "data_wait_share": self.data_s / seconds,
+            "label_wait_share": self.labels_s / seconds,
+        }
+
+
+@dataclass(frozen=True)
+class SentLoss:
+    """The losses of some steps, added up and on their way from the device."""
+
+    stage: Stage
+    progress: Progress
+    sums: HostCopy
+
+
+class Loop:
+    """Trains from one point of progress to the schedule's end, or to where it is asked to stop."""
+
+    def __init__(
+        self,
+        stepper: Stepper | StepGraph,
+        schedule: Schedule,
+        owners: Owners,
+        hooks: Hooks,
+        pace: Pace,
+        seed: int,
+    ) -> None:
+        self.stepper, self.schedule, self.owners = stepper, schedule, owners
+        self.hooks, self.pace, self.seed = hooks, pace, seed
+        self._tally = Tally(hooks.add_up)
+        self._sent: SentLoss | None = None
+        self._num_unreadable, self._unreadable = 0, list[str]()
+
+    def run(self, progress: Progress) -> Progress:
+        """Train on; the progress returned has all epochs done unless a stop was asked for."""
+        while progress.epoch < self.schedule.epochs:
+            stage = self.schedule.stage_at(progress.epoch)
+            clock = Clock()
+            progress, finished = self._train_epoch(stage, progress, clock)
+            self.owners.drain()
+            self._settle(stage, progress)
+            if not finished:
+                self.hooks.save(progress)
+                return progress
+            figures = self._figures(stage, progress, clock)
+            progress = replace(progress, epoch=progress.epoch + 1, step=0)
+            self.hooks.close_epoch(stage, progress, figures)
+            # Epochs may be shorter than the steps between two questions, or end exactly where one is due.
+            if progress.epoch < self.schedule.epochs and self.hooks.stop():
+                return progress
+        return progress
+
+    def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
+        """Train what is left of an epoch; also say whether it came to its end."""
+        epoch, accumulation = self.hooks.epoch(progress.epoch), self.stepper.accumulation
+        batches = self.owners.with_labels(clock.data(epoch.batches), progress.epoch)
+        # Counted from here, not from the epoch's start: progress is saved between groups of batches alone, so
+        # a group starts here, whatever the size of those before.
+        for num_done, batch in enumerate(clock.labels(batches, self.owners), 1):
+            self._step(batch, stage, progress, num_done - 1, epoch.num_steps)
+            progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
+            self._report(stage, progress)
+            if num_done == epoch.num_steps or num_done % accumulation:
+                continue  # the end is near, or gradients are still being added up
+            # What fell due at any batch of this group; all ranks are at the same step, and ask together.
+            if _falls_due(self.pace.stop_every, progress.all_steps, accumulation) and self.hooks.stop():
+                return progress, False
+            if self.pace.save_every and _falls_due(self.pace.save_every, progress.step, accumulation):
+                self.owners.drain()
+                self._settle(stage, progress)
+                self.hooks.save(progress)
+        return progress, True
+
+    def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
+        # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
+        _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
+        _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
+        prepared = self.hooks.prepare(batch, progress.epoch)
+        self._count_unreadable(prepared.problems, progress.epoch)
+        result = self.stepper.step(prepared, stage, nth, num_steps)
+        self._tally.add(result)
+        if stage.moves_labels:
+            self.owners.move(batch.rows, result.label_logits[: len(batch.rows)], progress.epoch)
+        else:
+            self.owners.mark(batch.rows, progress.epoch)
+
+    def _warmth(self, progress: Progress) -> float:
+        return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
+
+    def _report(self, stage: Stage, progress: Progress) -> None:
+        """Send the loss of some steps on its way, and report it a few steps later, without waiting for it.
+
+        All ranks do both at the same steps, for the loss is added up over them.
+        """
+        if self._tally.num_recent == ARRIVED_AFTER:
+            self._tell_loss()
+        if self._tally.num_recent == LOG_EVERY_STEPS:
+            self._sent = SentLoss(stage, progress, self._tally.send())
+
+    def _tell_loss(self) -> None:
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            sums = self._tally.read(sent.sums)
+            require_finite(sums.problems(), sent.stage.name, sent.progress, LOG_EVERY_STEPS)
+            self.hooks.log_step(sent.stage, sent.progress, {"loss": sums.mean_loss})
+
+    def _settle(self, stage: Stage, progress: Progress) -> None:
+        """Make sure that what is about to be evaluated and saved is finite, and the same on every rank."""
+        self._tell_loss()
+        num_recent = self._tally.num_recent
+        require_finite(self._tally.peek().problems(), stage.name, progress, num_recent)
+        broken = not_finite(self.stepper.model, self.stepper.optimizer)
+        if self.hooks.total(len(broken)):  # the ranks agree, so none waits for one that has gone
+            require_finite(self.hooks.join(broken), stage.name, progress, num_recent)
+        average_buffers(self.stepper.model, self.hooks.add_up, self.owners.world)
+
+    def _count_unreadable(self, problems: tuple[str, ...], epoch: int) -> None:
+        """Count what could not be decoded; more than the whole epoch may have ends the run at once."""
+        if problems:
+            self._num_unreadable += len(problems)
+            self._unreadable = [*self._unreadable, *problems][:NAMED_PROBLEMS]
+            num_rows = self.owners.table.layout.num_rows
+            self._require_few(self._num_unreadable, num_rows, self._unreadable, epoch)
+
+    def _require_few(self, num: float, num_rows: float, names: list[str], epoch: int) -> None:
+        if num > self.pace.max_unreadable_share * num_rows:
+            raise TooManyUnreadableError(
+                f"epoch {epoch + 1}: {num:,.0f} of {num_rows:,.0f} images cannot be decoded, more than "
+                f"data.max_damaged_share allows: {'; '.join(names)}"
+            )
+
+    def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
+        """What an epoch came to, over all ranks; too many unreadable images end the run here."""
+        total = self.hooks.total
+        visited = total(self.owners.table.count_visited(progress.epoch))
+        num_unreadable = total(self._num_unreadable)
+        if num_unreadable:
+            names = self.hooks.join(self._unreadable)[:NAMED_PROBLEMS]
+            self._require_few(num_unreadable, visited, names, progress.epoch)
+            self.hooks.name_unreadable(int(num_unreadable), names)
+        figures = clock.figures()
+        figures["images_per_s"] = total(figures["images_per_s"])
+        figures |= {"rows_visited": visited, "rows_unreadable": num_unreadable}
+        figures |= {**self._tally.close(), "learning_rate": stage.learning_rate}
+        self._num_unreadable, self._unreadable = 0, []
+        return figures
+
+
+def _falls_due(every: int, step: int, num_steps: int) -> bool:
+    """Whether a multiple of `every` is among the last `num_steps` steps up to this one."""
+    return step // every > (step - num_steps) // every
+
+
+def _set_seed(seed: int) -> None:
+    """Seed what is in use; `torch.manual_seed` would also note a stack trace for a GPU that is not there."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed out of several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ (number + 1)) * 0x9E3779B97F4A7C15) % 2**63
+        mixed ^= mixed >> 29
+    return mixed

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+
+from pencil_scale.catalogue.class_names import ClassListError, read_class_names
+
+
+def test_a_class_is_its_line_number(tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_bytes("\ufeffT-Shirt\r\n Down Coat \nWürde\n".encode())
+    assert read_class_names(str(path)) == ("T-Shirt", "Down Coat", "Würde")
+    assert read_class_names(f"file://{path}") == read_class_names(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"", "names 0 classes; at least 2"),
+        (b"one\n", "names 1 classes; at least 2"),
+        (b"a\n\nb\n", "line 2 is blank"),
+        (b"a\nb\na\n", "'a' stands on lines 1 and 3"),
+        (b"a\n\xff\n", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_named(text: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_bytes(text)
+    with pytest.raises(ClassListError, match=says):
+        read_class_names(str(path))
+
+
+def test_a_missing_list_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClassListError, match=r"absent.txt cannot be read"):
+        read_class_names(str(tmp_path / "absent.txt"))

@@ -1,0 +1,185 @@
+"""Many images out of many shards: the right bytes, few requests, changed shards named, failures outlived."""
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pencil_scale.catalogue import ranges as range_reader
+from pencil_scale.catalogue.ranges import RangeReader, coalesce
+from pencil_scale.storage.urls import FileSource, RemoteSource, ShardError, ShardVersion, version_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    url: str
+    version: ShardVersion
+
+
+def shard_at(url: str | Path) -> Shard:
+    version = version_of(str(url))
+    assert version is not None
+    return Shard(str(url), version)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Shard]:
+    generator = np.random.default_rng(0)
+    paths = [tmp_path / f"{number}.tar" for number in range(3)]
+    for path in paths:
+        path.write_bytes(generator.bytes(3_000_000))
+    return [shard_at(path) for path in paths]
+
+
+def places(num_images: int, num_shards: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    shard = generator.integers(0, num_shards, num_images).astype(np.int32)
+    return shard, generator.integers(0, 2_900_000, num_images), generator.integers(1, 90_000, num_images)
+
+
+def expected(shards: list[Shard], shard: np.ndarray, offset: np.ndarray, length: np.ndarray) -> list[bytes]:
+    whole = [fsspec.open(entry.url).open().read() for entry in shards]
+    wanted = zip(shard, offset, length, strict=True)
+    return [whole[number][start : start + size] for number, start, size in wanted]
+
+
+def test_every_image_gets_its_own_bytes_in_the_order_asked_for(shards: list[Shard]) -> None:
+    asked = places(500, 3)
+    assert RangeReader(shards).read(*asked) == expected(shards, *asked)
+
+
+def test_nothing_asked_is_nothing_read() -> None:
+    none = np.empty(0, np.int64)
+    assert RangeReader([]).read(none.astype(np.int32), none, none) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 400)), min_size=1, max_size=60),
+    st.integers(0, 300),
+    st.integers(1, 2_000),
+)
+def test_ranges_hold_every_image_and_keep_to_their_bounds(
+    images: list[tuple[int, int]], far_bytes: int, most_bytes: int
+) -> None:
+    offset, length = np.array(images).T
+    ranges = coalesce(offset, length, np.arange(len(images)), far_bytes, most_bytes)
+    assert sorted(np.concatenate([each.images for each in ranges])) == list(range(len(images)))
+    for each in ranges:
+        assert each.start == offset[each.images].min()
+        assert each.stop == (offset + length)[each.images].max()
+        assert each.stop - each.start <= max(most_bytes, length[each.images].max())
+        covered = np.sort(offset[each.images])
+        ends = np.maximum.accumulate((offset + length)[each.images])
+        assert np.all(covered[1:] - ends[:-1] <= far_bytes)
+
+
+def test_neighbours_share_a_request_and_far_ones_do_not() -> None:
+    offset = np.array([0, 1_000, 2_000, 900_000, 901_000])
+    ranges = coalesce(offset, np.full(5, 500), np.arange(5), far_bytes=4_000, most_bytes=1 << 20)
+    assert [(each.start, each.stop) for each in ranges] == [(0, 2_500), (900_000, 901_500)]
+
+
+@pytest.mark.parametrize("size", [2_999_999, 3_000_000])
+def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_used(
+    shards: list[Shard], size: int
+) -> None:
+    path = Path(shards[1].url)
+    before = path.stat()
+    path.write_bytes(os.urandom(size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000))
+    found = r"3,000,000 bytes then, 2,999,999 now" if size == 2_999_999 else r"mtime:\d+ then, mtime:\d+ now"
+    with pytest.raises(
+        ShardError, match=rf"shard {path} changed since it was indexed: {found}; run index_shards again"
+    ):
+        RangeReader(shards).read(*places(50, 3))
+    assert len(RangeReader(shards).read(*places(50, 1))) == 50  # the other shards are not to blame
+
+
+def test_a_shard_that_is_gone_is_named_at_once(shards: list[Shard]) -> None:
+    Path(shards[2].url).unlink()
+    with pytest.raises(ShardError, match=r"2.tar is gone since it was indexed; bring it back"):
+        RangeReader(shards).read(*places(50, 3))
+
+
+class Flaky(MemoryFileSystem):
+    """A store that drops every other request, or all of them."""
+
+    protocol = "flaky"
+    failures = 0
+    requests = 0
+    hopeless = False
+    lock = threading.Lock()
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+        with self.lock:
+            type(self).requests += 1
+            fails = self.hopeless or self.requests % 2 == 1
+            type(self).failures += fails
+        if fails and self.requests % 4 == 1:
+            raise ConnectionResetError("connection reset by peer")
+        data: bytes = super().cat_file(path, start=start, end=end)
+        return data[:-1] if fails else data
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(range_reader, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(Flaky, "hopeless", False)
+    data = np.random.default_rng(1).bytes(40_000_000)
+    filesystem, path = fsspec.core.url_to_fs("flaky://far.tar")
+    filesystem.pipe_file(path, data)
+    return [shard_at("flaky://far.tar")]
+
+
+def test_dropped_and_short_answers_are_asked_for_again_and_logged(
+    flaky: list[Shard], caplog: pytest.LogCaptureFixture
+) -> None:
+    offset = np.arange(0, 39_000_000, 1_000_000)
+    asked = np.zeros(39, np.int32), offset, np.full(39, 5_000)
+    filesystem, path = fsspec.core.url_to_fs("flaky://far.tar")
+    whole = filesystem.store[path].getvalue()
+    Flaky.failures = 0
+    with caplog.at_level(logging.WARNING):
+        images = RangeReader(flaky, num_threads=1).read(*asked)
+    assert images == [whole[start : start + 5_000] for start in offset]
+    assert len(caplog.records) == Flaky.failures > 0
+    assert "shard flaky://far.tar: " in caplog.text
+    assert "attempt 2 in " in caplog.text
+
+
+def test_a_store_that_stays_away_is_named_after_a_few_attempts(
+    flaky: list[Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Flaky, "hopeless", True)
+    with pytest.raises(
+        ShardError, match=r"shard flaky://far.tar: .* failed 5 times, last with .*; check the"
+    ):
+        RangeReader(flaky).read(np.zeros(1, np.int32), np.array([7]), np.array([9]))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_forbidden_shard_is_not_asked_for_again(shards: list[Shard]) -> None:
+    Path(shards[0].url).chmod(0)
+    with pytest.raises(ShardError, match="check that it is there and readable"):
+        RangeReader(shards).read(*places(5, 1))
+
+
+def test_far_away_fewer_and_larger_requests_are_made_than_on_a_disk() -> None:
+    offset = np.arange(0, 64_000_000, 600_000)
+    sizes = np.full(len(offset), 20_000)
+    counts = [
+        len(coalesce(offset, sizes, np.arange(len(offset)), source.far_bytes, source.chunk_bytes))
+        for source in (FileSource, RemoteSource)
+    ]
+    assert counts[0] == len(offset)
+    assert counts[1] <= 10

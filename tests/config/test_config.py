@@ -1,0 +1,274 @@
+"""One YAML and overrides become a frozen config, or one clear line a problem."""
+
+import contextlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pencil_scale.config.help import help_page
+from pencil_scale.config.loader import ConfigError, describe, load_config, masked
+from pencil_scale.config.problems import known_keys
+from pencil_scale.config.settings import Config
+from pencil_scale.config.values import Line, Steps
+
+GOOD = """\
+run: {name: small, storage: runs/small}
+data:
+  shards: shards/train-{000..009}.tar
+  classes: classes.txt
+model: {backbone: resnet18}
+optimizer: {tuned_batch: 32, batch_per_worker: 64}
+stages:
+  backbone: {epochs: 1, rate: 1e-2}
+  pencil:
+    epochs: 2
+    rate: 0.01
+    lambda: 400
+    tuned_classes: 10
+  finetune: {epochs: 1, rate: 0.01}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return written(tmp_path, GOOD)
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "run.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_a_small_file_is_filled_up_with_defaults(good: Path) -> None:
+    config = load_config(good)
+    assert config.data.shards == ("shards/train-{000..009}.tar",)
+    assert config.stages.backbone.rate == 0.01  # 1e-2: a number in YAML 1.2, a word to older readers
+    assert config.stages.pencil.compatibility == "released"
+    assert config.workers.count == (1, 1)
+
+
+def test_a_later_override_wins(good: Path) -> None:
+    config = load_config(good, ["stages.pencil.epochs=7", "stages.pencil.epochs=9"])
+    assert config.stages.pencil.epochs == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("data.shards=@list.txt", ("@list.txt",)),
+        ("data.shards=*.tar", ("*.tar",)),
+        ("data.shards=[a.tar, b.tar]", ("a.tar", "b.tar")),
+        ("data.shards='010'", ("010",)),
+        ("data.shards=s3://a/b={0..9}.tar", ("s3://a/b={0..9}.tar",)),
+    ],
+)
+def test_shell_words_need_no_quoting(good: Path, override: str, found: tuple[str, ...]) -> None:
+    assert load_config(good, [override]).data.shards == found
+
+
+@pytest.mark.parametrize(
+    ("spelled", "curve", "values"),
+    [
+        ("400", Steps(((0, 400.0),)), [400, 400, 400]),
+        ("[[0, 3000], [2, 500]]", Steps(((0, 3000.0), (2, 500.0))), [3000, 3000, 500]),
+        ("{start: 3000, end: 0}", Line(3000.0, 0.0), [3000, 1500, 0]),
+    ],
+)
+def test_lambda_is_a_number_a_line_or_steps(
+    good: Path, spelled: str, curve: object, values: list[float]
+) -> None:
+    found = load_config(good, [f"stages.pencil.lambda={spelled}"]).stages.pencil.lambda_
+    assert found == curve
+    assert [found.at(epoch, num_epochs=3) for epoch in range(3)] == values
+
+
+def test_a_config_cannot_be_changed(good: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(good).run.seed = 2  # type: ignore[misc]
+
+
+BROKEN = {
+    "an unknown key": ("stages:\n  pencil: {epoch: 2}\n", r"run.yaml:2: unknown key 'stages.pencil.epoch'.*'stages.pencil.epochs'"),
+    "an unknown section": ("stage: {}\n", r"run.yaml:1: unknown key 'stage'.*'stages'"),
+    "a key in the wrong place": ("epochs: 3\n", r"unknown key 'epochs'.*'stages.backbone.epochs'"),
+    "a word for a number": (GOOD.replace("epochs: 2", "epochs: two"), r"run.yaml:10: stages.pencil.epochs: found 'two'; a valid integer was expected"),
+    "a switch for a number": (GOOD.replace("epochs: 2", "epochs: true"), r"found True; a valid integer"),
+    "half an epoch": (GOOD.replace("epochs: 2", "epochs: 1.5"), r"found 1.5; a valid integer"),
+    "a number for a word": (GOOD.replace("small,", "7,"), r"run.yaml:1: run.name: found 7; a valid string"),
+    "a negative length": (GOOD.replace("epochs: 2", "epochs: -1"), r"found -1; greater than or equal to 0"),
+    "no rate at all": (GOOD.replace("rate: 1e-2", "rate: 0"), r"run.yaml:8: stages.backbone.rate: found 0; greater than 0"),
+    "an endless rate": (GOOD.replace("rate: 1e-2", "rate: .inf"), r"found inf; a finite number"),
+    "a missing key": (GOOD.replace("storage: runs/small", "seed: 1"), r"run.yaml:1: 'run.storage' is missing: local folder"),
+    "a missing section": (GOOD.replace("model: {backbone: resnet18}\n", ""), r"'model' is missing: the network"),
+    "an empty file": ("", r"'run' is missing"),
+    "a list": ("- a\n- b\n", r"run.yaml: holds \['a', 'b'\]; sections such as"),
+    "a lone word": ("hello\n", r"run.yaml: holds 'hello'"),
+    "an empty section": (GOOD.replace("{backbone: resnet18}", ""), r"model: found None; a section with keys"),
+    "broken YAML": ("run: {name: x\n", r"run.yaml:2: broken YAML: "),
+    "a tab": ("run:\n\tname: x\n", r"run.yaml:2: broken YAML: found character"),
+    "a key given twice": (GOOD + "run: {}\n", r"run.yaml:15: the key 'run' stands here a second time"),
+    "bytes that are no text": (b"run: \xff\n", r"run.yaml: byte 5 is not UTF-8"),
+    "a control character": ("run: \x00\n", r"run.yaml.*broken YAML"),
+    "a Python object": ("run: !!python/object/apply:os.getcwd []\n", r"run: found \[\]; a section"),
+    "an unknown tag": ("run: !secret x\n", r"run.yaml:1: broken YAML: could not determine a constructor"),
+    "a list as key": ("? [a]\n: b\n", r"run.yaml:1: a key that is itself"),
+    "two documents": (GOOD + "---\n" + GOOD, r"broken YAML"),
+    "a loop": ("run: &a {b: *a}\n", r"nested more than 20 deep"),
+    "steps that do not start": (GOOD.replace("lambda: 400", "lambda: [[1, 400]]"), r"run.yaml:12: stages.pencil.lambda: found \[\[1, 400\]\]; the epochs of its steps must rise from 0"),
+    "a curve nobody knows": (GOOD.replace("lambda: 400", "lambda: {from: 1}"), r"stages.pencil.lambda: .*a line {start: 3000, end: 0}"),
+    "a negative lambda": (GOOD.replace("lambda: 400", "lambda: -4"), r"found -4; a number from 0"),
+    "a label source nobody knows": (GOOD.replace("classes: classes.txt", "{classes: c, label: clz}").replace("data:\n  shards: shards/train-{000..009}.tar\n  ", "data: "), r"data.label: found 'clz'; cls \| txt"),
+    "a variable that is not set": (GOOD.replace("resnet18", '"${NOT_SET_ANYWHERE}"'), r"run.yaml:5: model.backbone: the environment has no variable NOT_SET_ANYWHERE"),
+    "a crop larger than the image": (GOOD + "images: {resize: 100, crop: 224}\n", r"run.yaml:15: images: found .*; crop 224 is larger than resize 100"),
+    "too few numbers": (GOOD + "images: {mean: [0, 1]}\n", r"run.yaml:15: images.mean: found \[0, 1\]; 3 values, \[red, green, blue\], were expected"),
+    "too many numbers": (GOOD + "images: {mean: [0, 1, 2, 3]}\n", r"images.mean: found \[0, 1, 2, 3\]; 3 values, \[red, green, blue\], were expected"),
+    "two stages of three": (GOOD + "nightly: {first_epochs: [1, 2]}\n", r"found \[1, 2\]; 3 values, \[backbone, pencil, finetune\], were expected"),
+    "one number for three": (GOOD + "images: {std: 3}\n", r"images.std: found 3; 3 values, \[red, green, blue\], each above 0, were expected"),
+    "a deviation of nothing": (GOOD + "images: {std: [0, 1, 1]}\n", r"images.std.0: found 0; greater than 0"),
+    "a number without end": (GOOD.replace("epochs: 2", "epochs: " + "9" * 5000), r"run.yaml:10: stages.pencil.epochs: found '999.*a valid integer"),
+    "brackets without end": ("[" * 3000, r"run.yaml.*broken YAML"),
+    "a bomb of aliases": ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{c}: &{c} [{', '.join(['*' + p] * 10)}]\n" for p, c in zip("abcde", "bcdef", strict=True)), r"over 10,000 values"),
+    "an unclosed variable": (GOOD.replace("runs/small", '"${HOME"'), r"run.storage: found '\$\{HOME'; a variable is written \$\{NAME\}"),
+    "a run name that is a path": (GOOD.replace("small,", "../x,"), r"run.name: found '../x'; a name of letters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_explained_in_lines(case: str, tmp_path: Path) -> None:
+    text, says = BROKEN[case]
+    with pytest.raises(ConfigError, match=says):
+        load_config(written(tmp_path, text))
+
+
+def test_an_error_of_the_job_shows_the_variable_too(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_PLACE", "/hush-hush/classes.txt")
+    config = load_config(good, ["data.classes=${SECRET_PLACE}"])
+    said = masked("data.classes: /hush-hush/classes.txt cannot be read", config)
+    assert said == "data.classes: ${SECRET_PLACE} cannot be read"
+    config = load_config(good, ["data.shards=['${SECRET_PLACE}', b]"])
+    assert masked("/hush-hush/classes.txt beside b", config) == "${...} beside b"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("tracking.uri:http://me:hush@host", r"override 'tracking.uri:http://me:\*\*\*@host': KEY=VALUE"),
+        ("stages.pencil.epochs=" + "9" * 5000, r"a valid integer was expected"),
+        ("stages.pencil.epochs", r"override 'stages.pencil.epochs': KEY=VALUE was expected"),
+        ("=3", r"KEY=VALUE was expected"),
+        (
+            "stages.pencl.epochs=3",
+            r"override 'stages.pencl.epochs': unknown key 'stages.pencl'.*'stages.pencil'",
+        ),
+        ("run.name.first=a", r"'run.name' holds a value, not keys"),
+        ("stages.pencil.epochs=two", r"override 'stages.pencil.epochs': stages.pencil.epochs: found 'two'"),
+        ("data.shards=[a", r"override 'data.shards': broken YAML"),
+        ("data.shards=[a, 3]", r"one URL or a list of URLs was expected"),
+        ("workers.count=0", r"found 0; a number from 1"),
+    ],
+)
+def test_a_broken_override_is_explained_in_a_line(good: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(good, [override])
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("epochs: 2", "epochs: two").replace("backbone: resnet18", "bakbone: resnet18")
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text))
+    assert (
+        len(str(caught.value).splitlines()) == 2
+    )  # the word, and the misspelt key, which is not also missing
+
+
+def test_a_key_that_is_missing_is_not_hidden_by_one_that_is_far_from_it(tmp_path: Path) -> None:
+    text = GOOD.replace("backbone: resnet18", "zzzz: resnet18")
+    with pytest.raises(ConfigError, match=r"'model\.backbone' is missing"):
+        load_config(written(tmp_path, text))
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.yaml: no such config file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as a config file: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_the_key_decides_how_a_variable_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TONIGHT", "20261115")
+    config = load_config(
+        good, ["run.name=${TONIGHT}", "run.seed=${TONIGHT}", "data.shards=['a-${TONIGHT}.tar']"]
+    )
+    assert (config.run.name, config.run.seed) == ("20261115", 20261115)
+    assert config.data.shards == ("a-20261115.tar",)
+
+
+def test_what_a_variable_stood_for_is_never_shown(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER", "http://me:hush-hush@mlflow")
+    config = load_config(good, ["tracking.uri=${SERVER}"])
+    assert config.tracking.uri == "http://me:hush-hush@mlflow"
+    travelled = pickle.loads(pickle.dumps(config))  # as it does to the workers
+    for shown in (repr(travelled), str(travelled.tracking), str(describe(travelled))):
+        assert "hush" not in shown
+        assert "${SERVER}" in shown
+
+
+def test_an_error_about_a_variable_shows_the_variable(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hush-hush")
+    with pytest.raises(ConfigError, match=r"found '\$\{SECRET\}'") as caught:
+        load_config(good, ["run.seed=${SECRET}"])
+    assert "hush" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_password_written_into_a_url_is_blanked(good: Path) -> None:
+    config = load_config(
+        good, ["run.storage=s3://id:hush@b", "tracking.uri=http://h/?X-Amz-Signature=hush&a=1"]
+    )
+    assert "hush" not in repr(config) + str(describe(config))
+    assert "a=1" in describe(config)["tracking.uri"]
+
+
+def test_the_help_page_tells_every_key(good: Path) -> None:
+    page = help_page()
+    for dotted, field in known_keys():
+        assert f"{dotted}: " in page
+        assert field.description
+    assert "data.window_mb: whole number, from 1, in MB, default 64" in page
+    assert set(describe(load_config(good))) <= {dotted for dotted, _ in known_keys()}
+
+
+@pytest.mark.slow
+@given(st.text())
+def test_no_override_ends_in_anything_but_a_config_or_its_error(text: str) -> None:
+    path = Path(__file__).parents[2] / "configs" / "demo.yaml"
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load_config(path, [text]), Config)
+    with contextlib.suppress(ConfigError):
+        assert load_config(path, [f"tracking.experiment={text}"]).tracking.experiment in (
+            text,
+            text[1:-1],
+            None,
+        )
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=str)
+def test_every_config_we_ship_is_good(path: Path) -> None:
+    assert load_config(path).run.name == path.stem
+
+
+def test_the_command_explains_itself_and_its_errors(tmp_path: Path) -> None:
+    train = [sys.executable, "-m", "pencil_scale.train"]
+    helped = subprocess.run([*train, "--help"], capture_output=True, text=True, check=True)
+    assert "stages.pencil.lambda" in helped.stdout
+    failed = subprocess.run([*train, tmp_path / "absent.yaml"], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: ")
+    assert len(failed.stderr.splitlines()) == 1

@@ -1,0 +1,45 @@
+"""job_folder: what Ray will remove is refused at the door, and nothing else is."""
+
+from pathlib import Path
+
+import pytest
+
+from pencil_scale.config.command import JobFolderError, refuse_lost
+from pipelines import export_labels, make_shards
+
+LOST = ["runs/demo", "runs/shards/train-*.tar", "./page.html", "file://runs/demo", "sqlite:///runs/mlflow.db"]
+LASTING = ["/lake/demo", "s3://lake/demo", "~/demo", "http://mlflow:5000", "sqlite:////lake/mlflow.db", None]
+
+
+@pytest.fixture
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that Ray unpacks a job in; tests/test_job_submit.py sees that this is what it is called."""
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", LOST)
+def test_a_relative_path_is_refused_in_the_folder_of_a_job_alone(
+    path: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(JobFolderError, match=r"run.storage: .* an absolute path that every node sees"):
+        refuse_lost("run.storage", "/lake/demo", path)
+    monkeypatch.chdir(job_folder.parents[2])
+    refuse_lost("run.storage", path)
+
+
+@pytest.mark.parametrize("path", LASTING)
+def test_what_outlives_a_job_is_taken(path: str | None, job_folder: Path) -> None:
+    refuse_lost("run.storage", path)
+
+
+@pytest.mark.usefixtures("job_folder")
+def test_jobs_refuse_before_they_write(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Path(__file__).parents[2] / "configs" / "demo.yaml"
+    assert make_shards.main(["digits", "runs/demo/shards"]) == 2
+    assert "error: OUT: runs/demo/shards lies in the folder of this job" in capsys.readouterr().err
+    assert export_labels.main([str(demo)]) == 2
+    assert "error: run.storage: runs/demo lies in the folder of this job" in capsys.readouterr().err
+    assert not Path("runs").exists()

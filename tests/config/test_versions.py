@@ -1,0 +1,50 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pencil_scale import __version__
+from pencil_scale.config import command as versions
+from pencil_scale.config.command import VersionError, check_versions, exit_code, require
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_versions_installed_here_are_supported() -> None:
+    check_versions()
+
+
+@pytest.mark.parametrize("found", ["2.59.0", "3.0.0", "1.0"])
+def test_a_version_outside_the_range_is_refused_in_one_line(found: str) -> None:
+    with pytest.raises(VersionError) as caught:
+        require("Ray", found, versions.RAY)
+    assert str(caught.value) == f"Ray {found} found; Ray >=2.60,<3 is supported: install such a version"
+
+
+def test_a_missing_package_is_refused() -> None:
+    with pytest.raises(VersionError, match=r"MLflow is not installed; MLflow >=3.17,<4 is needed"):
+        require("MLflow", None, versions.MLFLOW)
+
+
+def test_a_job_stops_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "RAY", ">=99")
+    assert exit_code(lambda: print("the job ran")) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: Ray ")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_the_package_and_the_readme_name_the_same_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
+    assert str(needs["ray"]) == str(Requirement(f"ray{versions.RAY}").specifier)
+    assert str(needs["mlflow"]) == str(Requirement(f"mlflow{versions.MLFLOW}").specifier)
+    assert project["requires-python"] == versions.PYTHON
+    assert project["version"] == __version__
+    readme = (ROOT / "README.md").read_text()
+    for supported in (versions.PYTHON, versions.RAY, versions.MLFLOW):
+        assert supported in readme

@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pencil_scale.images.augment import ImageSizeError, Recipe, _bits, augment, centre
+
+PLAIN = Recipe(crop=8, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+
+
+def photos(num_samples: int, side: int = 8) -> torch.Tensor:
+    return torch.randint(
+        256, (num_samples, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def test_without_chance_the_image_is_only_scaled() -> None:
+    images = photos(4)
+    assert torch.equal(augment(images, torch.arange(4), 1, 0, PLAIN), images.float() / 255)
+    assert torch.equal(centre(images, PLAIN), images.float() / 255)
+
+
+def test_the_mean_is_subtracted_and_the_deviation_divided_out() -> None:
+    recipe = Recipe(8, 0, False, mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
+    shown = centre(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8), recipe)
+    assert shown[0, :, 0, 0].tolist() == [1.0, 0.75, 0.5]
+
+
+@given(st.permutations(range(12)), st.integers(1, 11), st.integers(0, 5))
+def test_what_happens_to_an_image_does_not_depend_on_its_batch(
+    order: list[int], cut: int, epoch: int
+) -> None:
+    images, rows = photos(12), torch.arange(100, 112)
+    recipe = Recipe(8, pad=4, flip=True, mean=(0.5, 0.5, 0.5), std=(1, 1, 1))
+    whole = augment(images, rows, 1, epoch, recipe)
+    mixed = torch.tensor(order)
+    parts = [augment(images[part], rows[part], 1, epoch, recipe) for part in mixed.split([cut, 12 - cut])]
+    assert torch.equal(torch.cat(parts), whole[mixed])
+
+
+def test_every_crop_is_a_window_of_the_padded_image_or_its_mirror() -> None:
+    images, recipe = photos(50), Recipe(8, pad=2, flip=True, mean=(0, 0, 0), std=(1, 1, 1))
+    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)))
+    shown = (augment(images, torch.arange(50), 1, 0, recipe) * 255).round().byte().numpy()
+    found = set()
+    for image, crop in zip(padded, shown, strict=True):
+        windows = {
+            (y, x, way): image[:, y : y + 8, x : x + 8][:, :, ::way]
+            for y in range(5)
+            for x in range(5)
+            for way in (1, -1)
+        }
+        found |= {place for place, window in windows.items() if np.array_equal(window, crop)}
+    assert {way for _, _, way in found} == {1, -1}
+    assert len(found) > 25  # of 50 places, with 50 images
+
+
+def test_crops_and_mirrors_are_drawn_evenly_and_anew_each_epoch() -> None:
+    rows = np.arange(100_000)
+    first, second = _bits(rows, seed=1, epoch=0), _bits(rows, seed=1, epoch=1)
+    assert (first != second).mean() > 0.999
+    assert (_bits(rows, seed=2, epoch=0) != first).mean() > 0.999
+    assert np.bincount((first & 0xFFFFF) % 9) / 1e5 == pytest.approx([1 / 9] * 9, abs=0.005)
+    assert (first >> 40 & 1).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_images_too_small_for_their_crop_are_refused() -> None:
+    with pytest.raises(
+        ImageSizeError, match=r"images of 8x8 pixels with images.pad 1 are too small for images.crop 12"
+    ):
+        augment(photos(1), torch.arange(1), 1, 0, Recipe(12, 1, False, (0, 0, 0), (1, 1, 1)))

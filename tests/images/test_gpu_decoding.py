@@ -1,0 +1,113 @@
+"""Decoding on the GPU gives what the CPU gives, and hands over what it cannot do."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pencil_scale.images.decode import decode
+from pencil_scale.images.gpu_decode import decode_on_gpu, fits_nvjpeg
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def photo(width: int = 200, height: int = 150, seed: int = 0) -> Image.Image:
+    noise = np.random.default_rng(seed).normal(0, 1, (15, 20, 3)).cumsum(0).cumsum(1)
+    small = (127 + 110 * noise / np.abs(noise).max()).astype(np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def spelled(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return spelled(photo(seed=5), exif=exif)
+
+
+def mixed_batch() -> list[bytes]:
+    jpegs = [spelled(photo(180 + 10 * n, 150, n), quality=92) for n in range(4)]
+    whole = spelled(photo(seed=8), quality=92)
+    odd = [
+        spelled(photo(seed=4).convert("CMYK"), quality=92),
+        turned(),
+        spelled(photo(seed=6), "PNG"),
+        spelled(photo(seed=7).convert("L"), quality=92),
+        spelled(photo(seed=3), quality=92, progressive=True),
+        whole[: len(whole) // 2],
+        b"not an image",
+        whole[:300] + bytes(len(whole) - 302) + whole[-2:],  # a sound header over ruined pixels
+    ]
+    return jpegs + odd
+
+
+def assert_as_on_the_cpu(device: str, tolerance: float) -> None:
+    images = mixed_batch()
+    pixels, weight, problems = decode_on_gpu(images, device, resize=64)
+    assert pixels.shape == (len(images), 3, 64, 64)
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert weight[10] == 0.0
+    assert "no image format" in problems[10]
+    assert np.all(pixels[10].cpu().numpy() == 0)
+    for place in range(10):
+        assert weight[place] == 1.0
+        expected = decode(images[place], 64).transpose(2, 0, 1).astype(int)
+        difference = np.abs(pixels[place].cpu().numpy() - expected)
+        # Inverse cosine transforms and chroma upsampling may differ by a few levels between libraries.
+        assert difference.mean() < tolerance, f"image {place}: {difference.mean():.2f} levels apart"
+
+
+def test_without_a_gpu_the_cpu_does_it_all() -> None:
+    assert_as_on_the_cpu("cpu", 0.01)
+
+
+def test_only_plain_upright_whole_jpegs_are_for_nvjpeg() -> None:
+    fit = [fits_nvjpeg(data) for data in mixed_batch()]
+    assert fit[:4] == [True] * 4
+    assert fit[4:11] == [False, False, False, True, True, False, False]
+
+
+def test_without_resizing_an_image_of_another_size_weighs_nothing_and_says_what_to_set() -> None:
+    images = [spelled(photo(8, 8), "PNG"), spelled(photo(8, 8, 1), "PNG"), spelled(photo(9, 8), "PNG")]
+    pixels, weight, problems = decode_on_gpu(images, "cpu", size=(8, 8))
+    assert pixels.shape == (3, 3, 8, 8)
+    assert weight.tolist() == [1.0, 1.0, 0.0]
+    assert problems == {2: "9 x 8 pixels among images of 8 x 8; set images.resize"}
+
+
+def test_an_empty_batch_stays_empty() -> None:
+    pixels, weight, problems = decode_on_gpu([], "cpu", 32)
+    assert pixels.shape == (0, 3, 32, 32)
+    assert len(weight) == len(problems) == 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_nvjpeg_gives_what_the_cpu_gives() -> None:
+    assert_as_on_the_cpu("cuda", 2.0)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_nvjpeg_leaves_alone_what_a_step_under_way_still_reads() -> None:
+    images = [spelled(photo(400, 533, n), quality=92) for n in range(224)]
+    expected = decode_on_gpu(images, "cuda", resize=256)[0]
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    sizes = [200_000 * (1 + n % 9) for n in range(len(images))]  # as photos have them, in bytes
+    for _ in range(5):
+        ones = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        product = matrix
+        for _ in range(30):  # tens of milliseconds, behind which the sums have to wait
+            product = product @ matrix
+        totals = torch.stack([one.sum() for one in ones])
+        del ones
+        pixels = decode_on_gpu(images, "cuda", resize=256)[0]
+        assert totals.tolist() == sizes
+        assert torch.equal(pixels, expected)

@@ -1,0 +1,203 @@
+"""Torn nothing: writers killed at any moment, disks that are full, folders that cannot be written."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from label_making import names
+
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.snapshot import sweep
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.files import StorageRefusedError
+
+NUM_ROWS, NUM_CLASSES, BATCH = 5000, 5, 250
+STEPS = NUM_ROWS // BATCH
+NUM_KILLS = 50
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pencil_scale.labels.table", "pytest"])
+
+
+def value(rows: np.ndarray, epoch: int) -> np.ndarray:
+    """The logits of rows after an epoch: no two rows or epochs share them."""
+    return (rows[:, None] * 8 + np.arange(NUM_CLASSES) + (epoch + 1) / 64).astype(np.float32)
+
+
+def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and ledger after so many steps of the table's life, worked out without a table."""
+    epoch, step = divmod(num_steps, STEPS)
+    rows = np.arange(NUM_ROWS)
+    done = rows < step * BATCH
+    logits = np.where(done[:, None], value(rows, epoch), value(rows, epoch - 1))
+    if epoch == 0:
+        start = np.eye(NUM_CLASSES, dtype=np.float32)[rows % NUM_CLASSES] * 10
+        logits = np.where(done[:, None], logits, start)
+    return logits, np.where(done, epoch + 1, epoch)
+
+
+def write_and_snapshot_for_ever(folder: Path, manifest_path: Path, seed: int) -> None:
+    """Go on from the last snapshot, as a restarted run would, with a snapshot every few steps."""
+    manifest = Manifest.load(manifest_path)
+    table = LabelTable.restore(manifest, folder / f"attempt-{seed}")
+    rng = random.Random(seed)
+    for num_steps in range(int(manifest_path.stem) + 1, 10**9):
+        epoch, step = divmod(num_steps - 1, STEPS)
+        rows = np.arange(step * BATCH, (step + 1) * BATCH)
+        table.write(rows, value(rows, epoch), epoch)
+        if rng.random() < 0.3:
+            table.snapshot(folder / "store").save(folder / "manifests" / f"{num_steps:08d}.json")
+
+
+def kill_at_random(writer: BaseProcess, folder: Path, start: Path, rng: random.Random) -> None:
+    """Kill a writer at any moment: half of them anywhere, the others some time after their first snapshot."""
+    patient = rng.random() < 0.5
+    while patient and manifests_of(folder)[-1] == start and writer.is_alive():
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.1))
+    writer.kill()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+
+
+def manifests_of(folder: Path) -> list[Path]:
+    return sorted((folder / "manifests").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+    table = LabelTable.create(tmp_path / "new", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
+    table.snapshot(tmp_path / "store").save(tmp_path / "manifests" / f"{0:08d}.json")
+    rng, killed_inside, reached = random.Random(0), 0, set()
+    for kill in range(NUM_KILLS):
+        start = manifests_of(tmp_path)[-1]
+        args = (tmp_path, start, kill)
+        writer = CONTEXT.Process(target=write_and_snapshot_for_ever, args=args, daemon=True)
+        writer.start()
+        kill_at_random(writer, tmp_path, start, rng)
+
+        *older, newest = manifests_of(tmp_path)
+        restored = LabelTable.restore(Manifest.load(newest), tmp_path / "restored")
+        logits, last_epoch = state_after(int(newest.stem))
+        assert np.array_equal(restored.read(np.arange(NUM_ROWS)), logits)
+        assert np.array_equal(restored.read_last_epoch(np.arange(NUM_ROWS)), last_epoch)
+
+        # Files that no manifest names are what a snapshot had written when it was killed.
+        killed_inside += bool(sweep(tmp_path / "store", table.run, map(Manifest.load, [*older, newest])))
+        for path in older:
+            path.unlink()
+        reached.add(newest.name)
+        shutil.rmtree(tmp_path / f"attempt-{kill}", ignore_errors=True)
+    assert len(reached) > 10  # the writers got somewhere between the kills
+    assert killed_inside > 0
+
+
+def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
+    """Run Python code in a mount namespace of its own, where `disk` is a small file system."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o {options} tmpfs {disk}"
+    program = f"import sys; sys.path[:0] = {sys.path!r}; disk = {str(disk)!r}\n{code}"
+    (tmp_path / "program.py").write_text(program)
+    command = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        f"{mount} || exit 77; exec {sys.executable} $0",
+    ]
+    found = subprocess.run(
+        [*command, str(tmp_path / "program.py")], capture_output=True, text=True, check=False
+    )
+    if found.returncode == 77 or "unshare" in found.stderr:
+        pytest.skip(f"this machine lets nobody mount a small disk: {found.stderr.strip()}")
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+FULL_DISK = """
+import numpy as np
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.part_store import StorageFullError
+from pathlib import Path
+def files():
+    return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
+try:
+    LabelTable.create(disk + "/big", np.zeros(100_000, int), "abcde")
+except StorageFullError as error:
+    print(error)
+print(files())
+table = LabelTable.create(disk + "/small", np.zeros(9_000, int), "abcde")
+try:
+    table.snapshot(disk + "/store"), table.snapshot(disk + "/more")
+except StorageFullError as error:
+    print(error)
+assert not [name for name in files() if "unfinished" in name]
+table.write([5], np.ones((1, 5), np.float32), epoch=0)
+print(table.read([5]).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_nothing_unfinished_stays(tmp_path: Path) -> None:
+    lines = in_small_disk(tmp_path, "size=1m", FULL_DISK).splitlines()
+    assert "big/labels.arrow: No space left on device; nothing unfinished was kept" in lines[0]
+    assert lines[1] == "[]"
+    assert "No space left on device" in lines[2]
+    assert lines[3] == "[[1.0, 1.0, 1.0, 1.0, 1.0]]"
+
+
+READ_ONLY = """
+import os, subprocess
+import numpy as np
+from pencil_scale.label_table import LabelTable
+from pencil_scale.labels.part_store import StorageRefusedError
+table = LabelTable.create(disk + "/table", np.arange(3000) % 5, "abcde")
+del table
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+for attempt in (
+    lambda: LabelTable.create(disk + "/another", np.zeros(10, int), "abcde"),
+    lambda: LabelTable.open(disk + "/table", writable_parts="all"),
+    lambda: LabelTable.open(disk + "/table").snapshot(disk + "/store"),
+):
+    try:
+        attempt()
+    except StorageRefusedError as error:
+        print(error)
+print(LabelTable.open(disk + "/table").read([7]).argmax())
+"""
+
+
+@pytest.mark.slow
+def test_a_read_only_folder_is_named_and_can_still_be_read(tmp_path: Path) -> None:
+    lines = in_small_disk(tmp_path, "size=10m", READ_ONLY).splitlines()
+    assert len(lines) == 4
+    for line in lines[:3]:
+        assert "cannot be written (Read-only file system); choose a folder this user may write to" in line
+    assert lines[3] == "2"
+
+
+def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageRefusedError, match=r"file/table: cannot be written \(Not a directory\)"):
+        LabelTable.create(tmp_path / "file" / "table", np.zeros(10, int), names(5))
+    table = LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))
+    with pytest.raises(StorageRefusedError, match="cannot be written"):
+        table.snapshot(tmp_path / "file" / "store")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(StorageRefusedError, match="Permission denied"):
+        LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))

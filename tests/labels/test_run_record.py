@@ -1,0 +1,91 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pencil_scale.labels.run_record import RunNameError, RunRecord, find_record, read_record, write_record
+from pencil_scale.storage.lease import Lease, LeaseLostError
+
+SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    write_record(str(tmp_path), RunRecord("night", "a1b2", SETTINGS, 3, ("ant", "bee"), {}, "labels.json"))
+    return str(tmp_path)
+
+
+def test_a_record_written_under_a_lease_names_its_attempt_and_is_kept_from_who_lost_it(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    with Lease.hold(storage, "runs/night/lease", "run night is being trained") as lease:
+        assert write_record(storage, record, lease, status="stopped").attempt == 1
+        (Path(storage) / "runs/night/lease").unlink()  # another command takes over
+        with pytest.raises(LeaseLostError):
+            write_record(storage, record, lease, status="finished")
+    found = read_record(storage, "night")
+    assert found is not None
+    assert (found.status, found.attempt) == ("stopped", 1)
+
+
+def test_a_new_name_begins_a_new_run(storage: str) -> None:
+    assert find_record(storage, "other", SETTINGS) is None
+
+
+def test_the_same_settings_go_on_with_the_catalogue_they_began_with(storage: str) -> None:
+    record = find_record(storage, "night", SETTINGS)
+    assert record is not None
+    assert record.catalogue_version == 3
+
+
+def test_another_number_of_workers_may_go_on(storage: str) -> None:
+    assert find_record(storage, "night", {**SETTINGS, "workers.count": "(2, 2)"}) is not None
+
+
+def test_a_name_begun_with_other_settings_is_refused(storage: str) -> None:
+    other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
+    with pytest.raises(
+        RunNameError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
+    ):
+        find_record(storage, "night", other)
+
+
+def test_a_finished_run_is_refused(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    write_record(storage, record, status="finished")
+    with pytest.raises(RunNameError, match=r"run night is finished .*choose another run.name"):
+        find_record(storage, "night", SETTINGS)
+
+
+@pytest.mark.parametrize("left", ["labels/published/gone.json", "labels/held/gone.json", "models/gone.pt"])
+def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage: str, left: str) -> None:
+    path = Path(storage) / left
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"labels of a person's last run")
+    with pytest.raises(
+        RunNameError, match=f"{left} is there, left by an earlier run .* nothing is overwritten"
+    ):
+        find_record(storage, "gone", SETTINGS)
+    assert path.read_bytes() == b"labels of a person's last run"
+
+
+def test_execution_settings_do_not_change_what_a_run_is(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    other_workers = replace(record, settings={**SETTINGS, "workers.count": "(2, 2)"})
+    other_seed = replace(record, settings={**SETTINGS, "run.seed": "2"})
+    assert record.fingerprint == other_workers.fingerprint != other_seed.fingerprint
+
+
+def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -> None:
+    record = read_record(storage, "night")
+    assert record is not None
+    write_record(storage, record, status="held", held_because=("it guesses", "cat vanished"))
+    with pytest.raises(RunNameError, match=r"run night is held.*it guesses; cat vanished") as refused:
+        find_record(storage, "night", SETTINGS)
+    assert "promote CONFIG night`, or train again under another run.name" in str(refused.value)
+
+
+def test_whether_the_gate_holds_may_change_when_a_run_goes_on(storage: str) -> None:
+    assert find_record(storage, "night", {**SETTINGS, "gate.hold": "False"}) is not None

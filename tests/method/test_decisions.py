@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pencil_scale.method.decisions import DecisionError, decide, label_distribution
+
+
+def logits_of(*shares: list[float]) -> np.ndarray:
+    return np.log(np.array(shares, dtype=np.float32))
+
+
+def test_a_label_that_left_its_class_is_changed() -> None:
+    found = decide(logits_of([0.7, 0.2, 0.1], [0.7, 0.2, 0.1]), np.array([0, 2]))
+    assert found.corrected_class.tolist() == [0, 0]
+    assert found.changed.tolist() == [False, True]
+    assert found.num_changed == 1
+    assert found.confidence == pytest.approx([0.7, 0.7])
+    assert found.margin == pytest.approx([0.5, 0.5])
+    assert found.score == pytest.approx([0.7, 0.1])
+
+
+def test_a_tie_stays_with_the_given_class() -> None:
+    found = decide(logits_of([0.4, 0.4, 0.2], [0.4, 0.4, 0.2]), np.array([0, 1]))
+    assert found.corrected_class.tolist() == [0, 1]
+    assert not found.changed.any()
+    assert found.margin == pytest.approx([0, 0])
+
+
+def test_an_unlabelled_row_is_decided_but_never_changed() -> None:
+    found = decide(logits_of([0.1, 0.2, 0.7]), np.array([-1]))
+    assert found.corrected_class.tolist() == [2]
+    assert not found.changed[0]
+    assert np.isnan(found.score[0])
+
+
+def test_no_rows_are_no_error() -> None:
+    assert decide(np.zeros((0, 3), np.float32), np.zeros(0, np.int64)).num_changed == 0
+
+
+def test_logits_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(DecisionError, match="of 1 rows, the first at position 1,"):
+        decide(np.array([[0, 1], [np.nan, 1]], np.float32), np.array([0, 0]))
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4), min_size=1), st.integers(0, 3)
+)
+def test_every_figure_is_a_share(rows: list[list[float]], given_class: int) -> None:
+    logits = np.array(rows, dtype=np.float32)
+    found = decide(logits, np.full(len(rows), given_class))
+    for figure in (found.confidence, found.margin, found.score):
+        assert ((figure >= 0) & (figure <= 1)).all()
+    assert (found.score <= found.confidence).all()
+    assert (found.changed == (found.corrected_class != given_class)).all()
+    assert label_distribution(logits) == pytest.approx(torch.tensor(logits).softmax(-1).numpy(), abs=1e-6)

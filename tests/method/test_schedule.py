@@ -1,0 +1,167 @@
+"""The three stages, with every setting of the paper, and what is said of them before a run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.method.outlook import OutlookError, check_outlook, label_scale
+from pencil_scale.method.pencil import classification_loss, move_labels, pencil_loss
+from pencil_scale.method.schedule import Schedule, Stage
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+
+CIFAR = (
+    "stages.backbone.epochs=70 stages.pencil.epochs=130 stages.finetune.epochs=120 optimizer.tuned_batch=128"
+)
+CIFAR10_50 = f"{CIFAR} stages.backbone.rate=0.04 stages.pencil.rate=0.04 stages.pencil.beta=0.8"
+CIFAR100 = f"{CIFAR} stages.pencil.rate=0.35 stages.pencil.lambda=10000 stages.pencil.tuned_classes=100"
+DROPS = "stages.finetune.rate=0.2 stages.finetune.drop_after=[40,80]"
+CLOTHING = (
+    "stages.backbone.epochs=5 stages.pencil.epochs=10 stages.finetune.epochs=10 optimizer.tuned_batch=32 "
+    "stages.pencil.tuned_classes=14 stages.pencil.alpha=0.08 stages.pencil.beta=0.8 "
+    "stages.pencil.lambda=[[0,3000],[5,500]]"
+)
+
+
+def schedule(overrides: str, num_classes: int = 10, batch: int | None = None) -> Schedule:
+    words = overrides.replace(", ", ",").split()
+    config = load_config(DEMO, words)
+    batch = batch or config.optimizer.tuned_batch
+    return Schedule.from_config(config.stages, config.optimizer, num_classes, batch)
+
+
+@pytest.mark.slow
+def test_the_stages_lie_end_to_end() -> None:
+    names = [schedule(CIFAR).stage_at(epoch).name for epoch in range(320)]
+    assert names == ["backbone"] * 70 + ["pencil"] * 130 + ["finetune"] * 120
+    with pytest.raises(IndexError, match="epochs 0 to 319"):
+        schedule(CIFAR).stage_at(320)
+
+
+def test_a_stage_of_no_epochs_is_left_out() -> None:
+    assert schedule("stages.backbone.epochs=0").stage_at(0).name == "pencil"
+
+
+def test_the_last_stage_divides_its_rate_properly() -> None:
+    stages = schedule(f"{CIFAR} {DROPS}")
+    rates = [stages.stage_at(200 + epoch).learning_rate for epoch in (0, 39, 40, 79, 80, 119)]
+    assert rates == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
+
+
+def test_rates_grow_with_the_batch_and_labels_do_not_notice() -> None:
+    small, large = schedule(CIFAR10_50), schedule(CIFAR10_50, batch=1024)
+    assert large.stage_at(0).learning_rate == pytest.approx(8 * small.stage_at(0).learning_rate)
+    assert large.stage_at(70).label_rate == small.stage_at(70).label_rate == pytest.approx(400 / 128 / 10)
+
+
+def test_clothing1ms_labels_move_in_two_paces() -> None:
+    stages = schedule(CLOTHING, num_classes=14)
+    assert stages.label_rates() == pytest.approx([3000 / 32 / 14] * 5 + [500 / 32 / 14] * 5)
+    assert stages.stage_at(5).pull == pytest.approx(1.12)
+
+
+def test_labels_move_in_the_pencil_stage_alone() -> None:
+    stages = schedule(CIFAR)
+    assert [stages.stage_at(epoch).moves_labels for epoch in (0, 69, 70, 199, 200)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    logits = torch.randn(4, 10)
+    assert stages.stage_at(0).move_labels(torch.randn(4, 10), logits, torch.zeros(4)) is logits
+
+
+def on_samples(stage: Stage, num_classes: int = 10) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(1)
+    f, y = torch.randn(2, 5, num_classes, generator=random)
+    k = torch.randint(num_classes, (5,), generator=random)
+    return f, y, k, stage.loss(f, y, k)
+
+
+def test_each_stage_has_the_loss_of_the_paper() -> None:
+    stages = schedule(CIFAR10_50)
+    f, y, k, loss = on_samples(stages.stage_at(0))
+    assert_close(loss, -f.log_softmax(-1)[range(5), k])
+    f, y, k, loss = on_samples(stages.stage_at(70))
+    assert_close(loss, pencil_loss(f, y, k, alpha=0.1, beta=0.8))
+    assert_close(stages.stage_at(70).move_labels(f, y, k), move_labels(f, y, k, 400 / 1280, 1.0))
+    f, y, k, loss = on_samples(stages.stage_at(200))
+    assert_close(loss, classification_loss(f, y))
+
+
+def test_a_config_tuned_at_ten_classes_pulls_as_hard_at_four_hundred() -> None:
+    stage = schedule(CIFAR10_50, num_classes=400).stage_at(70)
+    f, y, k, loss = on_samples(stage, 400)
+    assert_close(loss, pencil_loss(f, y, k, alpha=0.1 * 10 / 400, beta=0.8) * 400 / 10)
+    y.requires_grad_()
+    [gradient] = torch.autograd.grad(stage.loss(f, y, k).sum(), y)
+    moved = y.detach() - 400 / 128 * gradient  # lambda over the batch it was tuned for
+    assert_close(stage.move_labels(f, y.detach(), k), moved)
+
+
+def test_before_a_run_it_says_when_labels_change() -> None:
+    assert "changes after 20 of 130 visits" in check_outlook(schedule(CIFAR10_50), 10)
+    assert "after 1 of 10 visits" in check_outlook(schedule(CLOTHING, 14), 14)
+
+
+def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
+    short = "stages.pencil.epochs=5"
+    with pytest.raises(OutlookError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
+        check_outlook(schedule(short), 10)
+    tried = re.search(r"try (\S+) or (\S+), or set stages.pencil.allow_fixed_labels", str(refused.value))
+    assert tried is not None
+    for setting in tried.groups():
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
+    assert "WARNING" in check_outlook(schedule(f"{short} stages.pencil.allow_fixed_labels=true"), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", ['{"start":400,"end":0}', "[[0,400],[6,40]]", "[[0,40],[3,4000]]"])
+def test_advice_for_a_short_stage_holds_for_a_lambda_that_varies(curve: str) -> None:
+    short = f"stages.pencil.epochs=3 stages.pencil.lambda={curve}"
+    with pytest.raises(OutlookError) as refused:
+        check_outlook(schedule(short), 10)
+    settings = re.findall(r"stages.pencil.(?:lambda|epochs)=\S+\b", str(refused.value))
+    assert settings
+    for setting in settings:
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
+
+
+@pytest.mark.slow
+def test_numbers_that_change_no_label_are_refused_with_numbers_that_do() -> None:
+    with pytest.raises(OutlookError, match=r"try stages.pencil.alpha=0.01, or set .*allow_fixed_labels"):
+        check_outlook(schedule(CIFAR100, 100), 100)
+    assert "changes after" in check_outlook(schedule(f"{CIFAR100} stages.pencil.alpha=0.01", 100), 100)
+
+
+def test_the_papers_cifar100_run_can_be_asked_for_all_the_same() -> None:
+    said = check_outlook(schedule(f"{CIFAR100} stages.pencil.allow_fixed_labels=true", 100), 100)
+    assert "WARNING: no label changes" in said
+
+
+@pytest.mark.slow
+def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
+    for overrides, why in (
+        (CIFAR10_50, "stays at 0.49"),
+        (f"{CLOTHING} stages.pencil.lambda=3000", "oscillates"),
+    ):
+        with pytest.raises(OutlookError, match=f"{why}.*; try stages.pencil.compatibility=released"):
+            check_outlook(schedule(f"{overrides} stages.pencil.compatibility=printed"), 10)
+
+
+def test_labels_that_stand_still_are_refused_with_a_pace_that_moves_them() -> None:
+    with pytest.raises(OutlookError, match=r"try stages.pencil.lambda=320,"):
+        check_outlook(schedule("stages.pencil.lambda=0"), 10)
+
+
+def test_a_start_confidence_sets_the_scale() -> None:
+    stage = schedule("stages.pencil.start_confidence=0.99").stages.pencil
+    assert label_scale(stage, 1000) == pytest.approx(11.5, abs=0.01)  # ln(99 * 999)
+    with pytest.raises(OutlookError, match="no more than chance among 10 classes"):
+        label_scale(schedule("stages.pencil.start_confidence=0.1").stages.pencil, 10)

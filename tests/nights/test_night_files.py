@@ -1,0 +1,204 @@
+"""Nights and CURRENT: begun, found again or abandoned, used, rolled back, and removed when they are old."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catalogue_making import CLASSES, samples
+from night_making import Nights
+
+from pencil_scale.export.files import MANIFEST, ExportManifest
+from pencil_scale.labels.run_record import RunRecord, read_record, write_record
+from pencil_scale.nights.record import Night, NightError, Plan, night_name
+from pencil_scale.nights.retention import remove_old
+from pencil_scale.nights.start import adopt, resumable
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.lease import LeaseHeldError, LeaseLostError
+
+EXPORT = ExportManifest("labels", "a1b2", 1, "run", ("a", "b"), 0, 0, ())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Nights:
+    return Nights(tmp_path)
+
+
+def night(number: int, parent: str | None, **more: Any) -> Night:
+    return Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run", **more)
+
+
+def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    assert nights.current() is None
+    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
+        nights.save(night(number, parent, reasons=("why",)))
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")
+    nights.move_current(nights.must_find("night-0002"), expected="night-0001")  # again, after a kill
+    with pytest.raises(
+        NightError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
+    ):
+        nights.move_current(nights.must_find("night-0003"), expected="night-0001")
+    current = nights.current()
+    assert current is not None
+    assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
+    with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
+        nights.must_find("night-0007")
+
+
+def test_two_nights_begun_at_once_get_different_numbers(bench: Nights) -> None:
+    plans = [Plan("night-0001", f"id-{job}", 1, None, 1, {"run.seed": "1"}) for job in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        begun = list(pool.map(bench.nights.begin, plans))
+    assert sorted((one.name, one.number) for one in begun) == [
+        (night_name(number), number) for number in range(1, 5)
+    ]
+    assert [bench.nights.plan(one.name) for one in begun] == begun
+    assert bench.nights.next_number() == 5
+
+
+def test_current_that_another_job_moved_between_the_look_and_the_move_stays_there(
+    bench: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
+        bench.nights.save(night(number, parent))
+    bench.nights.move_current(bench.nights.must_find("night-0001"), expected=None)
+    with bench.nights.held() as nights:
+
+        def overtaken() -> None:
+            bench.nights.move_current(nights.must_find("night-0002"), expected="night-0001")
+
+        monkeypatch.setattr(nights._lease, "check", overtaken)
+        with pytest.raises(NightError, match="moved to night-0002 while night-0003 was made from night-0001"):
+            nights.move_current(nights.must_find("night-0003"), expected="night-0001")
+    current = bench.nights.current()
+    assert current is not None
+    assert current.name == "night-0002"
+
+
+def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
+    first = night(1, None)
+    with bench.nights.held() as nights:
+        nights.save(first)
+        PartStore(f"{bench.storage}/nights").delete("lease")  # another job takes over
+        with bench.nights.held():
+            for write in (
+                lambda: nights.begin(Plan("night-0002", "id-2", 2, None, 1, {})),
+                lambda: nights.save(replace(first, model="another")),
+                lambda: nights.close("night-0001", "passed"),
+                lambda: nights.move_current(first, expected=None),
+            ):
+                with pytest.raises(LeaseLostError):
+                    write()
+    assert bench.nights.nights() == [first]
+    assert bench.nights.names() == ["night-0001"]
+    assert bench.nights.current() is None
+
+
+def test_the_nights_have_one_job_at_a_time(bench: Nights) -> None:
+    refused = pytest.raises(LeaseHeldError, match=r"the nights of memory:.* are being changed by another")
+    with bench.nights.held(), refused, bench.nights.held():
+        pass
+    with bench.nights.held():
+        pass
+
+
+def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    plan = nights.begin(Plan("night-0001", "id-1", 1, None, 1, {"run.seed": "1"}))
+    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) == plan
+    assert "night-0001 resumes" in said[-1]
+    nights.close(plan.name, "passed")
+    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) is None
+    assert nights.next_number() == 2
+
+
+@pytest.mark.parametrize("why", ["settings", "parent", "shard", "classes"])
+def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    bench.version()
+    nights, said = bench.nights, []
+    nights.save(night(1, None))
+    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
+    nights.close("night-0001", "passed")
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    nights.begin(
+        Plan("night-0002", "id-2", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"})
+    )
+    if why == "shard":
+        bench.shard("a.tar", samples(range(4)))
+    names = CLASSES[::-1] if why == "classes" else CLASSES
+    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, names, said.append) is None
+    assert "abandoned" in said[-1]
+    assert nights.unclosed() is None
+    assert nights.next_number() == 3  # no name means two nights
+
+
+def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
+    nights = bench.nights
+    for number in range(1, 8):
+        nights.begin(Plan(night_name(number), f"id-{number}", number, None, 1, {}))
+        nights.save(night(number, night_name(number - 1)))
+        run = RunRecord(night_name(number), f"id-{number}", {}, 1, ("a", "b"), {}, "")
+        write_record(bench.storage, run)
+        PartStore(f"{bench.storage}/exports/{night_name(number)}").put(MANIFEST, EXPORT.encode())
+        PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
+    nights.move_current(nights.must_find("night-0003"), expected=None)
+    assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
+    kept = ["night-0002", "night-0003", "night-0006", "night-0007"]
+    assert [one.name for one in nights.nights()] == kept
+    assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
+    assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
+    assert PartStore(bench.storage).names("runs") == [f"runs/{name}" for name in kept]
+    assert remove_old(nights, keep=2) == []
+
+
+def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nights) -> None:
+    nights, theirs = bench.nights, RunRecord("night-0001", "theirs", {}, 1, ("a", "b"), {}, "")
+    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
+    nights.begin(Plan("night-0002", "id-2", 2, None, 1, {}))
+    write_record(bench.storage, theirs)
+    PartStore(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
+    for run in ("theirs", "id-1"):
+        PartStore(f"{bench.storage}/checkpoints/night-0001/{run}-0001").put("weights.pt", b"")
+    PartStore(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
+    PartStore(f"{bench.storage}/exports/night-0001").put(MANIFEST, EXPORT.encode())
+    assert remove_old(nights, keep=1) == ["night-0001"]
+    assert read_record(bench.storage, "night-0001") == theirs
+    checkpoints = "checkpoints/night-0001"
+    assert PartStore(bench.storage).names(checkpoints) == [f"{checkpoints}/theirs-0001"]
+    assert PartStore(bench.storage).names("models") == ["models/night-0001.pt"]
+    assert PartStore(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
+
+
+def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    bench.version()
+    nights = bench.nights
+    assert adopt(nights, None) is None
+    for name, status in (("big", "finished"), ("half", "running")):
+        write_record(
+            bench.storage, RunRecord(name, "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status=status)
+        )
+        facts = json.dumps({"test_accuracy": 0.75}).encode()
+        PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
+    with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
+        adopt(nights, "half")
+    taken = adopt(nights, None)
+    assert taken is not None
+    assert (taken.name, taken.figures, taken.class_names) == (
+        "big",
+        {"clean_accuracy": 0.75},
+        ("ant", "bee", "cat"),
+    )
+    assert nights.current() == taken
+    write_record(
+        bench.storage, RunRecord("small", "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status="finished")
+    )
+    with pytest.raises(NightError, match=r"nightly.start_from: which run"):
+        adopt(nights, None)

@@ -1,0 +1,339 @@
+"""Nights without their training: what is new, and what is carried over, also to another class list."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalogue_making import Bench, sample, samples
+from night_making import Nights, pins_of
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.carry import pin, regive
+from pencil_scale.labels.pins import add_pins, read_pins
+from pencil_scale.labels.published import published_url
+from pencil_scale.labels.run_record import RunRecord, write_record
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.nights.carry_over import carry_over
+from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
+from pencil_scale.nights.prepare import prepare, remapped_head
+from pencil_scale.nights.record import Night, NightError, Plan
+from pencil_scale.nights.start import adopt, clean_set
+from pencil_scale.storage.files import PartStore
+
+SAME = [[0], [1], [2]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Nights:
+    return Nights(tmp_path)
+
+
+def found(crawl: Crawl) -> tuple[list[int], list[int]]:
+    return crawl.fresh["row"].to_pylist(), crawl.regiven["row"].to_pylist()
+
+
+# --- what is new -------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_catalogue_gained_are_new_and_no_other(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    bench.shard("b.tar", samples(range(4, 9)))  # two of them are known
+    crawl = find_crawl(before, bench.version(), SAME)
+    assert found(crawl) == ([6, 7, 8], [])
+    assert crawl.given_counts.tolist() == [1, 1, 1, 0]
+
+
+def test_a_known_sample_begins_anew_if_it_was_given_another_class_or_a_first_one(bench: Nights) -> None:
+    unlabelled = [member for member in sample(2) if not member[0].endswith(".cls")]
+    bench.shard("a.tar", samples(range(2)) + unlabelled + samples(range(3, 6)))
+    before = bench.version()
+    bench.shard("a.tar", sample(0, label=2) + samples(range(1, 6)))
+    crawl = find_crawl(before, bench.version(), SAME)
+    assert found(crawl) == ([0, 2], [0, 2])
+    assert crawl.regiven["class"].to_pylist() == [2, 2]
+    assert crawl.given_counts.tolist() == [0, 0, 2, 0]
+
+
+def test_a_sample_that_vanished_is_counted_and_keeps_its_row_for_its_return(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    path = bench.shard("b.tar", samples(range(3, 6)))
+    before = bench.version()
+    kept = path.read_bytes()
+    path.unlink()
+    without = bench.version()
+    crawl = find_crawl(before, without, SAME)
+    assert (found(crawl), crawl.num_vanished, crawl.num_returned) == (([], []), 3, 0)
+    path.write_bytes(kept)
+    back = find_crawl(without, bench.version(), SAME)
+    assert (found(back), back.num_vanished, back.num_returned) == (([], []), 0, 3)
+
+
+def test_a_label_that_no_class_is_called_after_is_counted_apart(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6, 12))]
+    bench.shard("b.tar", renamed)
+    after = bench.version(label="json:name")
+    assert find_crawl(before, after, SAME).given_counts.tolist() == [2, 2, 0, 2]
+    assert archive_counts(before, SAME).tolist() == [2, 2, 2, 0]
+
+
+def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
+    renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6))]
+    bench.shard("a.tar", renamed)
+    before = bench.version(label="json:name")
+    after = bench.version(label="json:name", check_images="decode")
+    crawl = find_crawl(before, after, SAME)
+    assert len(after.changed_rows(before)) == 6
+    assert found(crawl) == ([], [])
+    assert crawl.given_counts.tolist() == [0, 0, 0, 0]
+
+
+def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(6)))
+    bench.shard("clean.tar", samples(range(50, 56)))
+    found = []
+    for taken_down in ("", "000001\n", "000001\n000050\n"):
+        (tmp_path / "exclude.txt").write_text(taken_down)
+        bench.index(
+            shards=f"{tmp_path}/a.tar", test=f"{tmp_path}/clean.tar", exclude=f"{tmp_path}/exclude.txt"
+        )
+        version = Catalogue.open(bench.storage, part="test").version
+        found.append(clean_set(bench.storage, {"test": version}))
+    assert found[0] == found[1]  # an id of the training shards
+    assert found[1] != found[2]  # one of its own
+
+
+def test_old_rows_are_others_every_night_and_the_same_if_a_night_begins_again(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(60)))
+    before = bench.version()
+    bench.shard("b.tar", samples(range(60, 70)))
+    after = bench.version()
+    crawl = find_crawl(before, after, SAME)
+    one, again, other = (old_rows(after, crawl, 20, key)["row"].to_pylist() for key in (1, 1, 2))
+    assert one == again
+    assert one != other
+    assert len(one) == len(set(one)) == 20
+    assert max(one + other) < 60
+    assert old_rows(after, crawl, 500, 1)["row"].to_pylist() == list(range(60))
+    assert len(old_rows(after, crawl, 0, 1)) == 0
+
+
+# --- labels carried over -----------------------------------------------------------------------------
+
+
+def test_every_known_label_comes_along_bit_for_bit_and_new_rows_begin_as_given(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    table = bench.table(bench.labels(before))
+    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), epoch=3)
+    parent = table.snapshot(f"{bench.storage}/labels")
+    bench.shard("b.tar", samples(range(6, 8)))
+    after = bench.version()
+    crawl, pins = find_crawl(before, after, SAME), read_pins(bench.storage).resolve(after.class_names)
+    carried = carry_over(parent, crawl, after, SAME, pins, "a1b2", str(bench.folder))
+    labels = bench.table(carried)
+    assert labels.read(range(6)).tobytes() == table.read(range(6)).tobytes()
+    assert labels.read([6, 7]).tolist() == [[10, 0, 0], [0, 10, 0]]
+    assert carried.first_epoch == parent.newest_epoch + 1
+    assert not labels.visited(0).any()
+
+
+def test_a_row_given_another_class_begins_anew_unless_people_pinned_it(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    table = bench.table(bench.labels(bench.version()))
+    table.pin([1], [2])
+    manifest = table.snapshot(f"{bench.storage}/labels")
+    labels = bench.table(regive(manifest, np.array([0, 1]), np.array([1, -1], np.int32)))
+    assert labels.read_class([0, 1, 2]).tolist() == [1, 2, 2]
+    assert labels.read([0, 1]).tolist() == [[0, 10, 0], [0, 0, 10]]
+    add_pins(bench.storage, pins_of({1: "ant"}))
+    again = pin(manifest, read_pins(bench.storage).resolve(("ant", "bee", "cat")))
+    assert bench.table(again).read_class([1]).tolist() == [0]
+    assert bench.table(again).read_pinned(range(6)).tolist() == [False, True] + 4 * [False]
+
+
+def test_pins_of_the_day_are_laid_over_the_labels_that_are_carried(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    catalogue = bench.version()
+    parent = bench.labels(catalogue)
+    add_pins(bench.storage, pins_of({3: "cat"}))
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    crawl = find_crawl(catalogue, catalogue, SAME)
+    carried = carry_over(parent, crawl, catalogue, SAME, pins, "a1b2", None)
+    assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
+    untouched = carry_over(carried, crawl, catalogue, SAME, pins, "c3d4", None)
+    assert untouched.parts == carried.parts
+
+
+# --- another class list ------------------------------------------------------------------------------
+
+
+def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> None:
+    assert class_mapping(["ant", "bee", "cat"], ["cat", "ant", "bee"], {}) == [[2], [0], [1]]
+    assert class_mapping(["ant", "bee"], ["ant", "bee", "new"], {}) == [[0], [1], []]
+    assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": "bee"}) == [[0], [1, 2]]
+    assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": None}) == [[0], [1]]
+    assert class_mapping(["ant", "bee"], ["ant", "bee"], {"bee": "ant"}) == [[0], [1]]  # still listed
+    with pytest.raises(NightError, match=r"'cat' left the class list .* nightly.remap=\{cat: ant\}"):
+        class_mapping(["ant", "cat"], ["ant", "kat"], {})
+    with pytest.raises(NightError, match=r"'cat' became 'kat', which data.classes does not name"):
+        class_mapping(["ant", "cat"], ["ant", "bee"], {"cat": "kat"})
+
+
+def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    add_pins(bench.storage, pins_of({0: "cat"}))
+    labels = published_url(bench.storage, "first")
+    bench.labels(before).save(labels)
+    weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
+    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    names = ("ant", "bee", "cat")
+    model = f"{bench.storage}/models/first.pt"
+    bench.nights.save(Night("first", 0, None, before.version, names, labels, model, "first"))
+    (bench.folder / "classes.txt").write_text("cat\nant\ndog\n")  # bee became ant, dog is new
+    after = bench.version(label="json:name", aliases=_aliases(bench))
+    plan = Plan("night-0001", "id-1", 1, "first", after.version, {})
+    config = load_config(bench.folder / "config.yaml", ["nightly.remap={bee: ant}"])
+    for _ in range(2):  # a second time after a kill
+        prepared = prepare(config, bench.nights, plan)
+        assert prepared is not None
+        assert prepared.mapping == [[2], [0, 1], []]
+        assert found(prepared.crawl) == ([], [])  # nobody's label is another but for its number
+        table = bench.table(prepared.labels)
+        assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
+        assert read_pins(bench.storage).table["class"].to_pylist() == ["cat"]
+        head = torch.load(_file(prepared.weights), weights_only=True)
+        assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
+        assert head["0.weight"].tolist() == weights["0.weight"].tolist()
+
+
+def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night, Catalogue, Config]:
+    """A first night over ant, bee and cat, and a catalogue indexed by another class list since."""
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version(label="json:name")
+    pins = read_pins(bench.storage).resolve(before.class_names)
+    start_labels(before, bench.storage, 10.0, str(bench.folder), pins).save(
+        published_url(bench.storage, "first")
+    )
+    weights = {"1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
+    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    night = Night(
+        "first",
+        0,
+        None,
+        before.version,
+        before.class_names,
+        published_url(bench.storage, "first"),
+        f"{bench.storage}/models/first.pt",
+        "first",
+    )
+    bench.nights.save(night)
+    (bench.folder / "classes.txt").write_text(names)
+    after = bench.version(label="json:name")
+    return night, after, load_config(bench.folder / "config.yaml", [f"nightly.remap={remap}"])
+
+
+def test_a_pin_keeps_its_class_however_many_nights_of_a_new_class_list_are_held(bench: Nights) -> None:
+    _, after, config = reordered_after_night(bench, "cat\nant\nbee\n", "{}")
+    add_pins(bench.storage, pins_of({0: "cat"}))
+    for number in (1, 2, 3):  # each is held, so the next one starts from the first night again
+        plan = Plan(f"night-000{number}", f"id-{number}", number, "first", after.version, {})
+        prepared = prepare(config, bench.nights, plan)
+        assert prepared is not None
+        assert prepared.labels.class_names == ("cat", "ant", "bee")
+        assert bench.table(prepared.labels).read_class([0, 1]).tolist() == [0, 2]
+
+
+def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
+    bench: Nights, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_pins(bench.storage, pins_of({0: "cat", 1: "ant"}))  # given ant and bee
+    _, after, config = reordered_after_night(bench, "bee\nant\n", "{cat: null}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    table = bench.table(prepared.labels)
+    assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats have no usable label any more
+    assert table.read_pinned(range(6)).tolist() == [False, True, False, False, False, False]
+    assert table.read([0]).tolist() == [[0, 10]]
+    ok = after.read(0, 6, ["status"])["status"].to_pylist()
+    assert [status == "ok" for status in ok] == [True, True, False, True, True, False]
+    assert "1 pins are void" in capsys.readouterr().out
+
+
+def test_a_class_that_is_renamed_in_place_takes_its_labels_along(bench: Nights) -> None:
+    _, after, config = reordered_after_night(bench, "ant\nbee\nfeline\n", "{cat: feline}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    assert not prepared.same_classes
+    assert prepared.labels.class_names == ("ant", "bee", "feline")
+
+
+def test_a_pin_that_became_void_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({1: "cat"}))
+    _, after, config = reordered_after_night(bench, "ant\nbee\ncat\n", "{}")
+    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    table = bench.table(prepared.labels)
+    assert (table.read_class([1]).tolist(), table.read_pinned([1]).tolist()) == ([1], [False])
+
+
+def test_a_pin_follows_any_number_of_renames(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({0: "cat", 1: "dog", 2: "owl"}))
+    moved = {"cat": "feline", "feline": "predator", "owl": None, "dog": "wolf", "wolf": "dog"}
+    pins = read_pins(bench.storage).resolve(("ant", "predator"), moved)
+    assert (pins.rows.tolist(), pins.classes.tolist()) == ([0], [1])
+    assert pins.void["row"].to_pylist() == [1, 2]
+
+
+def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
+    add_pins(bench.storage, pins_of({0: "cat"}))
+    _, after, config = reordered_after_night(bench, "feline\nant\nbee\n", "{cat: feline}")
+    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    assert prepared is not None
+    assert bench.table(prepared.labels).read_class([0]).tolist() == [0]
+    assert bench.table(prepared.labels).read_pinned([0]).all()
+
+
+def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
+    write_record(
+        bench.storage,
+        RunRecord("bad", "a1b2", {}, 1, (), {}, "", status="held", held_because=("cat vanished",)),
+    )
+    assert adopt(bench.nights, None) is None
+    with pytest.raises(NightError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
+        adopt(bench.nights, "bad")
+
+
+def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:
+    head = {"w": torch.ones(4), "fc.weight": torch.tensor([[1.0], [3.0]]), "fc.bias": torch.tensor([0.0, 2])}
+    moved = remapped_head(head, [[], [0, 1]], 2)
+    assert moved["fc.weight"].tolist() == [[0.0], [2.0]]
+    assert moved["fc.bias"].tolist() == [0.0, 1.0]
+    assert moved["w"].tolist() == [1.0] * 4
+
+
+def _saved(weights: dict[str, torch.Tensor]) -> bytes:
+    sink = io.BytesIO()
+    torch.save(weights, sink)
+    return sink.getvalue()
+
+
+def _file(url: str) -> Any:
+    folder, _, name = url.rpartition("/")
+    return io.BytesIO(PartStore(folder).get(name))
+
+
+def _aliases(bench: Nights) -> str:
+    path = bench.folder / "aliases.txt"
+    path.write_text("bee\tant\n")
+    return str(path)

@@ -1,0 +1,363 @@
+"""Exports hold exactly what may be told of every sample."""
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from catalogue_making import image, sample, samples
+from export_making import ExportBench, two_shards
+from night_making import pins_of
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.export.files import ExportError, ExportManifest, read_manifest, same_content
+from pencil_scale.labels.part_files import TableMismatchError
+from pencil_scale.labels.pins import add_pins, read_pins
+from pencil_scale.labels.published import published_url
+from pencil_scale.labels.report import HISTORY, history_folder
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.lease import Lease, LeaseLostError
+from pipelines import export_labels
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> ExportBench:
+    return two_shards(tmp_path)
+
+
+def test_a_sample_is_told_in_cleanlabs_words_with_all_that_is_known(bench: ExportBench) -> None:
+    bench.export()
+    told = bench.sidecar("00041")[1]
+    shares = told.pop("top_shares")
+    scores = [told.pop(name) for name in ("label_score", "confidence", "margin")]
+    assert told == {
+        "row": 1,
+        "sample_id": "000001",
+        "shard": str(bench.folder / "00041.tar"),
+        "key": "000001",
+        "given_label": 1,
+        "predicted_label": 2,
+        "is_label_issue": True,
+        "given_class": "bee",
+        "predicted_class": "cat",
+        "top_labels": [2, 0, 1],
+        "last_change_epoch": None,
+        "pinned": False,
+        "status": "ok",
+        "predicted_by": "labels",
+        "catalogue_version": 1,
+        "model_version": "t",
+    }
+    np.testing.assert_allclose(scores, [0.1, 0.8, 0.7], atol=1e-6)
+    np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=1e-6)
+    assert [told["is_label_issue"] for told in bench.table()] == [row in (1, 7) for row in range(12)]
+
+
+def test_only_sidecars_of_shards_whose_labels_changed_are_written_again(bench: ExportBench) -> None:
+    assert bench.export().num_sidecars_written == 2
+    before = bench.write_times("sidecars")
+    again = bench.export()
+    assert (again.num_sidecars_written, again.num_table_written, again.swept) == (0, 0, ())
+    bench.publish({1: 2, 7: 1})
+    third = bench.export()
+    assert third.num_sidecars_written == 1
+    after = bench.write_times("sidecars")
+    assert after["00041.labels.parquet"] == before["00041.labels.parquet"]
+    assert after["00042.labels.parquet"] > before["00042.labels.parquet"]
+    assert len(after) == 2  # what is outdated is gone
+
+
+def test_excluded_ids_appear_in_no_file_not_even_an_older_one(bench: ExportBench) -> None:
+    bench.shard("00043.tar", [*sample(7), *sample(20)])  # an alias of 000007
+    bench.index()
+    bench.export("export.corrected_shards=true")
+    assert _holding(bench.out, b"000007")
+    (bench.folder / "gone.txt").write_text("000007\n")
+    bench.export("export.corrected_shards=true", f"data.exclude={bench.folder}/gone.txt")  # not yet indexed
+    assert not _holding(bench.out, b"000007")
+    bench.index(exclude=f"{bench.folder}/gone.txt")
+    bench.export("export.corrected_shards=true")
+    assert not _holding(bench.out, b"000007")
+    assert len(bench.sidecar("00042")) == 5
+    assert len(bench.sidecar("00043")) == 1
+
+
+def test_a_duplicate_stands_in_its_own_shards_sidecar_with_its_own_given_label(bench: ExportBench) -> None:
+    bench.shard("00043.tar", sample(1, label=0))
+    bench.index()
+    bench.export()
+    (told,) = bench.sidecar("00043")
+    assert (told["row"], told["status"], told["given_label"], told["predicted_label"]) == (
+        1,
+        "duplicate",
+        0,
+        2,
+    )
+    assert told["label_score"] == pytest.approx(0.1)
+    assert told["is_label_issue"]
+    assert len(bench.table()) == 12
+
+
+def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> None:
+    bench.shard(
+        "00043.tar", [("x.png", image(77)), ("y.png", b"no image"), ("z.png", image(9)), ("z.cls", b"9")]
+    )
+    bench.index()
+    bench.publish({})
+    torch.manual_seed(0)
+    model = build_backbone("small_convnet", 3).eval()
+    import fsspec
+
+    with fsspec.open(f"{bench.storage}/models/t.pt", "wb") as file:
+        torch.save(model.state_dict(), file)
+    summary = bench.export(predict=True)
+    told = {each["key"]: each for each in bench.sidecar("00043")}
+    assert summary.predicted_by == {"labels": 12, "model": 2, "nobody": 1}
+    assert told["y"]["predicted_label"] is None
+    assert told["x"]["given_label"] is None
+    assert told["x"]["label_score"] is None
+    assert (told["x"]["predicted_by"], told["x"]["is_label_issue"]) == ("model", False)
+    config = load_config(bench.folder / "config.yaml", ["images.crop=4"])
+    pixels = torch.tensor([77, 0, 7]) / 255
+    colour = (pixels - torch.tensor(config.images.mean)) / torch.tensor(config.images.std)
+    shares = model(colour[:, None, None].expand(1, 3, 4, 4)).softmax(-1)[0].detach()
+    assert told["x"]["predicted_label"] == int(shares.argmax())
+    assert told["x"]["confidence"] == pytest.approx(float(shares.max()), abs=1e-5)
+
+
+def test_without_a_model_it_says_so_before_it_writes(bench: ExportBench) -> None:
+    with pytest.raises(ExportError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
+        bench.export(predict=True)
+    assert not bench.out.exists()
+
+
+def test_labels_nobody_visited_and_rows_newer_than_the_labels_are_told_as_given(bench: ExportBench) -> None:
+    bench.publish({1: 2}, visited=[0, 1, 2])
+    bench.shard("00043.tar", samples([12]))
+    bench.index()
+    bench.export()
+    told = bench.table()
+    assert [each["predicted_by"] for each in told] == ["labels"] * 3 + ["given"] * 10
+    assert told[5]["predicted_label"] == told[5]["given_label"] == 2
+    assert told[5]["confidence"] is None
+    assert not any(each["is_label_issue"] for each in told[3:])
+
+
+def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBench) -> None:
+    import fsspec
+
+    given = np.arange(12) % 3
+    for epoch, row_one in ((4, 0), (5, 2), (7, 2)):
+        now = np.where(np.arange(12) == 1, row_one, given).astype(np.uint16)
+        url = f"{history_folder(bench.storage, 't')}/epoch-{epoch:05d}.arrow"
+        with fsspec.open(url, "wb") as file, pa.ipc.new_file(file, HISTORY) as writer:
+            writer.write_batch(
+                pa.record_batch([pa.array(now), pa.array(np.ones(12, np.float16))], schema=HISTORY)
+            )
+    bench.export()
+    assert [each["last_change_epoch"] for each in bench.table()] == [None, 5] + [None] * 10
+
+
+def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_history_has(
+    tmp_path: Path,
+) -> None:
+    import fsspec
+
+    bench = ExportBench(tmp_path)
+    bench.shard("a.tar", [*samples(range(3)), ("bare.png", image(9))])
+    bench.index()
+    bench.publish({}, visited=range(3))
+    now = np.array([0, 1, 2, 0], np.uint16)  # a table has some class for every row
+    url = f"{history_folder(bench.storage, 't')}/epoch-00008.arrow"
+    with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
+        writer.write_batch(pa.record_batch([pa.array(now), pa.array(np.ones(4, np.float16))], schema=HISTORY))
+    bench.export()
+    assert [(each["given_label"], each["last_change_epoch"]) for each in bench.table()] == [
+        (0, None),
+        (1, None),
+        (2, None),
+        (None, None),
+    ]
+
+
+def test_the_manifest_names_every_file_that_is_there(bench: ExportBench) -> None:
+    summary = bench.export("export.corrected_shards=true")
+    manifest = read_manifest(str(bench.out))
+    assert manifest == summary.manifest
+    there = {str(path.relative_to(bench.out)) for path in bench.out.rglob("[!.]*") if path.is_file()}
+    assert there == manifest.files() | {"manifest.json"}
+    assert (manifest.num_samples, manifest.num_label_issues) == (12, 2)
+
+
+@pytest.mark.ray
+def test_on_a_cluster_the_files_are_those_made_here(tmp_path: Path, ray_session: None) -> None:
+    bench = ExportBench(tmp_path)
+    for number in range(20):
+        bench.shard(f"{number:05d}.tar", samples(range(3 * number, 3 * number + 3)))
+    bench.index()
+    bench.publish({1: 2})
+    here = _files(bench)
+    bench.storage, bench.out = str(tmp_path / "lake"), tmp_path / "cluster"
+    bench.index()
+    bench.publish({1: 2})
+    assert _files(bench) == here
+
+
+def _files(bench: ExportBench) -> dict[str, bytes]:
+    """Every file of an export, named by its content alone."""
+    manifest = bench.export("export.corrected_shards=true").manifest
+    return {same_content(file): (bench.out / file).read_bytes() for file in manifest.files()}
+
+
+def _holding(folder: Path, text: bytes) -> list[Path]:
+    """Files that tell this text, Parquet looked into."""
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = (
+                str(pq.read_table(path).to_pylist()).encode()
+                if path.suffix == ".parquet"
+                else path.read_bytes()
+            )
+            found += [path] if text in data else []
+    return found
+
+
+def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: Path) -> None:
+    """`export.folder` may be the folder that holds the training data's own `shards/`."""
+    bench = two_shards(tmp_path)
+    bench.out.mkdir()
+    (bench.out / "shards").mkdir()
+    original = bench.out / "shards" / "train-000000.tar"
+    original.write_bytes(b"the only copy")
+    with pytest.raises(ExportError, match=r"holds a folder 'shards' and no manifest.json of an export"):
+        bench.export("export.corrected_shards=true")
+    assert original.read_bytes() == b"the only copy"
+    original.unlink()
+    (bench.out / "shards").rmdir()
+    bench.export("export.corrected_shards=true")
+    theirs = [
+        bench.out / "shards" / "mine.tar",
+        bench.out / "table" / "mine.parquet",
+        bench.out / "notes.txt",
+    ]
+    for path in theirs:
+        path.write_bytes(b"put here later")
+    bench.publish({2: 0})
+    assert bench.export().swept  # what the first export wrote, and the second did not
+    assert all(path.read_bytes() == b"put here later" for path in theirs)
+    assert [path.name for path in bench.out.rglob("*.tar")] == ["mine.tar"]
+
+
+def test_what_a_killed_export_wrote_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = two_shards(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "put", _die)
+        with pytest.raises(KeyboardInterrupt):
+            bench.export("export.corrected_shards=true")
+    left = {path for path in bench.out.rglob("*") if path.is_file()}
+    assert len(left) > 4
+    manifest = bench.export().manifest
+    files = {str(path.relative_to(bench.out)) for path in bench.out.rglob("[!.]*") if path.is_file()}
+    assert files == manifest.files() | {"manifest.json"}
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_labels_follow_their_class_names_when_the_list_is_reordered(bench: ExportBench) -> None:
+    """Rows 1 and 7 were repaired, from bee to cat and from bee to ant; all others are as given."""
+    (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
+    bench.index(label="json:name")
+    bench.export()
+    told = {entry["row"]: (entry["given_class"], entry["predicted_class"]) for entry in bench.table()}
+    assert {row: classes for row, classes in told.items() if classes[0] != classes[1]} == {
+        1: ("bee", "cat"),
+        7: ("bee", "ant"),
+    }
+    assert bench.export().manifest.class_names == ("cat", "ant", "bee")
+
+
+def test_labels_of_an_older_class_list_are_exported_over_the_catalogue_they_were_learned_on(
+    bench: ExportBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench.folder / "classes.txt").write_text("ant\nbee\ncow\n")
+    bench.index()
+    assert bench.export().manifest.class_names == ("ant", "bee", "cat")
+    assert "lacks 'cat' and has in addition 'cow'); using catalogue version 1" in capsys.readouterr().out
+
+
+def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp_path: Path) -> None:
+    bench = ExportBench(tmp_path)
+    bench.shard("b.tar", samples(range(6)))
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
+    bench.shard("a.tar", samples(range(6, 12)))  # comes first now
+    bench.index()
+    with pytest.raises(TableMismatchError, match="row 0 is another sample than the one these labels"):
+        bench.export()
+
+
+def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
+    bench: ExportBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = export_labels._manifest
+
+    def overtaken(*arguments: Any) -> ExportManifest:
+        monkeypatch.setattr(export_labels, "_manifest", make)
+        (bench.out / ".lease").unlink()  # it expired, and another export took over
+        bench.publish({2: 0})
+        bench.export()
+        return make(*arguments)
+
+    monkeypatch.setattr(export_labels, "_manifest", overtaken)
+    with pytest.raises(LeaseLostError):
+        bench.export()
+    manifest = read_manifest(str(bench.out))
+    assert manifest is not None
+    assert all((bench.out / file).exists() for file in manifest.files())
+
+
+@pytest.mark.slow
+def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_places(tmp_path: Path) -> None:
+    bench = ExportBench(tmp_path)
+    for number in range(4):  # a part of labels each
+        bench.shard(f"{number}.tar", samples(range(1024 * number, 1024 * number + 1024)))
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    folder = f"{bench.storage}/catalogue".removeprefix("memory:/")
+    fsspec.filesystem("memory").rm(folder, recursive=True)
+    bench.index()
+    bench.export()  # rebuilt, but every row is the same sample
+    fsspec.filesystem("memory").rm(folder, recursive=True)
+    (tmp_path / "1.tar").rename(tmp_path / "x.tar")
+    (tmp_path / "2.tar").rename(tmp_path / "1.tar")
+    (tmp_path / "x.tar").rename(tmp_path / "2.tar")
+    bench.index()
+    with pytest.raises(TableMismatchError, match=r"row 1,024 is another sample"):
+        bench.export()
+
+
+def test_a_void_pin_does_not_bring_an_older_one_back(bench: ExportBench) -> None:
+    catalogue = Catalogue.open(bench.storage)
+    add_pins(bench.storage, pins_of({1: "cat"}))
+    pins = read_pins(bench.storage).resolve(catalogue.class_names)
+    start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins).save(
+        published_url(bench.storage, "t")
+    )
+    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
+    bench.export()
+    told = bench.table()[1]
+    assert (told["given_class"], told["predicted_class"], told["pinned"]) == ("bee", "bee", False)

@@ -1,0 +1,220 @@
+"""Shards as they are written: read back by webdataset and tarfile, and the same after any interruption."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+from shard_sources import bytes_in, class_folders, image, job_of, refusal, samples_in, written_here
+from webdataset.tariterators import base_plus_ext
+
+from pipelines import make_shards
+from pipelines.shard_making.shard_samples import BytesPiece, RawSample, SourceError, clean_key
+from pipelines.shard_making.shard_writing import OutFolder, ShardPlan, write_shard
+
+DATA = Path(os.environ.get("PENCIL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+@given(st.text(min_size=1).filter(lambda name: "/" not in name))
+def test_a_key_survives_webdatasets_own_way_of_reading_names(name: str) -> None:
+    try:
+        key = clean_key(f"class.of.{'x'}/{name}.jpg")
+    except SourceError:
+        return
+    assert base_plus_ext(f"{key}.json") == (key, "json")
+
+
+def plan_of(*images: bytes, num_labels: int | None = None) -> ShardPlan:
+    held = [RawSample(f"k{row}", data, f"k{row}.gif", row) for row, data in enumerate(images)]
+    return ShardPlan("s-000000.tar", BytesPiece(held), np.zeros(num_labels or len(held), np.int64), None)
+
+
+def test_bytes_of_no_known_format_are_copied_and_counted(tmp_path: Path) -> None:
+    result = write_shard(plan_of(image(1), b"not an image"), ["cat"], str(tmp_path))
+    assert result.num_unrecognised == 1
+    assert result.num_bytes == (tmp_path / "s-000000.tar").stat().st_size
+    assert samples_in(tmp_path)["k1"]["gif"] == b"not an image"
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(make_shards.OutError, match="1 samples were found where 2 were counted"):
+        write_shard(plan_of(image(1), num_labels=2), ["cat"], str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    source = class_folders(tmp_path / "src")
+    assert "file/out/classes.txt: cannot be written" in refusal(
+        capsys, "folder", source, tmp_path / "file" / "out"
+    )
+
+
+def test_a_shard_depends_on_its_samples_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, now in (("a", 1.0), ("b", 1e9)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        write_shard(plan_of(image(1), image(2)), ["cat"], str(tmp_path / name))
+    assert bytes_in(tmp_path / "a") == bytes_in(tmp_path / "b")
+
+
+def test_shards_reach_a_store_that_is_no_local_folder(tmp_path: Path) -> None:
+    out = OutFolder("memory://shards-of-a-test/deep")
+    result = write_shard(plan_of(image(1)), ["cat"], out.url)
+    assert out.files() == {"s-000000.tar": result.num_bytes}
+
+
+@pytest.mark.slow
+def test_shards_reach_s3_whole(tmp_path: Path, s3_endpoint: str) -> None:
+    OutFolder("s3://lake/x")._filesystem.mkdir("lake")
+    out = OutFolder("s3://lake/shards")
+    result = write_shard(plan_of(image(1), image(2)), ["cat"], out.url)
+    out.write_text("classes.txt", "cat\n")
+    assert out.files() == {"s-000000.tar": result.num_bytes, "classes.txt": 4}
+    write_shard(plan_of(image(1), image(2)), ["cat"], str(tmp_path))
+    there = out._filesystem.cat_file("lake/shards/s-000000.tar")
+    assert there == (tmp_path / "s-000000.tar").read_bytes()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_webdataset_reads_back_what_the_job_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = class_folders(tmp_path / "src", per_class=6)
+    (source / "notes.txt").write_text("no image")
+    monkeypatch.chdir(tmp_path)  # Ray's workers stay where they are: relative paths must reach them whole
+    assert make_shards.main(["folder", "src", "out", "--samples-per-shard", "4"]) == 0
+    shards = str(tmp_path / "out" / "train-{000000..000004}.tar")
+    samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False))
+    assert len({sample["__key__"] for sample in samples}) == 18
+    assert Counter(int(sample["cls"]) for sample in samples) == {0: 6, 1: 6, 2: 6}
+    assert (tmp_path / "out" / "classes.txt").read_text() == "cat\ndog\nowl\n"
+    said = capsys.readouterr().out
+    assert "5 (5 written now, 0 there before)" in said
+    assert "1 files that are no images: notes.txt" in said
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_shards_that_only_another_machine_can_see_are_not_called_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("folder", class_folders(tmp_path / "src"), tmp_path / "out")
+    elsewhere = str(tmp_path / "elsewhere")
+    write = make_shards.write_missing
+    monkeypatch.setattr(
+        make_shards, "write_missing", lambda job, *rest: write(dataclasses.replace(job, out=elsewhere), *rest)
+    )
+    with pytest.raises(make_shards.OutError, match=r"1 shards such as train-000000.tar"):
+        make_shards.run(job)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_a_second_run_writes_only_what_is_missing_and_the_same_bytes(tmp_path: Path) -> None:
+    source = class_folders(tmp_path / "src")
+    job = job_of("folder", source, tmp_path / "out", "--samples-per-shard", 3, "--noise", "symmetric:0.5")
+    first = make_shards.run(job)
+    before = bytes_in(tmp_path / "out")
+    (tmp_path / "out" / "train-000002.tar").unlink()
+    (tmp_path / "out" / ".train-000002.tar.0123.partial").write_bytes(b"left by a killed writer")
+    kept = (tmp_path / "out" / "train-000001.tar").stat().st_mtime_ns
+    second = make_shards.run(job)
+    assert (first.num_written, second.num_written, make_shards.run(job).num_written) == (4, 1, 0)
+    assert bytes_in(tmp_path / "out") == before
+    assert (tmp_path / "out" / "train-000001.tar").stat().st_mtime_ns == kept
+    assert (
+        second.num_bytes
+        == first.num_bytes
+        == sum(len(data) for name, data in before.items() if "tar" in name)
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_other_shards_in_the_folder_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = class_folders(tmp_path / "src"), tmp_path / "out"
+    assert make_shards.main(["folder", str(source), str(out), "--seed", "3"]) == 0
+    capsys.readouterr()
+    before = bytes_in(out)
+    assert "made with --seed 3, now 4; repeat" in refusal(capsys, "folder", source, out, "--seed", 4)
+    assert "made with --noise none, now symmetric:0.2; repeat" in refusal(
+        capsys, "folder", source, out, "--seed", 3, "--noise", "symmetric:0.2"
+    )
+    assert "made with a shuffle, now --no-shuffle; repeat" in refusal(
+        capsys, "folder", source, out, "--seed", 3, "--no-shuffle"
+    )
+    (source / "cat" / "another.png").write_bytes(image(999))
+    assert "the source had 12 samples, now 13; bring" in refusal(capsys, "folder", source, out, "--seed", 3)
+    (source / "dog" / "dog.1.png").unlink()
+    assert "had other files" in refusal(capsys, "folder", source, out, "--seed", 3)
+    classes = class_folders(tmp_path / "other", classes=("ant", "bee"))
+    assert "classes.txt: lists other classes" in refusal(capsys, "folder", classes, out, "--prefix", "test")
+    (out / "train.make_shards.json").unlink()
+    assert "made by something else" in refusal(capsys, "folder", source, out, "--seed", 3)
+    assert bytes_in(out).items() <= before.items()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_a_missing_image_file_is_named_and_its_shard_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(image(0))
+    (tmp_path / "t.csv").write_text("image,label\na.png,cat\nb.png,dog\n")
+    arguments = ["table", str(tmp_path / "t.csv"), str(tmp_path / "out"), "--samples-per-shard", "1"]
+    assert make_shards.main(arguments) == 2
+    assert "error: b.png: no such image file under" in capfd.readouterr().err
+    assert not (tmp_path / "out" / "train-000001.tar").exists()
+    (tmp_path / "b.png").write_bytes(image(1))
+    assert make_shards.main(arguments) == 0
+    assert len(samples_in(tmp_path / "out")) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_a_job_killed_midway_goes_on_to_the_same_shards(tmp_path: Path) -> None:
+    source, out = class_folders(tmp_path / "src", per_class=200), tmp_path / "out"
+    typed = ["folder", str(source), str(out), "--samples-per-shard", "2"]
+    words = [sys.executable, "-m", "pipelines.make_shards", *typed]
+    killed = subprocess.Popen(words, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+    while not list(out.glob("*.tar")):
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    half = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert 0 < len(half) < 300
+    for path in out.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            assert len(tar.getnames()) == 6
+    assert make_shards.main(typed) == 0
+    assert half.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
+    written_here(job_of("folder", source, tmp_path / "whole", "--samples-per-shard", 2))
+    shards = {name: data for name, data in bytes_in(out).items() if name.endswith(".tar")}
+    assert shards == bytes_in(tmp_path / "whole")
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data at {DATA}; set PENCIL_DATA")
+def test_cifar10_with_human_labels_has_the_noise_that_is_known_of_it(tmp_path: Path) -> None:
+    spec = f"{DATA / 'cifar10n_part.npz'}#random1"
+    job = job_of("table", DATA / "cifar10" / "train-*.parquet", tmp_path, "--given-labels", spec)
+    labels = job.source.labels()
+    assert labels.classes[0] == "airplane"
+    assert make_shards._num_differing(labels) == 8617  # 17.23 % of 50,000
+    piece = next(job.source.pieces(100))
+    assert sum(1 for _ in piece.samples()) == 100

@@ -1,0 +1,215 @@
+"""promote: CURRENT goes where a person says, to any night that is kept; and held labels are released."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from catalogue_making import samples
+from label_making import names
+from night_making import Nights
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.export.files import read_manifest
+from pencil_scale.labels.published import find_published, held_names, held_url, published_url
+from pencil_scale.labels.run_record import RunRecord, read_record, write_record
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.nights.record import Night, NightFiles, Plan, night_name
+from pencil_scale.nights.retention import remove_taken_down
+from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.lease import Lease
+from pencil_scale.train import summary
+from pipelines import promote as promoting
+from pipelines.promote import main
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Nights:
+    """Six samples in a catalogue on this disk."""
+    found = Nights(tmp_path)
+    found.storage = str(tmp_path / "lake")
+    found.shard("a.tar", samples(range(6)))
+    found.index()
+    return found
+
+
+@pytest.fixture
+def nights(bench: Nights) -> NightFiles:
+    """Three nights, each the parent of the next; the last is held, the second in use."""
+    files = bench.nights
+    for number in (1, 2, 3):
+        parent = night_name(number - 1) if number > 1 else None
+        files.begin(Plan(night_name(number), f"id-{number}", number, parent, 1, {}))
+        verdict = "held" if number == 3 else "passed"
+        reasons = ("the class balance jumped",) if number == 3 else ()
+        files.save(replace(made_night(bench, number, parent), verdict=verdict, reasons=reasons))
+        files.close(night_name(number), verdict)
+    files.move_current(files.must_find("night-0002"), expected=None)
+    return files
+
+
+def made_night(bench: Nights, number: int, parent: str | None) -> Night:
+    """A night with labels and a model, but without export and page."""
+    catalogue, name = Catalogue.open(bench.storage), night_name(number)
+    bench.labels(catalogue).save(published_url(bench.storage, name))
+    sink = io.BytesIO()
+    torch.save(build_backbone("small_convnet", 3).state_dict(), sink)
+    PartStore(f"{bench.storage}/models").put(f"{name}.pt", sink.getvalue())
+    model, labels = f"{bench.storage}/models/{name}.pt", published_url(bench.storage, name)
+    return Night(name, number, parent, 1, catalogue.class_names, labels, model, "run")
+
+
+def promote(nights: NightFiles, *words: str) -> int:
+    return main([f"{Path(nights.storage).parent}/config.yaml", *words])
+
+
+def current(nights: NightFiles) -> str | None:
+    night = nights.current()
+    return None if night is None else night.name
+
+
+@pytest.mark.slow
+def test_a_held_night_is_released_and_a_bad_one_rolled_back(
+    nights: NightFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert promote(nights, "night-0003") == 0
+    assert current(nights) == "night-0003"
+    assert "the class balance jumped" in capsys.readouterr().out
+    assert promote(nights, "night-0001") == 0
+    assert current(nights) == "night-0001"
+    assert promote(nights, "night-0001") == 0  # again, after a kill
+
+
+@pytest.mark.slow
+def test_an_unknown_night_is_refused_with_the_names_of_those_kept(
+    nights: NightFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert promote(nights, "night-0009") == 2
+    told = capsys.readouterr().err
+    assert "night-0009: no held run and no finished night" in told
+    assert "held runs: none; nights: night-0001, night-0002, night-0003" in told
+    assert current(nights) == "night-0002"
+
+
+@pytest.mark.slow
+def test_a_night_killed_before_its_last_step_does_not_undo_a_rollback(
+    bench: Nights, nights: NightFiles
+) -> None:
+    nights.begin(Plan("night-0004", "id-4", 4, "night-0002", 1, {}))
+    nights.save(made_night(bench, 4, "night-0002"))
+    assert nights.unclosed() is not None  # it would go on, and take CURRENT
+    assert promote(nights, "night-0002") == 0
+    assert nights.unclosed() is None
+
+
+@pytest.mark.slow
+def test_an_export_and_a_page_that_were_removed_are_made_again_before_current_moves(
+    bench: Nights, nights: NightFiles
+) -> None:
+    assert promote(nights, "night-0001") == 0
+    night = nights.current()
+    assert night is not None
+    exported = read_manifest(str(night.export))
+    assert exported is not None
+    assert exported.labels == night.labels
+    assert promote(nights, "night-0002") == 0
+    takedown = bench.folder / "exclude.txt"
+    takedown.write_text("000003\n")
+    bench.index(exclude=str(takedown))
+    removed = remove_taken_down(nights, Catalogue.open(bench.storage).manifest["overlay"])
+    assert removed == ["night-0001"]
+    assert promote(nights, "night-0001") == 0
+    back = nights.current()
+    assert back is not None
+    told = pq.read_table(f"{back.export}/table")["sample_id"].to_pylist()
+    assert told == ["000000", "000001", "000002", "000004", "000005"]
+    assert "000003" not in Path(str(back.report)).read_text()
+
+
+@pytest.mark.slow
+def test_a_night_whose_labels_or_model_are_gone_is_refused_and_current_stays(
+    nights: NightFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(nights.must_find("night-0001").model).unlink()
+    assert promote(nights, "night-0001") == 2
+    assert "models/night-0001.pt is gone, so this night cannot be used" in capsys.readouterr().err
+    assert current(nights) == "night-0002"
+
+
+# --- a held training run -----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The job ends here, as if it were killed."""
+
+
+@pytest.fixture
+def held(nights: NightFiles, tmp_path: Path) -> str:
+    """The storage of a held run, `tiny`, beside the nights."""
+    table = LabelTable.create(tmp_path / "table", [0, 1], names(2))
+    table.snapshot(f"{nights.storage}/labels").save(held_url(nights.storage, "tiny"))
+    write_record(
+        nights.storage,
+        RunRecord("tiny", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",)),
+    )
+    facts = {"run": "tiny", "status": "held", "held_because": ["b vanished"], "warnings": {}, "samples": 2}
+    PartStore(f"{nights.storage}/runs/tiny").put("summary.json", json.dumps(facts).encode())
+    return nights.storage
+
+
+@pytest.mark.slow
+def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
+    nights: NightFiles, held: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [(Lease, "put"), (PartStore, "delete"), (summary, "write_facts"), (promoting, "write_record")]
+    for holder, name in steps:
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, _killed)
+            with pytest.raises(Killed):
+                promote(nights, "tiny")
+    assert promote(nights, "tiny") == 0
+    assert "b vanished" in capsys.readouterr().out
+    assert not find_published(held, "tiny").held
+    assert held_names(held) == []
+    assert not Path(held_url(held, "tiny")).exists()
+    record = read_record(held, "tiny")
+    assert record is not None
+    assert record.status == "finished"
+    assert json.loads((Path(held) / "runs" / "tiny" / "summary.json").read_text())["status"] == "finished"
+    assert current(nights) == "night-0002"  # the nights go their own way
+
+
+@pytest.mark.slow
+def test_a_name_that_is_both_a_night_and_a_held_run_is_refused(
+    nights: NightFiles, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(
+        held, RunRecord("night-0003", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",))
+    )
+    assert promote(nights, "night-0003") == 2
+    told = capsys.readouterr().err
+    assert "night-0003: both a night and a held run" in told
+    assert "held runs: tiny; nights: night-0001" in told
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_was_never_held_is_nothing_to_promote(
+    nights: NightFiles, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(held, RunRecord("good", "a1b2", {}, 1, (), {}, "", status="finished"))
+    assert promote(nights, "good") == 2
+    assert "good: no held run and no finished night" in capsys.readouterr().err
+
+
+def _killed(*_: object, **__: object) -> None:
+    raise Killed
+
+
+def test_a_name_is_asked_for(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        promote(nights)
+    assert "NAME" in capsys.readouterr().err

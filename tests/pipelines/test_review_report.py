@@ -1,0 +1,325 @@
+"""The review page: it shows what was decided, the samples most worth a look, and nothing it must not."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue_making import samples
+from mlflow import MlflowClient
+from review_making import ReviewBench, shown_in
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.history import read_traces
+from pencil_scale.labels.published import NotPublishedError, find_published
+from pencil_scale.review.audit import CHANGED, UNCHANGED
+from pencil_scale.review.page import as_json, content_policy
+from pencil_scale.review.scan import DOUBT, candidates, pick
+from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.tracking.tracker import copy_page
+from pipelines.review_report import ReportError, main
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> ReviewBench:
+    found = ReviewBench(tmp_path)
+    found.shard("00041.tar", samples(range(6)))  # classes 0, 1, 2 in turn
+    found.shard("00042.tar", samples(range(6, 12)))
+    found.index()
+    found.publish({1: 2, 7: 0})
+    return found
+
+
+def numbers(column: dict[str, str]) -> list[int]:
+    return np.frombuffer(base64.b64decode(column["data"]), f"<{column['kind']}").tolist()
+
+
+def cells(found: dict[str, Any]) -> dict[tuple[int, int], int]:
+    first, second, num = (numbers(found[name]) for name in ("first", "second", "num"))
+    return {(a, b): n for a, b, n in zip(first, second, num, strict=True)}
+
+
+# --- what is counted and shown -----------------------------------------------------------------------
+
+
+def test_the_page_shows_every_change_with_its_classes_and_shares(bench: ReviewBench) -> None:
+    summary = bench.report()
+    assert (summary.page, summary.num_listed, summary.num_drawn) == (str(bench.page), 2, 12)
+    shown = bench.shown()
+    assert shown["classes"] == ["ant", "bee", "cat"]
+    assert shown["counts"]["labels"] == 12
+    assert shown["counts"]["changed"] == 2
+    assert cells(shown["transitions"]) == {(0, 0): 4, (1, 1): 2, (2, 2): 4, (1, 2): 1, (1, 0): 1}
+    listed = shown["samples"]
+    assert sorted(listed["id"][:2]) == ["000001", "000007"]
+    place = listed["id"].index("000001")
+    assert numbers(listed["given_label"])[place] == 1
+    assert numbers(listed["predicted_label"])[place] == 2
+    assert numbers(listed["confidence"])[place] / 65535 == pytest.approx(0.8, abs=1e-4)
+    assert numbers(listed["label_score"])[place] / 65535 == pytest.approx(0.1, abs=1e-4)
+    assert numbers(listed["top_labels"])[3 * place : 3 * place + 3] == [2, 0, 1]
+    assert sum(map(sum, shown["scores"])) == 12
+    assert all(picture.startswith("data:image/png;base64,") for picture in shown["thumbnails"])
+
+
+def test_every_change_is_drawn_for_the_audit_where_there_are_few_and_each_sample_stands_once(
+    bench: ReviewBench,
+) -> None:
+    bench.report("report.audit=5")
+    shown = bench.shown()
+    audit, ids = shown["audit"], shown["samples"]["id"]
+    assert (audit[CHANGED], audit[UNCHANGED]) == (2, 10)
+    assert sorted(audit["stratum"]) == [CHANGED] * 2 + [UNCHANGED] * 5
+    assert len(set(ids)) == len(ids) == 7
+    drawn = {
+        ids[place] for place, kind in zip(audit["order"], audit["stratum"], strict=True) if kind == CHANGED
+    }
+    assert drawn == {"000001", "000007"}
+
+
+def test_labels_that_nobody_trained_on_are_told_apart_and_never_drawn(bench: ReviewBench) -> None:
+    bench.publish({1: 2}, visited=[0, 1, 2])
+    summary = bench.report()
+    assert (summary.counts["labels"], summary.counts["untouched"], summary.num_drawn) == (3, 9, 3)
+    assert "9 usable samples were not trained on" in bench.page.read_text()
+
+
+def test_what_people_pinned_is_counted_but_not_asked_again(bench: ReviewBench) -> None:
+    from pipelines import pin_labels
+
+    (bench.folder / "d.csv").write_text("sample_id,class\n000001,ant\n")
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    summary = bench.report()
+    assert (summary.counts["pinned"], summary.counts["changed"], summary.num_listed) == (1, 2, 1)
+    assert "000001" not in bench.shown()["samples"]["id"]
+
+
+def test_a_label_is_followed_through_the_epochs(bench: ReviewBench) -> None:
+    given = [row % 3 for row in range(12)]
+    bench.keep_history({4: given, 6: [*given[:1], 0, *given[2:]], 9: [*given[:1], 2, *given[2:]]})
+    bench.report()
+    shown = bench.shown()
+    place = shown["samples"]["id"].index("000001")
+    assert shown["traces"]["epochs"] == [4, 6, 9]
+    assert numbers(shown["traces"]["classes"])[3 * place : 3 * place + 3] == [1, 0, 2]
+    assert numbers(shown["samples"]["last_change_epoch"])[place] == 9
+    some = read_traces(find_published(bench.storage, "t"), np.array([1, 7]), most=2)
+    assert (some.epochs, some.classes.tolist()) == ((4, 9), [[1, 2], [1, 1]])
+
+
+def test_a_history_file_that_was_cut_short_is_named(bench: ReviewBench) -> None:
+    import fsspec
+
+    with fsspec.open(f"{bench.storage}/labels/history/t/epoch-00003.arrow", "wb", auto_mkdir=True) as file:
+        file.write(b"ARROW1\0\0 and no more")
+    with pytest.raises(TableDamagedError, match=r"epoch-00003.arrow: no whole history file .*; remove it"):
+        bench.report()
+
+
+def test_the_page_tells_what_changed_since_the_night_before(bench: ReviewBench) -> None:
+    bench.publish({1: 2, 4: 0}, name="before")
+    bench.shard("00043.tar", samples(range(12, 15)))
+    bench.index()
+    bench.publish({1: 2, 7: 0})
+    summary = bench.report("report.since=before")
+    told = {name: summary.counts[name] for name in ("moved", "flagged", "cleared", "new")}
+    assert told == {"moved": 2, "flagged": 1, "cleared": 1, "new": 3}
+    shown = bench.shown()
+    assert cells(shown["moves"]) == {(1, 0): 1, (0, 1): 1}
+    assert shown["since"] == "before"
+    place = shown["samples"]["id"].index("000007")
+    assert numbers(shown["samples"]["before"])[place] == 1
+    with pytest.raises(NotPublishedError, match="nobody"):
+        bench.report("report.since=nobody")
+
+
+def test_the_curves_are_those_of_the_run_and_without_them_the_page_says_so(bench: ReviewBench) -> None:
+    bench.report()
+    assert bench.shown()["epochs"] == []
+    figures = {"stage": "pencil", "corrected_share": 0.2, "label_entropy": 0.7, "label_accuracy_n": 12}
+    figures |= {"given_label_accuracy": 0.5, "corrected_label_accuracy": 0.75}
+    bench.keep_figures([{"epoch": 0, **figures, "test_accuracy": float("nan")}, {"epoch": 1, **figures}])
+    bench.report()
+    assert [epoch["test_accuracy"] for epoch in bench.shown()["epochs"]] == [None, None]
+    assert [epoch["label_entropy"] for epoch in bench.shown()["epochs"]] == [0.7, 0.7]
+    assert "75.0 %" in bench.page.read_text()
+
+
+@pytest.mark.slow
+def test_scanning_in_stretches_and_adding_up_is_scanning_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = ReviewBench(tmp_path)
+    bench.shard("00001.tar", samples(range(2500)))  # three parts of the label table
+    bench.index()
+    chance = np.random.default_rng(4)
+    moved = {int(row): int(chance.integers(3)) for row in chance.choice(2500, 700, replace=False)}
+    shares = {row: float(chance.uniform(0.4, 1.0)) for row in range(2500)}
+    bench.publish(dict(list(moved.items())[:600]), name="before")
+    bench.publish(moved, shares=shares)
+    keys = ["report.since=before", "report.thumbnails=0", "report.audit=40", "report.listed=100"]
+    bench.report(*keys)
+    whole = bench.shown()
+    monkeypatch.setattr("pencil_scale.export.rows.STRETCH_ROWS", 1024)
+    bench.report(*keys)
+    parts = bench.shown()
+    assert whole["counts"]["moved"] > 50
+    for name in ("counts", "transitions", "moves", "scores"):
+        assert parts[name] == whole[name]
+    drawn = [{one["samples"]["id"][place] for place in one["audit"]["order"]} for one in (whole, parts)]
+    assert drawn[0] == drawn[1]
+    listed = [set(one["samples"]["id"][: one["num_listed"]]) for one in (whole, parts)]
+    assert len(listed[0] & listed[1]) >= 95
+
+
+# --- which samples -----------------------------------------------------------------------------------
+
+
+def test_every_transition_is_listed_and_larger_ones_by_the_root_of_their_size() -> None:
+    sizes = {(0, 1): 6400, (2, 3): 1600, (4, 5): 100}
+    given, suggested = (np.repeat([pair[side] for pair in sizes], list(sizes.values())) for side in (0, 1))
+    margin = np.random.default_rng(0).random(len(given)).astype(np.float32)
+    size = np.repeat(list(sizes.values()), list(sizes.values()))
+    chosen = pick(given, suggested, margin, size, listed=130)
+    assert np.bincount(given[chosen])[[0, 2, 4]].tolist() == [80, 40, 10]  # as 80 : 40 : 10, their roots
+
+
+def test_within_a_transition_the_doubtful_and_the_sure_take_turns() -> None:
+    margin = np.array([0.3, 0.9, 0.1, 0.6, 0.2], np.float32)
+    given, suggested = np.zeros(5, np.int64), np.ones(5, np.int64)
+    chosen = pick(given, suggested, margin, np.full(5, 5), listed=4)
+    assert margin[chosen].tolist() == pytest.approx([0.1, 0.9, 0.2, 0.6])
+
+
+def test_an_unchanged_label_is_worth_a_look_only_in_doubt() -> None:
+    given = np.array([0, 0, 1])
+    margin = np.array([DOUBT - 0.1, DOUBT + 0.1, 0.99], np.float32)
+    assert candidates(given, np.array([0, 0, 2]), margin).tolist() == [True, False, True]
+
+
+def test_picks_of_parts_picked_again_are_those_of_the_whole() -> None:
+    chance = np.random.default_rng(3)
+    given, suggested = chance.integers(0, 4, 3000), 4 + chance.integers(0, 3, 3000)
+    margin = chance.random(3000).astype(np.float32)
+    cell = given * 10 + suggested
+    size = np.bincount(cell)[cell]
+    whole = pick(given, suggested, margin, size, 60)
+    parts = []
+    for part in np.array_split(np.arange(3000), 5):
+        here = np.bincount(cell[part])[cell[part]]
+        parts.append(part[pick(given[part], suggested[part], margin[part], here, 60)])
+    union = np.concatenate(parts)
+    again = union[pick(given[union], suggested[union], margin[union], size[union], 60)]
+    assert len(np.intersect1d(whole, again)) >= 58  # ranks at the edge of a part's share may differ
+
+
+# --- what must not be there --------------------------------------------------------------------------
+
+
+def test_excluded_ids_appear_nowhere_in_the_page_also_before_the_catalogue_knows(bench: ReviewBench) -> None:
+    bench.report()
+    assert "000007" in bench.page.read_text()
+    (bench.folder / "gone.txt").write_text("000007\n")
+    bench.report(f"data.exclude={bench.folder}/gone.txt")
+    assert "000007" not in bench.page.read_text()
+
+
+def test_nothing_in_the_data_can_end_its_element_and_all_of_it_comes_back() -> None:
+    hostile = {"id": ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028\u2029 & é 𝄞", "\x00\x1f"]}
+    text = as_json(hostile)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == hostile
+
+
+def test_a_policy_allows_this_script_and_style_and_nothing_from_outside(bench: ReviewBench) -> None:
+    bench.report()
+    page = bench.page.read_text()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    style, script = (re.findall(f"<{name}>(.*?)</{name}>", page, re.S)[0] for name in ("style", "script"))
+    assert policy.replace("&#39;", "'") == content_policy(style, script)
+    assert policy.startswith("default-src &#39;none&#39;;")
+    assert "unsafe" not in policy
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", page)
+
+
+def test_the_password_of_a_store_is_blanked(bench: ReviewBench) -> None:
+    from pencil_scale.review.page import _columns
+    from pencil_scale.review.scan import LISTED
+
+    entry = dict.fromkeys(LISTED.names, 0) | {"sample_id": "a", "key": "a", "top_labels": [0]}
+    entry |= {"shard": "https://me:secret@host/0.tar", "top_shares": [1.0]}
+    import pyarrow as pa
+
+    assert _columns(pa.Table.from_pylist([entry], schema=LISTED))["shards"] == ["https://me:***@host/0.tar"]
+
+
+# --- pictures, copies, the command -------------------------------------------------------------------
+
+
+def test_pictures_can_be_few_or_none(bench: ReviewBench) -> None:
+    bench.report("report.thumbnails=0")
+    assert "data:image/" not in bench.page.read_text()
+    bench.report("report.thumbnails=1", "report.audit=0")
+    assert [picture is not None for picture in bench.shown()["thumbnails"]] == [True, False]
+
+
+def test_a_shard_that_changed_costs_its_own_pictures_alone_and_is_named(bench: ReviewBench) -> None:
+    bench.shard("00042.tar", samples(range(6, 13)))
+    bench.report()
+    shown = bench.shown()
+    seen = {name for name, one in zip(shown["samples"]["id"], shown["thumbnails"], strict=True) if one}
+    assert seen == {f"{row:06d}" for row in range(6)}
+    assert re.search(
+        r"6 pictures cannot be shown, the first because: shard .*00042.tar", bench.page.read_text()
+    )
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_page_stands_with_its_run_in_mlflow(bench: ReviewBench, tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri, uri)
+    run_id = client.create_run(client.create_experiment("e", f"{tmp_path}/artifacts")).info.run_id
+    config = load_config(bench.config, [f"tracking.uri={uri}"])
+    assert copy_page(config, {"runs": {"parent": run_id}}, "report.html", "<p>é</p>") is None
+    (found,) = (tmp_path / "artifacts").rglob("report.html")
+    assert found.read_text() == "<p>é</p>"
+    assert copy_page(config, {}, "report.html", "") == "MLflow knows no run of these labels"
+    assert "not found" in str(copy_page(config, {"runs": {"parent": "0" * 32}}, "report.html", ""))
+
+
+def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
+    bench: ReviewBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fsspec
+
+    assert main([str(bench.config), "report.page=out/"]) == 2
+    assert "name a file that ends in .html" in capsys.readouterr().err
+    assert main([str(bench.config)]) == 0
+    said = capsys.readouterr().out
+    assert f"{bench.storage}/reports/t.html" in said
+    assert "none: MLflow knows no run of these labels" in said
+    with fsspec.open(f"{bench.storage}/reports/t.html") as file:
+        (bench.folder / "copy.html").write_bytes(file.read())
+    assert shown_in(bench.folder / "copy.html")["run"] == "t"
+    entry = {"sample_id": "000001", "class": 2, "suggested": 2, "audit": CHANGED}
+    known = {kind: {"all": 100, "drawn": 50} for kind in (CHANGED, UNCHANGED)}
+    head = {"kind": "pencil_scale decisions", "version": 2, "audit": known, "decisions": [entry] * 20}
+    (bench.folder / "d.json").write_text(json.dumps(head))
+    assert main([str(bench.config), f"report.judged={bench.folder}/d.json"]) == 0
+    said = capsys.readouterr().out
+    assert "repairs that are right │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
+    assert "noise that was missed  │ not known" in said
+
+
+def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
+    bench.publish({1: 2})
+    bench.page.write_text("<html>my own page</html>")
+    with pytest.raises(ReportError, match="is there, and no review page; nothing was overwritten"):
+        bench.report()
+    assert bench.page.read_text() == "<html>my own page</html>"
+    bench.page.unlink()
+    bench.report()
+    bench.report()  # over a page of its own

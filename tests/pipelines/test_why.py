@@ -1,0 +1,151 @@
+"""The story of one sample: every station it passed, and nothing of one that was taken down."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from catalogue_making import image, sample, samples
+from PIL import Image
+from review_making import ReviewBench
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.run_record import RunRecord, write_record
+from pencil_scale.nights.record import Night, NightFiles
+from pencil_scale.review.story import UnknownSampleError
+from pipelines import export_labels, pin_labels
+from pipelines.why import main, run
+
+
+class WhyBench(ReviewBench):
+    def why(self, sample_id: str, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+        capsys.readouterr()
+        run(load_config(self.config, [f"export.folder={self.folder}/out", *overrides]), sample_id)
+        return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> WhyBench:
+    found = WhyBench(tmp_path)
+    found.shard("00041.tar", samples(range(6)))  # classes 0, 1, 2 in turn
+    found.shard("00042.tar", sample(1, label=0))  # once more, under another label
+    found.index()
+    return found
+
+
+def night(name: str, number: int, bench: WhyBench, held: bool = False) -> Night:
+    return Night(
+        name=name,
+        number=number,
+        parent=None,
+        catalogue_version=number,
+        class_names=("ant", "bee", "cat"),
+        labels=f"{bench.storage}/labels/published/{name}.json",
+        model=f"{bench.storage}/models/{name}.pt",
+        trained_by=name,
+        verdict="held" if held else "passed",
+    )
+
+
+def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [0, 1, 2, 0, 1, 2]
+    bench.publish({1: 2}, name="night-0002")
+    bench.publish({}, name="night-0001")
+    bench.keep_history({4: given, 5: given, 6: [0, 2, 2, 0, 1, 2]}, name="night-0002")
+    nights = NightFiles(bench.storage)
+    for name, number in (("night-0001", 1), ("night-0002", 2)):
+        nights.save(night(name, number, bench, held=number == 2))
+    nights.move_current(nights.must_find("night-0001"), expected=None)
+    settings = {"model.backbone": "resnet50", "stages.pencil.lambda": "[[0, 3000]]"}
+    write_record(bench.storage, RunRecord("night-0002", "a1b2", settings, 2, ("ant", "bee", "cat"), {}, ""))
+    keys = ["export.labels=night-0002", "export.predict=false", f"export.folder={bench.folder}/out"]
+    export_labels.run(load_config(bench.config, keys))
+    (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    told = bench.why("000001", capsys)
+    text = "\n".join(told)
+    assert told[0] == "sample 000001"
+    assert f"  shard      {bench.folder}/00041.tar" in told
+    assert "  given      bee" in told
+    assert f"  again in   {bench.folder}/00042.tar, key 000001" in told
+    assert text.index("night-0001 (in use)") < text.index("night-0002 (held), catalogue version 2")
+    assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in told
+    assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in told  # from 1, as the console counts
+    assert "  epochs     7: cat, share 0.50 to 0.50" in told
+    assert "  in the end cat, with 0.80 of the label" in told
+    assert any(line.startswith("pin          ant, by ada, at 20") and "(seen twice)" in line for line in told)
+    assert "  says       cat, told by labels; a label issue, score 0.100, labels night-0002" in told
+    assert any(line.startswith(f"  sidecar    {bench.folder}/out/sidecars/") for line in told)
+
+
+def test_the_thumbnail_is_a_picture_of_the_bytes_at_the_offset(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = bench.why("000001", capsys)
+    (path,) = [line.split(maxsplit=1)[1] for line in told if line.startswith("  thumbnail")]
+    with fsspec.open(path) as file:
+        assert Image.open(file).convert("RGB").getpixel((0, 0)) == (1, 0, 7)
+    (span,) = [line.split() for line in told if line.startswith("  image")]
+    start, end = (int(span[place].replace(",", "")) for place in (3, 5))
+    assert (bench.folder / "00041.tar").read_bytes()[start:end] == image(1)
+    assert told[-2:] == ["pin          none: the label may move", "exports      none yet"]
+    (bench.folder / "00041.tar").write_bytes(b"")
+    assert any(line.startswith("  thumbnail  none: shard") for line in bench.why("000001", capsys))
+
+
+def test_of_an_excluded_sample_nothing_is_told(bench: WhyBench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.publish({1: 2})
+    (bench.folder / "gone.txt").write_text("000001\n")
+    told = bench.why("000001", capsys, f"data.exclude={bench.folder}/gone.txt")
+    assert told == [
+        "sample 000001",
+        "  listed in data.exclude: nothing is trained on it, and it is in no output made since",
+    ]
+
+
+def test_a_label_nobody_trained_on_and_an_export_without_the_sample_are_told_as_such(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.publish({}, visited=[0])
+    (bench.folder / "gone.txt").write_text("000001\n")
+    keys = ["export.predict=false", f"export.folder={bench.folder}/out"]
+    export_labels.run(load_config(bench.config, [*keys, f"data.exclude={bench.folder}/gone.txt"]))
+    told = bench.why("000001", capsys)
+    assert "  in the end bee, as given: no run trained on it" in told
+    assert "  epochs     no history of them was kept" in told
+    assert told[-1] == f"export       {bench.folder}/out: not in it"
+
+
+def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.shard("00043.tar", [("bare.png", image(9))])
+    bench.index()
+    bench.publish({}, visited=range(6))
+    bench.keep_history({0: [0, 1, 2, 0, 1, 2, 0], 1: [0, 1, 2, 0, 1, 2, 0]})
+    told = bench.why("bare", capsys)
+    assert "  given      no class" in told
+    assert "  in the end no class: it was given none, and no run trained on it" in told
+    assert not any("ant" in line.split() for line in told)  # class 0, of which it knows nothing
+    (bench.folder / "d.csv").write_text("sample_id,class,by,note\nbare,cat,ada,\n")
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    assert any(line.startswith("pin          cat, by ada") for line in bench.why("bare", capsys))
+
+
+def test_an_id_nobody_knows_is_answered_with_those_alike(bench: WhyBench) -> None:
+    with pytest.raises(UnknownSampleError, match=r"'00004': no sample of this id .* mean '000004'\?"):
+        run(load_config(bench.config), "00004")
+    with pytest.raises(UnknownSampleError, match="index again if it is new"):
+        run(load_config(bench.config), "nobody")
+
+
+def test_a_key_cannot_move_the_cursor_of_a_terminal(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.shard("00043.tar", sample(9, key="evil\x1b[2J"))
+    bench.index()
+    assert main([str(bench.config), "evil\x1b[2J"]) == 0
+    told = capsys.readouterr().out
+    assert 'sample "evil\\u001b[2J"' in told
+    assert "\x1b" not in told

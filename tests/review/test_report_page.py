@@ -1,0 +1,337 @@
+"""The review page in a real browser: keys, filters, decisions, hostile names, a hundred thousand samples."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from catalogue_making import image, samples
+from large_page import large_page
+from review_making import ReviewBench, shown_in
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.review.audit import read_judged, study
+from pipelines import pin_labels
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'`"  # as a class, and in a key
+HOSTILE_KEY = f"a{HOSTILE}"
+PATIENCE_MS = 120_000  # a machine may be very busy
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser here (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # Inside a container nobody may make the namespaces of Chromium's sandbox; these pages are ours.
+        started = driver.chromium.launch(
+            executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"], timeout=PATIENCE_MS
+        )
+        yield started
+        started.close()
+
+
+class Reader:
+    """One person at the page: what it said in the console is remembered, and what it asked of the network."""
+
+    def __init__(self, browser: Any, path: Path) -> None:
+        self.context = browser.new_context(viewport={"width": 1200, "height": 800}, accept_downloads=True)
+        self.context.set_default_timeout(PATIENCE_MS)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda said: self.complaints.append(said.text))
+        self.page.on("dialog", lambda dialog: self.complaints.append(f"{dialog.message} was run"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]")
+
+    def press(self, keys: str) -> None:
+        for key in keys.split():
+            self.page.keyboard.press(key)
+
+    def wait_until(self, condition: str) -> None:
+        """Ask again and again from outside: the page's policy forbids the driver to `eval` inside it."""
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < until, f"never came true: {condition}"
+            self.page.wait_for_timeout(50)
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def current(self) -> str:
+        """The id of the sample in the inspector."""
+        return str(self.page.locator("#inspector .facts dd").first.inner_text())
+
+    def save(self, folder: Path) -> Path:
+        with self.page.expect_download() as coming:
+            self.page.click("#save")
+        path = folder / coming.value.suggested_filename
+        coming.value.save_as(path)
+        return path
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> ReviewBench:
+    """Thirty samples, one with a hostile key and given class, six of them changed."""
+    found = ReviewBench(tmp_path_factory.mktemp("page"))
+    (found.folder / "classes.txt").write_text(f"ant\n{HOSTILE}\ncat\n")
+    found.shard("00041.tar", samples(range(29)))
+    found.shard("00042.tar", [(f"{HOSTILE_KEY}.png", image(200)), (f"{HOSTILE_KEY}.cls", b"0")])
+    found.index()
+    moved = {1: 2, 4: 2, 7: 0, 10: 0, 13: 2, 29: 1}
+    found.publish({1: 2, 4: 0, 7: 0}, name="night-1")
+    found.publish(moved, shares={1: 0.9, 4: 0.5, 7: 0.7, 10: 0.6, 13: 0.8})
+    given = [row % 3 for row in range(29)] + [0]
+    found.keep_history({5: given, 6: [moved.get(row, one) for row, one in enumerate(given)]})
+    figures = {"corrected_share": 0.2, "label_entropy": 0.5, "stage": "pencil", "label_accuracy_n": 9}
+    accuracy = {"given_label_accuracy": 0.6, "corrected_label_accuracy": 0.9, "test_accuracy": 1.0}
+    found.keep_figures([{"epoch": epoch, **figures, **accuracy} for epoch in range(3)])
+    found.report("report.since=night-1")
+    return found
+
+
+@pytest.fixture
+def reader(browser: Any, bench: ReviewBench) -> Iterator[Reader]:
+    found = Reader(browser, bench.page)
+    yield found
+    found.context.close()
+    assert found.complaints == []
+    assert [url for url in found.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: ReviewBench) -> None:
+    judged = {}
+    for keys, verdict in (
+        ("a", "accept"),
+        ("r", "reject"),
+        ("l c a t Enter", "relabel or accept"),
+        ("j j", ""),
+    ):
+        if verdict:
+            judged[reader.current()] = verdict
+        reader.press(keys)
+    assert reader.text("#tally").startswith("3 judged")
+    reader.page.fill("#by", "ada")
+    reader.press("Tab")
+    entries = json.loads(reader.save(bench.folder).read_text())["decisions"]
+    assert {entry["sample_id"] for entry in entries} == set(judged)
+    path = bench.folder / "decisions-t.json"
+    summary = pin_labels.run(load_config(bench.config, [f"pin.file={path}"]))
+    assert (summary.num_new, summary.num_undecided) == (3, 0)
+    shown = shown_in(bench.page)["samples"]["id"]
+    pins = {
+        pin["sample_id"]: (pin["class"], pin["note"]) for pin in read_pins(bench.storage).table.to_pylist()
+    }
+    assert pins == {entry["sample_id"]: (entry["class"], entry["note"]) for entry in entries}
+    assert set(pins) <= set(shown)
+    by_verdict = {entry["verdict"]: entry for entry in entries}
+    assert by_verdict["accept"]["class"] == by_verdict["accept"]["suggested"]
+    assert by_verdict["reject"]["class"] == by_verdict["reject"]["given"]
+
+
+def test_the_page_names_the_file_it_saves_and_no_axis_goes_beyond_all(reader: Reader) -> None:
+    assert "pin.file=decisions-t.json" in reader.text("footer")
+    chart = reader.page.locator("#curves figure", has_text="Accuracy of the network")  # 100 % in every epoch
+    ticks = [
+        float(tick.rstrip("%\u202f\u00a0 "))
+        for tick in chart.locator(".tick[text-anchor=end]").all_text_contents()
+    ]
+    assert len(ticks) > 1
+    assert max(ticks) == 100
+
+
+def test_next_previous_and_undo_do_what_they_say(reader: Reader) -> None:
+    first = reader.current()
+    reader.press("j")
+    second = reader.current()
+    reader.press("k")
+    assert (reader.current(), second) == (first, second)
+    assert second != first
+    reader.press("a k u")
+    assert reader.text("#tally") == "Nothing judged yet"
+    assert reader.page.is_disabled("#save")
+    reader.press("?")
+    assert reader.page.is_visible("#help")
+    reader.press("Escape a")
+    assert reader.text("#tally") == "1 judged: 1 accepted"
+
+
+def test_a_word_that_fits_no_class_chooses_nothing_and_none_has_to_be_meant(reader: Reader) -> None:
+    reader.press("l z z Enter")
+    assert reader.page.is_visible("#picker")
+    reader.press("Escape")
+    assert not reader.page.is_visible("#picker")
+    assert reader.text("#tally") == "Nothing judged yet"
+    reader.press("l ArrowUp Enter")
+    assert reader.text("#tally") == "1 judged: 1 none of the classes"
+
+
+def test_what_was_judged_survives_closing_the_page_and_travels_in_the_file(
+    reader: Reader, bench: ReviewBench, tmp_path: Path
+) -> None:
+    reader.press("a r")
+    file = reader.save(tmp_path)
+    reader.page.reload()
+    reader.page.wait_for_selector("html[data-ready]")
+    assert reader.text("#tally") == "2 judged: 1 accepted, 1 rejected"
+    reader.press("u j u")
+    assert reader.text("#tally") == "Nothing judged yet"
+    reader.page.set_input_files("#load-file", file)
+    reader.wait_until("document.querySelector('#tally').textContent.startsWith('2 judged')")
+
+
+def test_filters_by_class_transition_score_and_state_show_what_they_say(reader: Reader) -> None:
+    assert reader.text("#shown") == "6 of 6 listed"
+    reader.page.select_option("#f-given", "1")
+    assert reader.text("#shown") == "5 of 6 listed"
+    reader.page.select_option("#f-suggested", "2")
+    assert reader.text("#shown") == "3 of 6 listed"
+    reader.page.click("#f-clear")
+    reader.page.fill("#f-high", "0.1")  # with 0.8 or more on the new class, 0.1 or less is left
+    assert reader.text("#shown") == "3 of 6 listed"
+    reader.page.click("#f-clear")
+    reader.page.fill("#f-text", "ALERT(1)")
+    assert reader.text("#shown") == "1 of 6 listed"
+    reader.page.click("#f-clear")
+    reader.page.select_option("#f-kind", "moved")
+    assert reader.text("#shown") == "4 of 6 listed"  # 4 went elsewhere than before; 10, 13 and 29 moved
+    reader.page.select_option("#f-kind", "kept")
+    assert "No listed sample is like this" in reader.text("#list")
+    reader.page.click("#f-clear")
+    reader.page.locator("body").click(position={"x": 2, "y": 2})
+    reader.press("a")
+    reader.page.select_option("#f-state", "done")
+    assert reader.text("#shown") == "1 of 6 listed"
+    reader.page.click("#f-clear")
+    reader.page.select_option("#f-order", "sure")
+    shares = reader.page.locator(".card .sure").all_text_contents()
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_epochs_are_counted_from_1_as_the_command_printed_them(reader: Reader) -> None:
+    ticks = reader.page.locator("#inspector svg.history text.tick").all_text_contents()
+    assert (ticks[0], ticks[-1]) == ("epoch 6", "7")
+    axis = reader.page.locator("#curves figure").first.locator("text").all_text_contents()
+    assert "1" in axis
+    assert "0" not in axis
+
+
+def test_a_cell_of_the_matrix_leads_to_its_samples(reader: Reader) -> None:
+    reader.page.locator('[data-pair="1,2"] .heat').click()
+    assert reader.text("#shown") == "3 of 6 listed"
+    reader.page.locator(".flow").last.click()
+    assert reader.text("#shown") != "6 of 6 listed"
+
+
+def test_a_key_that_is_markup_is_shown_and_not_run(reader: Reader) -> None:
+    reader.page.fill("#f-text", "onerror")
+    assert reader.current() == HOSTILE_KEY
+    assert HOSTILE in reader.page.locator("#inspector .pair").inner_text()
+    assert HOSTILE in reader.page.locator("#by-class").inner_text()
+    assert reader.page.title() == "t: label changes"
+    assert reader.page.locator("#inspector script, #inspector img[onerror], #by-class script").count() == 0
+
+
+def test_the_policy_forbids_network_and_foreign_scripts(browser: Any, bench: ReviewBench) -> None:
+    reader = Reader(browser, bench.page)
+    tries = """async () => {
+        const blocked = [];
+        const note = (event) => blocked.push(event.effectiveDirective);
+        document.addEventListener('securitypolicyviolation', note);
+        const script = document.createElement('script');
+        script.textContent = "document.title = 'run'";
+        document.body.append(script);
+        const picture = document.createElement('img');
+        picture.src = 'https://example.invalid/x.png';
+        document.body.append(picture);
+        await fetch('https://example.invalid/').catch(() => {});
+        await new Promise((done) => setTimeout(done, 100));
+        return [document.title, ...blocked.sort()];
+    }"""
+    found = reader.page.evaluate(tries)
+    assert found == ["t: label changes", "connect-src", "img-src", "script-src-elem"]
+    reader.context.close()
+
+
+def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_line(
+    reader: Reader, tmp_path: Path
+) -> None:
+    reader.page.click("#tab-audit")
+    assert reader.text("#shown") == "30 drawn at random"
+    reader.press("a a a r a a r a a a")
+    file = reader.save(tmp_path)
+    changed, unchanged = read_judged(str(file))
+    assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
+    findings = study(changed, unchanged)
+    told = reader.page.locator(".gauge").all_inner_texts()
+    for gauge, one in zip(told, (findings.precision, findings.missed, findings.left), strict=True):
+        assert f"{100 * one.share:.1f} %" in gauge.partition("95 %")[0]
+        assert f"95 % interval {100 * one.low:.1f} % to {100 * one.high:.1f} %" in gauge
+    reader.press("j a")
+    assert "1 were passed over" in reader.text("#audit-panel")
+
+
+def test_in_dark_and_light_the_page_takes_its_colours_from_the_reader(
+    browser: Any, bench: ReviewBench
+) -> None:
+    grounds = []
+    for scheme in ("light", "dark"):
+        context = browser.new_context(color_scheme=scheme)
+        page = context.new_page()
+        page.goto(bench.page.as_uri())
+        grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        context.close()
+    assert grounds == ["rgb(250, 248, 243)", "rgb(21, 22, 26)"]
+
+
+def test_a_hundred_thousand_samples_of_a_thousand_classes_stay_light(browser: Any, tmp_path: Path) -> None:
+    reader = Reader(browser, large_page(tmp_path / "large.html"))
+    assert reader.text("#shown") == "100,000 of 100,000 listed"
+    count = "document.querySelectorAll('.card').length"
+    assert 0 < reader.page.evaluate(count) < 60
+    reader.page.evaluate("document.querySelector('#list').scrollTop = 1e9")
+    reader.wait_until("[...document.querySelectorAll('.card')].some((card) => card.offsetTop > 1e6)")
+    assert reader.page.evaluate(count) < 60
+    reader.page.select_option("#f-order", "restless")
+    reader.press("a l")
+    reader.page.fill("#picker-text", "number 777")
+    reader.press("Enter j r")
+    assert reader.text("#tally") == "3 judged: 1 accepted, 1 rejected, 1 relabelled"
+    assert reader.page.is_visible("#overview")
+    reader.page.select_option("#zoom-class", "5")
+    assert reader.page.locator(".matrix .axis").count() == 40
+    reader.page.select_option("#f-given", "5")
+    shown = reader.text("#shown")
+    assert shown.endswith("of 100,000 listed")
+    assert shown != "100,000 of 100,000 listed"
+    assert reader.complaints == []
+    reader.context.close()
+
+
+def test_a_page_without_labels_history_or_pictures_says_so(browser: Any, tmp_path: Path) -> None:
+    bench = ReviewBench(tmp_path)
+    bench.shard("a.tar", samples(range(3)))
+    bench.index()
+    bench.publish({}, visited=[0])
+    bench.report("report.thumbnails=0")
+    reader = Reader(browser, bench.page)
+    assert "Nothing to look at: no label changed, and none is in doubt." in reader.text("#list")
+    assert reader.text("#flows") == "No label has changed."
+    assert "This run kept no figures of its epochs." in reader.text("#curves")
+    reader.press("a r l j")
+    assert reader.text("#tally") == "Nothing judged yet"
+    assert reader.complaints == []
+    reader.context.close()

@@ -1,0 +1,282 @@
+"""The stream against the plan: every row once, in its order, with its own pixels; damage named."""
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from catalogue_making import image, sample, samples
+from stream_making import (
+    CHANGED,
+    NUM_ROWS,
+    Shards,
+    assert_damage_named,
+    assert_own_pixels,
+    damaged,
+    five_shards,
+    planned,
+    rows_of,
+    touched,
+)
+from tar_making import python_tar
+
+from pencil_scale.storage.urls import ShardError
+from pencil_scale.stream.batches import Prefetch
+from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Stream
+from pencil_scale.stream.window_reader import StreamError, read_piece
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    return five_shards(tmp_path_factory.mktemp("stream"))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_row_comes_once_with_its_own_pixels_in_the_order_of_the_plan(
+    shards: Shards, world: int
+) -> None:
+    seen = []
+    for rank in range(world):
+        stream = Stream(shards.spec(), rank, world, in_process=True)
+        batches = list(stream.batches(3))
+        assert len(batches) == stream.num_steps(3)
+        assert np.array_equal(rows_of(batches), planned(stream, 3))
+        for batch in batches:
+            assert_own_pixels(batch)
+        seen.append(rows_of(batches))
+    assert sorted(np.concatenate(seen)) == list(range(NUM_ROWS))
+
+
+def test_batches_are_full_but_for_the_last_two(shards: Shards) -> None:
+    stream = Stream(shards.spec(batch=96), in_process=True)
+    assert [len(batch.rows) for batch in stream.batches(0)] == [96, 96, 96, 96, 58, 58]
+
+
+def test_a_rank_without_rows_gets_empty_batches_and_evaluation_leaves_them_out(shards: Shards) -> None:
+    subset = np.arange(3)
+    training = Stream(shards.spec(subset=subset, batch=1), 1, 2, in_process=True)
+    assert [len(batch.rows) for batch in training.batches(0)] == [1, 0]
+    evaluation = Stream(shards.spec(subset=subset, batch=1, shuffle=False), 1, 2, in_process=True)
+    assert [len(batch.rows) for batch in evaluation.batches(0)] == [1]
+
+
+def test_visited_rows_are_left_out_and_the_others_keep_their_order(shards: Shards) -> None:
+    stream = Stream(shards.spec(), in_process=True)
+    whole = rows_of(list(stream.batches(1)))
+    visited = np.zeros(NUM_ROWS, np.bool_)
+    visited[whole[:200]] = True
+    assert np.array_equal(rows_of(list(stream.batches(1, visited))), whole[200:])
+    assert stream.num_steps(1, visited) == 5
+
+
+def test_a_subset_is_read_alone_whether_given_as_rows_or_as_a_mask(shards: Shards) -> None:
+    rows = np.arange(0, NUM_ROWS, 7)
+    mask = np.zeros(NUM_ROWS, np.bool_)
+    mask[rows] = True
+    read = [
+        rows_of(list(Stream(shards.spec(subset=each), in_process=True).batches(2))) for each in (rows, mask)
+    ]
+    assert np.array_equal(read[0], read[1])
+    assert np.array_equal(np.sort(read[0]), rows)
+
+
+def test_a_subset_of_another_catalogue_is_refused(shards: Shards) -> None:
+    with pytest.raises(StreamError, match=r"does not fit a catalogue of 500; .* run balance_subset again"):
+        Stream(shards.spec(subset=np.array([3, 500])), in_process=True)
+
+
+def test_evaluation_reads_the_rows_in_order(shards: Shards) -> None:
+    stream = Stream(shards.spec(shuffle=False), in_process=True)
+    assert rows_of(list(stream.batches(0))).tolist() == list(range(NUM_ROWS))
+
+
+def test_images_for_the_gpu_come_as_the_bytes_they_are(shards: Shards) -> None:
+    stream = Stream(shards.spec(decode="gpu"), in_process=True)
+    for batch in stream.batches(0):
+        assert batch.images == [image(row) for row in batch.rows.tolist()]
+
+
+def test_resizing_makes_one_size_of_many(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    members = [member for n in range(20) for member in sample(n)]
+    members += [("big.png", image(20, size=9)), ("big.cls", b"1")]
+    bench.shard("0.tar", members)
+    bench.index()
+    batches = list(Stream(bench.spec(resize=6), in_process=True).batches(0))
+    assert all(batch.images.shape[1:] == (3, 6, 6) for batch in batches)
+    assert not any(batch.problems for batch in batches)
+
+
+def test_an_image_that_does_not_decode_weighs_nothing_and_is_named(tmp_path: Path) -> None:
+    stream = Stream(damaged(tmp_path).spec(), in_process=True)
+    assert_damage_named(list(stream.batches(0)), tmp_path)
+
+
+def test_a_changed_shard_stops_the_stream_by_name(tmp_path: Path) -> None:
+    stream = Stream(touched(tmp_path).spec(resize=4), in_process=True)
+    with pytest.raises(ShardError, match=CHANGED):
+        list(stream.batches(0))
+
+
+def test_rows_visited_outside_the_subset_change_nothing(shards: Shards) -> None:
+    stream = Stream(shards.spec(subset=np.arange(100)), in_process=True)
+    visited = np.arange(NUM_ROWS) >= 400
+    assert np.array_equal(rows_of(list(stream.batches(0, visited))), planned(stream, 0))
+    assert stream.num_steps(0, visited) == 2
+
+
+def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    bench.shard("0.tar", [*samples(range(20)), *sample(20, label=77)])
+    bench.index()
+    stream = Stream(bench.spec(), in_process=True)
+    visited = np.arange(21) == 20  # of a class nobody knows, so never trained on
+    with pytest.raises(
+        StreamError, match="a window was planned with 19 rows, 20 are there; the visited rows"
+    ):
+        list(stream.batches(0, visited))
+
+
+def test_an_empty_catalogue_is_refused_by_name(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    bench.shard("0.tar", [("a.png", image(1)), ("a.cls", b"77")])
+    bench.index()
+    with pytest.raises(StreamError, match="no row to read"):
+        Stream(bench.spec(), in_process=True)
+
+
+def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
+    stream = Stream(shards.spec(batch=8), in_process=True)
+    for _ in stream.batches(0):
+        break
+    assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
+
+
+@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
+def test_the_next_epoch_is_read_while_this_one_is_trained(
+    shards: Shards, pieces_at_once: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    shares = Stream._shares
+
+    def noted(stream: Stream, epoch: int, visited: Any = None) -> Any:
+        begun.append(epoch)
+        return shares(stream, epoch, visited)
+
+    monkeypatch.setattr(Stream, "_shares", noted)
+    monkeypatch.setattr("pencil_scale.stream.stream.PIECES_AT_ONCE", pieces_at_once)
+    stream = Stream(shards.spec(num_epochs=3), in_process=True)
+    coming = stream.batches(0)
+    first = next(coming)
+    for _ in range(3000):  # all three fit into what may lie ready, though nobody has asked for them
+        if begun == together:
+            break
+        time.sleep(0.01)
+    assert begun == together
+    assert np.array_equal(rows_of([first, *coming]), planned(stream, 0))
+    for epoch in (1, 2):
+        assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
+    stream.close()
+
+
+def test_what_lies_ready_is_bounded_by_its_bytes(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+
+    class Noted(Prefetch):  # type: ignore[type-arg]
+        def __init__(self, items: Iterator[Any], depth: int) -> None:
+            depths.append(depth)
+            super().__init__(items, depth)
+
+    monkeypatch.setattr("pencil_scale.stream.stream.Prefetch", Noted)
+    stream = Stream(shards.spec(batch=8), in_process=True)
+    height, width = stream.image_size
+    for ahead_bytes in (8 * 3 * height * width * 7, 1, 1 << 40):
+        monkeypatch.setattr("pencil_scale.stream.stream.AHEAD_BYTES", ahead_bytes)
+        list(stream.batches(0))
+    assert depths == [7, FEWEST_AHEAD, MOST_AHEAD]
+    stream.close()
+
+
+def test_an_epoch_read_too_early_is_dropped_when_another_is_wanted(shards: Shards) -> None:
+    stream = Stream(shards.spec(num_epochs=9), in_process=True)
+    list(stream.batches(0))
+    visited = np.zeros(NUM_ROWS, np.bool_)
+    visited[::3] = True
+    assert np.array_equal(rows_of(list(stream.batches(1, visited))), planned(stream, 1, visited))
+    assert np.array_equal(rows_of(list(stream.batches(2))), planned(stream, 2))
+    for _ in stream.batches(3):
+        break
+    assert np.array_equal(rows_of(list(stream.batches(3))), planned(stream, 3))
+    assert np.array_equal(rows_of(list(stream.batches(7))), planned(stream, 7))
+    stream.close()
+
+
+def test_batches_are_made_ahead_and_no_further() -> None:
+    made = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    ahead = Prefetch(numbers(), depth=3)
+    taken = iter(ahead)
+    assert next(taken) == 0
+    deadline = time.monotonic() + 20
+    while len(made) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made == [0, 1, 2, 3, 4]  # one taken, three waiting, one in hand
+    ahead.join()
+    assert len(made) == 5
+
+
+@pytest.mark.slow
+def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    for number in range(4):
+        numbers = range(number * 80, number * 80 + 80)
+        pairs = [[(f"{n:06d}.bmp", image(n, "BMP", size=256)), (f"{n:06d}.cls", b"1")] for n in numbers]
+        bench.shard(f"{number}.tar", [member for pair in pairs for member in pair])
+    bench.index()
+    stream = Stream(bench.spec(window_mb=8), in_process=True)
+    pieces = stream.plan(0).pieces
+    assert len(pieces) > 6  # 63 MB
+    tracemalloc.start()
+    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream._read, piece))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_rows == 320
+    # The window's bytes, eight ranges of 1 MiB on their way, a block of pixels of half a window.
+    assert peak < (8 + 8 + 4 + 2) << 20
+
+
+@pytest.fixture
+def s3(s3_endpoint: str) -> Any:
+    import s3fs
+
+    return s3fs.S3FileSystem()
+
+
+@pytest.mark.slow
+def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_path: Path, s3: Any) -> None:
+    s3.mkdir("crawl")
+    for number in range(3):
+        s3.pipe_file(f"crawl/{number}.tar", python_tar(samples(range(number * 50, number * 50 + 50))))
+    bench = Shards(tmp_path)
+    bench.index(shards="s3://crawl/{0..2}.tar")
+    stream = Stream(bench.spec(), in_process=True)
+    batches = list(stream.batches(0))
+    assert np.array_equal(rows_of(batches), planned(stream, 0))
+    for batch in batches:
+        assert_own_pixels(batch)
+    s3.pipe_file("crawl/1.tar", python_tar(samples(range(150, 200))))  # equally long, other products
+    with pytest.raises(
+        ShardError, match=r"^shard s3://crawl/1.tar changed since it was indexed: etag:\S+ then, etag:\S+ now"
+    ):
+        list(stream.batches(1))
+    s3.rm_file("crawl/1.tar")
+    with pytest.raises(ShardError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
+        list(stream.batches(2))

@@ -1,0 +1,63 @@
+"""The pictures are checked by their pixels: what must be bright is bright, and odd names do no harm."""
+
+import io
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from pencil_scale.tracking.figures import Point, accuracy_picture, transition_picture
+
+
+def pixels(png: bytes) -> NDArray[np.uint8]:
+    image = Image.open(io.BytesIO(png))
+    assert image.format == "PNG"
+    return np.asarray(image.convert("RGB"))
+
+
+def num_yellow(png: bytes) -> int:
+    """Pixels of the colour of a whole share, 1.0; the colour bar has a few of its own."""
+    return int((np.abs(pixels(png).astype(int) - [253, 231, 37]).max(axis=2) < 8).sum())
+
+
+@pytest.mark.slow
+def test_a_class_that_keeps_all_its_samples_is_a_bright_cell() -> None:
+    names = [f"class {number}" for number in range(20)]
+    whole, one, none = np.eye(20), np.zeros((20, 20)), np.zeros((20, 20))
+    one[3, 4] = 7
+    dark = num_yellow(transition_picture(none, names))
+    cell = num_yellow(transition_picture(one, names)) - dark
+    assert cell > 100
+    assert num_yellow(transition_picture(whole, names)) - dark == pytest.approx(20 * cell, rel=0.05)
+
+
+def test_names_may_hold_formulas_and_be_long() -> None:
+    names = ["$5 bags", "$x^", "a_{", "\\frac", "n" * 500]
+    assert pixels(transition_picture(np.eye(5), names, title="$epoch_")).shape[2] == 3
+
+
+@pytest.mark.slow
+def test_a_thousand_classes_are_a_picture_of_the_same_size() -> None:
+    names = [str(number) for number in range(1000)]
+    assert max(pixels(transition_picture(np.eye(1000), names)).shape) <= 1700
+
+
+def test_counts_that_do_not_fit_the_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 2\) for 3 class names"):
+        transition_picture(np.eye(2), ["a", "b", "c"])
+
+
+@pytest.mark.slow
+def test_a_curve_is_drawn_from_no_point_one_point_or_many() -> None:
+    points = [Point(0, 0.64), Point(1, 0.9, 0.88, 0.92), Point(2, 0.95, 0.94, 0.96)]
+    sizes = {
+        pixels(accuracy_picture(points[:number], {"backbone": 0}, given=0.64)).shape for number in range(4)
+    }
+    assert len(sizes) == 1
+
+
+def test_the_interval_shows() -> None:
+    bare = [Point(epoch, 0.7) for epoch in range(5)]
+    sure = [Point(epoch, 0.7, 0.6, 0.8) for epoch in range(5)]
+    assert (pixels(accuracy_picture(sure)) != pixels(accuracy_picture(bare))).any(axis=2).sum() > 1000

@@ -1,0 +1,129 @@
+"""What a person reads while a run goes on."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pencil_scale.labels.report import Found
+from pencil_scale.tracking.narrator import Narrator
+from pencil_scale.train.checkpoint import Progress
+
+FIGURES = {
+    "stage": "pencil",
+    "epoch": 11,
+    "epoch_s": 3.0,
+    "loss": 0.12345,
+    "images_per_s": 1830.4,
+    "test_accuracy": 0.9615,
+    "corrected_label_accuracy": 0.931,
+    "given_label_accuracy": 0.64,
+    "corrected_share": 0.345,
+}
+
+
+class Listener:
+    """Keeps what a tracker would be told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *what: self.told.append((name, what))
+
+
+def narrator(tracker: Any = None) -> tuple[Narrator, list[str]]:
+    said: list[str] = []
+    return Narrator(40, ("ant", "bee"), tracker, say=said.append), said
+
+
+def epoch(**found: Any) -> dict[str, Any]:
+    nothing = {"figures": {}, "warnings": {}, "transitions": None}
+    return {"kind": "epoch", "progress": Progress(12), "figures": FIGURES, "found": Found(**nothing | found)}
+
+
+def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_time_left() -> None:
+    telling, said = narrator()
+    telling.hear(epoch())
+    assert said == [
+        "pencil    epoch 12/40   loss 0.1235   1,830 images/s   test 0.962   labels right 0.931   "
+        "changed 34.5%   left 0:01:24"
+    ]
+
+
+def test_a_warning_is_said_once_and_tracked_every_time() -> None:
+    tracker = Listener()
+    telling, said = narrator(tracker)
+    for _ in range(2):
+        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+    assert said.count("WARNING: no label moved") == 1
+    assert telling.warnings == {"no_label_moved": "no label moved"}
+    assert [name for name, _ in tracker.told].count("set_warning") == 2
+
+
+def test_a_run_that_goes_on_says_from_where_and_tells_again_what_may_be_missing() -> None:
+    tracker = Listener()
+    telling, said = narrator(tracker)
+    record = [FIGURES | {"epoch": number} for number in range(3)]
+    telling.hear({"kind": "started", "progress": Progress(3, 5, 77), "record": record, "world": 2})
+    assert said == ["training with 2 workers from epoch 4, step 5"]
+    assert [what[1] for name, what in tracker.told if name == "log_epoch"] == [0, 1, 2]
+
+
+def test_a_worker_that_died_is_told_with_its_reason() -> None:
+    telling, said = narrator()
+    telling.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
+    assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
+
+
+def test_moved_labels_are_drawn() -> None:
+    tracker = Listener()
+    telling, _ = narrator(tracker)
+    telling.hear(epoch(transitions=np.array([[3, 1], [0, 4]])))
+    pictures = {what[0]: what[1] for name, what in tracker.told if name == "log_picture"}
+    assert set(pictures) == {"class_transitions", "label_accuracy"}
+    assert all(png.startswith(b"\x89PNG") for png in pictures.values())
+
+
+def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary() -> None:
+    telling, said = narrator()
+    for _ in range(2):
+        telling.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
+    text = "images that cannot be decoded, and weigh nothing: 3: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
+    assert said == [f"WARNING: {text}"]
+    assert telling.warnings == {"unreadable_images": text}
+
+
+class Broken:
+    """A tracker of which every call fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*what: Any) -> None:
+            raise OSError("the disk is gone")
+
+        return fail
+
+
+def test_a_report_that_fails_is_logged_once_and_the_next_epochs_are_still_printed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    telling, said = narrator(Broken())
+    for _ in range(2):
+        telling.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
+        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+    assert sum("epoch 12/40" in line for line in said) == 2
+    assert telling.warnings == {"no_label_moved": "no label moved"}
+    (message,) = caplog.messages
+    assert message.startswith("reporting to MLflow failed (OSError: the disk is gone); training continues")
+
+
+def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracker = Listener()
+    telling, _ = narrator(tracker)
+    for _ in range(2):
+        telling.hear(epoch(transitions=np.zeros((3, 3))))  # there are two classes
+    assert [what[0] for name, what in tracker.told if name == "log_picture"] == ["label_accuracy"] * 2
+    (message,) = caplog.messages
+    assert "class transitions failed (ValueError: counts of shape (3, 3) for 2 class names)" in message

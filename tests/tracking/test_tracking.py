@@ -1,0 +1,265 @@
+"""A run as a real MLflow server holds it afterwards, however often server or job went away in between."""
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow_server import NAMES, Server, plan_of, steps_of, tracker_of, wait_for
+
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.tracking.receiver import check_server
+from pencil_scale.tracking.tracked_run import git_commit
+
+pytestmark = pytest.mark.usefixtures("mlflow_of_tests")
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("mlflow"))
+    yield server
+    server.kill()
+
+
+@pytest.mark.slow
+def test_the_server_we_were_tested_with_is_taken(
+    real_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_server(real_server.uri)
+    assert not caplog.records
+
+
+@pytest.mark.slow
+def test_a_run_is_a_parent_and_a_child_a_stage_and_all_reads_back(
+    real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "data.shards=[" + ", ".join(f"s3://crawl/{number:06}.tar" for number in range(500)) + "]"
+    plan = plan_of(tmp_path, real_server, long)
+    tracker = tracker_of(tmp_path, plan)
+    for step in range(1500):
+        tracker.log_step("backbone", step, {"loss": 1 / (step + 1), "odd $name#": step})
+    tracker.log_epoch("backbone", 0, {"label_accuracy": 0.64, "broken": "no number"})  # type: ignore[dict-item]
+    tracker.log_epoch(
+        "pencil", 1, {"label_accuracy": 0.9} | {f"class/{number}": 0.5 for number in range(1200)}
+    )
+    tracker.log_epoch("finetune", 2, {"label_accuracy": float("nan")})
+    tracker.set_warning("labels", "no label moved")
+    tracker.log_picture("transitions", b"\x89PNG picture")
+    tracker.log_json("summary", {"given_label_accuracy": 0.64})
+    assert tracker.finish(wait_s=60) == 0
+    client, runs = MlflowClient(real_server.uri), tracker.state()["runs"]
+    parent = client.get_run(runs["parent"])
+    assert parent.info.run_name == "demo"
+    assert parent.info.status == "FINISHED"
+    assert client.get_experiment(parent.info.experiment_id).name == tmp_path.name
+    assert parent.data.params["stages.pencil.epochs"] == "1"
+    assert len(parent.data.params["data.shards"]) == 6000
+    assert parent.data.tags["catalogue_version"] == "7"
+    assert parent.data.tags["version.torch"] == torch.__version__.partition("+")[0]
+    assert parent.data.tags["mlflow.source.git.commit"] == git_commit()
+    assert parent.data.tags["warning.labels"] == "no label moved"
+    assert "no label moved" in caplog.text
+    children = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{runs['parent']}'"
+    )
+    assert {child.info.run_name for child in children} == {"demo-backbone", "demo-pencil", "demo-finetune"}
+    assert {child.info.status for child in children} == {"FINISHED"}
+    expected = [(step, 1 / (step + 1)) for step in range(1500)]
+    assert steps_of(client, runs["backbone"], "step/loss") == expected
+    assert len(steps_of(client, runs["backbone"], "step/odd _name_")) == 1500
+    accuracy = steps_of(client, runs["parent"], "epoch/label_accuracy")
+    assert accuracy[:2] == [(0, 0.64), (1, 0.9)]
+    assert math.isnan(accuracy[2][1])
+    assert len(client.get_run(runs["pencil"]).data.metrics) == 1201
+    picture = client.download_artifacts(runs["parent"], "pictures/transitions.png", str(tmp_path))
+    assert Path(picture).read_bytes() == b"\x89PNG picture"
+    whole = Path(client.download_artifacts(runs["parent"], "config.json", str(tmp_path)))
+    assert json.loads(whole.read_text()) == plan.params
+
+
+@pytest.mark.slow
+def test_a_resumed_job_goes_on_in_the_same_runs_and_repeats_no_step(
+    real_server: Server, tmp_path: Path
+) -> None:
+    first = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    for step in range(20):
+        first.log_step("pencil", step, {"loss": float(step)})
+    assert first.finish("KILLED", wait_s=60) == 0
+    state = json.loads(json.dumps(first.state()))
+
+    plan = plan_of(tmp_path, real_server, "workers.count=2", state=state)
+    second = tracker_of(tmp_path, plan)
+    for step in range(10, 30):  # the checkpoint was older than the last step
+        second.log_step("pencil", step, {"loss": float(step)})
+    second.log_step("finetune", 30, {"loss": 30.0})
+    assert second.finish(wait_s=60) == 0
+    client, runs = MlflowClient(real_server.uri), second.state()["runs"]
+    assert runs["pencil"] == state["runs"]["pencil"]
+    assert runs["parent"] == state["runs"]["parent"]
+    assert steps_of(client, runs["pencil"], "step/loss") == [(step, float(step)) for step in range(30)]
+    parent = client.get_run(runs["parent"])
+    assert parent.info.status == "FINISHED"
+    assert parent.data.params["workers.count"] == "(1, 1)"
+    assert parent.data.tags["changed.workers.count"] == "(2, 2)"
+    assert len(client.search_runs([parent.info.experiment_id])) == 3
+
+
+@pytest.mark.slow
+def test_runs_are_found_again_without_their_ids_and_replaced_where_they_are_gone(
+    real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    first.start_stage("pencil")
+    assert first.finish(wait_s=60) == 0
+    state, client = first.state(), MlflowClient(real_server.uri)
+
+    elsewhere = tmp_path / "another-node"  # no outbox there, and a state from before the server answered
+    elsewhere.mkdir()
+    plan = plan_of(tmp_path, real_server, state={"track": state["track"], "runs": {}})
+    second = tracker_of(elsewhere, plan)
+    second.start_stage("pencil")
+    assert second.finish(wait_s=60) == 0
+    assert second.state() == state
+
+    client.delete_run(state["runs"]["pencil"])
+    third = tracker_of(tmp_path, plan_of(tmp_path, real_server, state=state))
+    third.log_step("pencil", 1, {"loss": 1.0})
+    assert third.finish(wait_s=60) == 0
+    runs = third.state()["runs"]
+    assert runs["parent"] == state["runs"]["parent"]
+    assert runs["pencil"] != state["runs"]["pencil"]
+    assert client.get_run(runs["pencil"]).data.tags["pencil_scale.continues"] == state["runs"]["pencil"]
+    assert f"knows run {state['runs']['pencil']} of demo-pencil no longer" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_a_server_that_goes_away_gets_everything_in_order_and_once(
+    how: str, real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    for step in range(300):
+        tracker.log_step("backbone", step, {"loss": float(step), "rate": 0.1})
+        if step == 100:
+            wait_for(lambda: "backbone" in tracker.state()["runs"])
+            real_server.signal(signal.SIGSTOP) if how == "frozen" else real_server.kill()
+    tracker.log_step("pencil", 300, {"loss": 300.0})
+    wait_for(lambda: "is away" in caplog.text)
+    assert tracker.finish(wait_s=1) > 0
+    assert "did not reach MLflow" in caplog.text
+    real_server.signal(signal.SIGCONT) if how == "frozen" else real_server.start()
+
+    again = tracker_of(tmp_path, plan_of(tmp_path, real_server, state=tracker.state()))
+    for step in range(301, 310):
+        again.log_step("pencil", step, {"loss": float(step)})
+    assert again.finish(wait_s=60) == 0
+    client, runs = MlflowClient(real_server.uri), again.state()["runs"]
+    for key, value in (("step/loss", float), ("step/rate", lambda _: 0.1)):
+        assert steps_of(client, runs["backbone"], key) == [(step, value(step)) for step in range(300)]
+    assert steps_of(client, runs["pencil"], "step/loss") == [(step, float(step)) for step in range(300, 310)]
+    assert len(client.search_runs([client.get_run(runs["parent"]).info.experiment_id])) == 3
+    assert sum("is away" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.slow
+def test_the_same_process_says_that_the_server_is_back(
+    real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    real_server.signal(signal.SIGSTOP)
+    for step in range(50):
+        tracker.log_step("backbone", step, {"loss": float(step)})
+    wait_for(lambda: "is away" in caplog.text)
+    real_server.signal(signal.SIGCONT)
+    wait_for(lambda: "is back" in caplog.text)
+    assert tracker.finish(wait_s=60) == 0
+    runs = tracker.state()["runs"]
+    assert len(steps_of(MlflowClient(real_server.uri), runs["backbone"], "step/loss")) == 50
+
+
+@pytest.mark.slow
+def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
+    real_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path, real_server, "tracking.register_as=digits")
+    network = build_backbone("small_convnet", 10)
+    network(torch.randn(64, 3, 8, 8) * 3 + 1)  # so that the batch norms hold something
+    network.eval()
+    tracker = tracker_of(tmp_path, plan)
+    for _ in range(2):  # said twice, as after a crash: one version
+        tracker.log_model("small_convnet", network.state_dict(), NAMES, 8, mean=[0.1, 0.2, 0.3])
+    assert tracker.finish(wait_s=100) == 0
+    client = MlflowClient(real_server.uri)
+    version = client.get_model_version_by_alias("digits", "current")
+    assert int(version.version) == 1
+    assert len(client.search_model_versions("name = 'digits'")) == 1
+    assert not list((tmp_path / "outbox").glob("weights-*"))
+    monkeypatch.setattr(mlflow.tracking._tracking_service.utils, "_tracking_uri", real_server.uri)
+    images = torch.randn(5, 3, 8, 8)
+    loaded = mlflow.pytorch.load_model("models:/digits@current")
+    torch.testing.assert_close(loaded(images), network(images))
+    general = mlflow.pyfunc.load_model("models:/digits@current")
+    torch.testing.assert_close(torch.tensor(general.predict(images.numpy())), network(images).detach())
+    assert general.metadata.metadata["class_names"] == NAMES
+    assert general.metadata.metadata["mean"] == [0.1, 0.2, 0.3]
+    signature = general.metadata.signature
+    assert signature.inputs.inputs[0].shape == (-1, 3, 8, 8)
+    assert signature.outputs.inputs[0].shape == (-1, 10)
+    kept = [path.name for path in real_server.artifacts.rglob("data/*")]
+    assert kept == ["model.pt2"]  # once, and nothing pickled
+
+
+@pytest.mark.slow
+def test_without_a_server_a_database_and_artifacts_stand_under_the_storage(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, None, "tracking.register_as=digits")
+    tracker = tracker_of(tmp_path, plan)
+    tracker.log_step("pencil", 1, {"loss": 0.5})
+    tracker.log_picture("transitions", b"picture")
+    tracker.log_model("small_convnet", build_backbone("small_convnet", 10).state_dict(), NAMES, 8)
+    tracker.log_model("tests.test_tracking:choosy", {}, NAMES, 8)
+    assert tracker.finish("FAILED", wait_s=100) == 0
+    store = tmp_path / "store"
+    assert plan.uri == f"sqlite:///{store}/mlflow.db"
+    client, runs = MlflowClient(plan.uri, plan.uri), tracker.state()["runs"]
+    assert client.get_run(runs["parent"]).info.status == "FAILED"
+    assert steps_of(client, runs["pencil"], "step/loss") == [(1, 0.5)]
+    assert [path.read_bytes() for path in store.glob("mlartifacts/**/transitions.png")] == [b"picture"]
+    assert client.get_model_version_by_alias("digits", "current").run_id == runs["parent"]
+    # The network that cannot be exported is not registered, and its weights are there.
+    assert len(client.search_model_versions("name = 'digits'")) == 1
+    parent = client.get_run(runs["parent"])
+    assert "not exported" in parent.data.tags["warning.model"]
+    logged = client.search_logged_models([parent.info.experiment_id])
+    assert sorted(model.status.value for model in logged) == ["FAILED", "READY"]
+    assert len(list(store.glob("mlartifacts/**/model/weights-*.pt"))) == 1
+
+
+class Choosy(torch.nn.Module):
+    """What it computes depends on what it sees: no graph says that."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)[:, :10] if images.sum() > 0 else images.flatten(1)[:, 1:11]
+
+
+def choosy(num_classes: int) -> torch.nn.Module:
+    return Choosy()
+
+
+@pytest.mark.slow
+def test_a_run_begun_anew_ends_the_one_it_finds_unfinished(real_server: Server, tmp_path: Path) -> None:
+    dead = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    dead.log_step("backbone", 1, {"loss": 1.0})
+    wait_for(lambda: "backbone" in dead.state()["runs"])
+    dead._delivery.finish(30)  # what a kill leaves: delivered, never finished
+    anew = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    anew.log_step("backbone", 1, {"loss": 2.0})
+    assert anew.finish(wait_s=60) == 0
+    client, runs = MlflowClient(real_server.uri), anew.state()["runs"]
+    assert runs["parent"] != dead.state()["runs"]["parent"]
+    assert {client.get_run(run).info.status for run in dead.state()["runs"].values()} == {"KILLED"}
+    assert steps_of(client, runs["backbone"], "step/loss") == [(1, 2.0)]

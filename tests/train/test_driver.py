@@ -1,0 +1,62 @@
+"""The driver of a run, without workers: when it ends by itself, and what it survives."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pencil_scale.storage.lease import Lease, LeaseLostError
+from pencil_scale.tracking.tracker import Harmless
+from pencil_scale.train import driver
+from pencil_scale.train.driver import drive
+from pencil_scale.train.worker import Job
+
+
+class Training:
+    """A training that never ends, as Ray Train would run it."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+
+    def fit(self) -> None:
+        self.started.set()
+        threading.Event().wait()
+
+
+def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, job = Training(), cast(Job, SimpleNamespace(control=None))
+    monkeypatch.setattr(driver, "_trainer", lambda _: training)
+
+    def news(_: object) -> list[dict[str, Any]]:
+        training.started.wait()
+        (tmp_path / "lease").unlink(missing_ok=True)  # another command took over
+        return []
+
+    monkeypatch.setattr(driver, "take_news", news)
+    with (
+        Lease.hold(str(tmp_path), "lease", "run demo is being trained", lease_s=0.2) as lease,
+        pytest.raises(LeaseLostError, match="the lease was removed while this command was paused"),
+    ):
+        drive(job, lambda _: None, lease)
+
+
+def test_news_that_cannot_be_reported_is_logged_and_the_rest_is_still_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    news = [{"kind": kind, "n": n} for n, kind in enumerate(["step", "epoch", "epoch", "step"])]
+    monkeypatch.setattr(driver, "take_news", lambda control: news)
+    heard: list[int] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["kind"] == "epoch":
+            raise ValueError("no such figure")
+        heard.append(event["n"])
+
+    driver._pass_news(SimpleNamespace(control=None), hear, Harmless())
+    assert heard == [0, 3]
+    (message,) = caplog.messages
+    assert "news of kind 'epoch' failed (ValueError: no such figure); training continues" in message

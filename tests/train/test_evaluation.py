@@ -1,0 +1,97 @@
+import pytest
+import torch
+from stream_making import Shards, five_shards
+from torch import nn
+
+from pencil_scale.images.augment import Recipe
+from pencil_scale.train import evaluation
+from pencil_scale.train.evaluation import CleanBatch, CleanReader, CleanSet, count_right
+
+RECIPE = Recipe(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+
+
+class Brightest(nn.Module):
+    """Says the channel that is brightest."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3))
+
+
+def clean_batch(*channels: int, true: list[int], weight: list[float]) -> CleanBatch:
+    images = torch.zeros(len(channels), 3, 2, 2, dtype=torch.uint8)
+    images[range(len(channels)), channels] = 255
+    return CleanBatch(images, torch.tensor(weight), torch.tensor(true))
+
+
+def test_right_ones_are_counted_and_unreadable_ones_are_not() -> None:
+    batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
+    found = count_right(Brightest(), CleanSet(lambda: batches), RECIPE, torch.device("cpu"), bf16=False)
+    assert found == (2, 3)
+
+
+def test_the_network_goes_back_to_training() -> None:
+    model = Brightest().train()
+    count_right(model, CleanSet(list), RECIPE, torch.device("cpu"), bf16=False)
+    assert model.training
+
+
+def test_a_small_set_is_read_once_and_a_large_one_every_time(monkeypatch) -> None:
+    reads: list[int] = []
+    clean = CleanSet(lambda: reads.append(1) or [clean_batch(0, true=[0], weight=[1])])
+    assert len([*clean.batches(), *clean.batches()]) == 2
+    assert len(reads) == 1
+    monkeypatch.setattr(evaluation, "CACHE_BYTES", 5)
+    large = CleanSet(lambda: reads.append(1) or [clean_batch(0, true=[0], weight=[1])])
+    assert len([*large.batches(), *large.batches()]) == 2
+    assert len(reads) == 3
+
+
+class RedModuloThree(nn.Module):
+    """Says what the red of the test images leaves when divided by three: right for numbers up to 255."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return nn.functional.one_hot((images[:, 0, 0, 0] * 255).round().long() % 3, 3)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    return five_shards(tmp_path_factory.mktemp("clean"))
+
+
+def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
+    """What two evaluations in a row counted, which must agree, and whether the set was taken for large."""
+    reader = CleanReader(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
+    clean = CleanSet(reader)
+    first, again = (
+        count_right(RedModuloThree(), clean, RECIPE, torch.device("cpu"), bf16=False) for _ in range(2)
+    )
+    reader.close()
+    assert first == again
+    return first, reader.is_large
+
+
+def test_the_ranks_count_every_sample_of_a_set_that_fits_into_memory_once(shards: Shards) -> None:
+    found = [counts(shards, rank, 3) for rank in range(3)]
+    assert [large for _, large in found] == [False] * 3
+    assert [sum(numbers) for numbers in zip(*(numbers for numbers, _ in found), strict=True)] == [256, 500]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_free(
+    shards: Shards, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    class Holder:
+        def holds(self) -> bool:
+            return True
+
+    # As read tasks of the next epoch do, while nobody takes their blocks.
+    holder = ray.remote(Holder).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
+    assert ray.get(holder.holds.remote())
+    monkeypatch.setattr(evaluation, "CACHE_BYTES", 1000)
+    found = [counts(shards, rank, 2) for rank in range(2)]
+    ray.kill(holder)
+    assert [large for _, large in found] == [True, True]
+    assert [sum(numbers) for numbers in zip(*(numbers for numbers, _ in found), strict=True)] == [256, 500]

@@ -1,0 +1,151 @@
+"""The gate: runs that learned something pass at any noise and class count, all others are held."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pencil_scale.labels.report import LabelReport, Share
+from pencil_scale.train.gate import judge, needed
+
+NONE = Share(0, 0)
+
+
+def report(counts: Sequence[int], after: Sequence[int] | None = None, **right: Share) -> LabelReport:
+    """Labels with so many samples of each class as given, and so many at the end."""
+    transitions = np.diag(counts)
+    for number, left in enumerate(after or counts):
+        moved = counts[number] - left
+        transitions[number, number] -= moved
+        transitions[number, (number + 1) % len(counts)] += moved
+    return LabelReport(transitions, 0.0, right.get("given", NONE), right.get("corrected", NONE))
+
+
+def epoch(stage: str, **figures: float) -> dict[str, Any]:
+    return {"stage": stage, **figures}
+
+
+def judged(record: list[dict[str, Any]], labels: LabelReport, **options: Any) -> tuple[str, ...]:
+    names = [f"class {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"[: len(labels.transitions)]]
+    options = {"max_class_loss": 0.5, "num_clean": {"validation": 1000, "test": 1000}, **options}
+    return judge(record, labels, options.pop("names", names), **options)
+
+
+def agreeing(agreement: float, num_classes: int, per_class: int = 1000) -> tuple[str, ...]:
+    names = [str(number) for number in range(num_classes)]
+    record = [epoch("backbone", balanced_agreement=agreement), epoch("finetune")]
+    return judged(record, report([per_class] * num_classes), names=names)
+
+
+@pytest.mark.parametrize(("num_classes", "least"), [(2, 0.525), (10, 0.145), (14, 1.5 / 14), (100, 0.015)])
+def test_what_is_needed_of_many_samples(num_classes: int, least: float) -> None:
+    assert needed(num_classes, deviation=0.0) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "agreement"),
+    [
+        (2, 0.60),  # 40 % swapped
+        (2, 0.55),
+        (10, 0.28),  # 80 % symmetric
+        (10, 0.19),  # 90 % symmetric
+        (14, 0.38),  # six in ten wrong
+        (100, 0.10),
+        (1000, 0.05),
+    ],
+)
+def test_noise_alone_holds_no_run(num_classes: int, agreement: float) -> None:
+    assert agreeing(agreement, num_classes) == ()
+
+
+@pytest.mark.parametrize(("num_classes", "agreement"), [(2, 0.51), (4, 0.25), (10, 0.12), (100, 0.012)])
+def test_a_network_at_chance_is_held_whatever_the_number_of_classes(
+    num_classes: int, agreement: float
+) -> None:
+    (reason,) = agreeing(agreement, num_classes)
+    assert "not clearly better than chance" in reason
+    assert f"among {num_classes} classes" in reason
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 10, 100])
+@pytest.mark.parametrize("per_class", [5, 20, 100])
+def test_a_network_that_guesses_is_held_however_few_samples_it_guesses(
+    num_classes: int, per_class: int
+) -> None:
+    chance = np.random.default_rng(num_classes * per_class)
+    guesses = chance.integers(num_classes, size=(200, num_classes, per_class))
+    agreements = (guesses == np.arange(num_classes)[:, None]).mean((1, 2))
+    held = [bool(agreeing(float(agreement), num_classes, per_class)) for agreement in agreements]
+    assert np.mean(held) >= 0.99
+
+
+def test_rare_classes_widen_what_chance_is_allowed() -> None:
+    record = [epoch("backbone", balanced_agreement=0.4)]
+    assert judged(record, report([500, 500, 500])) == ()
+    assert judged(record, report([1490, 5, 5])) != ()
+
+
+def test_classes_without_samples_do_not_lower_chance() -> None:
+    record = [epoch("backbone", balanced_agreement=0.51)]
+    assert judged(record, report([500, 500, 0, 0])) != ()  # one of two classes, always
+
+
+def test_agreement_counts_before_labels_moved_and_at_the_end_only_where_they_always_did() -> None:
+    learned, guessed = {"balanced_agreement": 0.6}, {"balanced_agreement": 0.25}
+    labels = report([100] * 4)
+    before = [epoch("backbone", **guessed), epoch("backbone", **learned), epoch("pencil", **guessed)]
+    assert judged(before, labels) == ()
+    assert judged([epoch("pencil", **learned), epoch("finetune", **guessed)], labels) != ()
+
+
+def test_a_record_without_figures_is_no_reason() -> None:
+    assert judged([epoch("backbone"), epoch("finetune")], report([100] * 4)) == ()
+
+
+def test_clean_accuracy_at_the_end_counts_and_validation_before_test() -> None:
+    labels = report([100] * 4)
+    (reason,) = judged([epoch("finetune", test_accuracy=0.26)], labels)
+    assert "accuracy on the test set is 0.260" in reason
+    assert judged([epoch("finetune", test_accuracy=0.26, validation_accuracy=0.9)], labels) == ()
+    assert judged([epoch("backbone", test_accuracy=0.26), epoch("finetune", test_accuracy=0.9)], labels) == ()
+    few = {"num_clean": {"test": 20}}
+    assert judged([epoch("finetune", test_accuracy=0.5)], labels, **few) != ()
+    assert judged([epoch("finetune", test_accuracy=0.5)], labels) == ()
+
+
+def test_a_figure_that_is_not_a_number_is_held() -> None:
+    assert judged([epoch("finetune", test_accuracy=float("nan"))], report([100] * 4)) != ()
+
+
+def test_classes_that_lost_most_of_their_samples_are_named() -> None:
+    (reason,) = judged([epoch("finetune")], report([1000, 1000, 1000], after=[100, 1000, 900]))
+    assert reason == (
+        "classes lost most of their samples: class a 1,000 -> 200 (stages.pencil.max_class_loss 0.5)"
+    )
+
+
+def test_the_limit_is_the_configs() -> None:
+    labels = report([1000, 1000, 1000], after=[100, 1000, 1000])
+    assert judged([epoch("finetune")], labels, max_class_loss=0.95) == ()
+    assert judged([epoch("finetune")], labels, max_class_loss=1.0) == ()
+    assert judged([epoch("finetune")], report([100, 100], after=[99, 100]), max_class_loss=0.0) != ()
+
+
+def test_a_class_of_three_that_lost_two_holds_nothing_and_one_of_thirty_that_lost_all_does() -> None:
+    assert judged([epoch("finetune")], report([3, 500, 500], after=[1, 500, 500])) == ()
+    assert judged([epoch("finetune")], report([30, 500, 500], after=[0, 500, 500])) != ()
+
+
+def test_labels_that_got_worse_are_held_and_those_that_stayed_as_good_are_not() -> None:
+    for right, is_held in ((69, True), (70, False), (90, False)):
+        labels = report([100] * 4, given=Share(70, 100), corrected=Share(right, 100))
+        assert bool(judged([epoch("finetune")], labels)) is is_held
+    (reason,) = judged([epoch("finetune")], report([100] * 4, given=Share(70, 100), corrected=Share(69, 100)))
+    assert "of 100 whose truth is known, 70 were right as given and 69 are right now" in reason
+
+
+def test_every_reason_is_given() -> None:
+    labels = report([500] * 4, after=[0, 500, 500, 500], given=Share(7, 10), corrected=Share(6, 10))
+    record = [epoch("backbone", balanced_agreement=0.25), epoch("finetune", test_accuracy=0.25)]
+    assert len(judged(record, labels)) == 4

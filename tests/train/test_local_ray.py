@@ -1,0 +1,28 @@
+"""A run that this machine can never hold is refused before anybody waits for it."""
+
+import pytest
+import ray
+
+from pencil_scale.config.settings import Workers
+from pencil_scale.train.local_ray import LocalRayError, require_room, what_is_missing
+
+pytestmark = pytest.mark.ray
+
+
+def test_workers_that_fit_are_not_spoken_of(ray_session: None) -> None:
+    assert what_is_missing(Workers(count=[1, 64], cpus=0.5)) == ""
+    assert what_is_missing(Workers(in_process=True, cpus=64)) == ""
+
+
+def test_more_processors_than_there_are_is_refused_with_both_numbers(ray_session: None) -> None:
+    there = ray.cluster_resources()["CPU"]
+    with pytest.raises(LocalRayError, match=f"workers: 50 need 100 CPUs, {there:g} are there; lower"):
+        require_room(Workers(count=50, cpus=2.0))
+
+
+def test_a_cluster_may_grow_so_there_the_run_says_what_it_waits_for(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    require_room(Workers(count=900, gpu=True, cpus=0.001))
+    assert "900 need 900 GPUs, 0 are there; the run waits" in capsys.readouterr().out

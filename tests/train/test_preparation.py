@@ -1,0 +1,80 @@
+"""What happens to a batch before its step: decoded ahead of it where images come encoded, and never lost."""
+
+import io
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.images.decode import decode
+from pencil_scale.stream.batches import StreamBatch
+from pencil_scale.train.preparation import DECODED_AHEAD, Preparation
+
+SIDE = 16
+
+
+def png(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def encoded(first_row: int, images: list[bytes]) -> StreamBatch:
+    rows = torch.arange(first_row, first_row + len(images))
+    return StreamBatch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
+
+
+def stock(num: int) -> Iterator[StreamBatch]:
+    for n in range(num):
+        yield encoded(4 * n, [png(4 * n + place) for place in range(3)] + [b"no image"])
+
+
+@pytest.fixture
+def preparation() -> Preparation:
+    overrides = [f"images.resize={SIDE}", "images.decode=gpu", f"images.crop={SIDE}"]
+    config = load_config("configs/cifar10.yaml", overrides)
+    return Preparation(config, torch.device("cpu"), lambda row, reason: f"row {row}: {reason}")
+
+
+def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparation: Preparation) -> None:
+    found = list(preparation.ahead(stock(6)))
+    assert [int(batch.rows[0]) for batch in found] == [0, 4, 8, 12, 16, 20]
+    for batch in found:
+        first_row = int(batch.rows[0])
+        assert batch.weight.tolist() == [1.0, 1.0, 1.0, 0.0]
+        assert [problem.split(":")[0] for problem in batch.problems] == [f"row {first_row + 3}"]
+        expected = np.stack([decode(png(first_row + place)) for place in range(3)])
+        assert np.array_equal(batch.images[:3].permute(0, 2, 3, 1).numpy(), expected)
+        assert preparation.prepare(batch, epoch=0).problems == batch.problems
+
+
+def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> None:
+    taken: list[int] = []
+
+    def noted() -> Iterator[StreamBatch]:
+        for batch in stock(100):
+            taken.append(int(batch.rows[0]))
+            yield batch
+
+    before = threading.active_count()
+    coming = preparation.ahead(noted())
+    next(coming)
+    coming.close()
+    assert threading.active_count() == before
+    assert len(taken) <= DECODED_AHEAD + 2
+
+
+def test_an_error_of_the_stream_is_raised_where_batches_are_taken(preparation: Preparation) -> None:
+    def broken() -> Iterator[StreamBatch]:
+        yield from stock(2)
+        raise OSError("the shard is gone")
+
+    coming = preparation.ahead(broken())
+    assert len([next(coming), next(coming)]) == 2
+    with pytest.raises(OSError, match="the shard is gone"):
+        next(coming)

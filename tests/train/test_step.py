@@ -1,0 +1,104 @@
+"""A step moves the weights by the weighted mean of its samples, and counts where the network agrees."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pencil_scale.config.settings import Optimizer, Stages
+from pencil_scale.labels.owners import Batch
+from pencil_scale.method.schedule import Schedule
+from pencil_scale.train.step import Stepper
+from pencil_scale.train.tally import Tally
+
+NUM_CLASSES = 4
+STAGES = Stages.model_validate(
+    {
+        "backbone": {"epochs": 1, "rate": 0.1},
+        "pencil": {"epochs": 1, "rate": 0.1, "lambda": 400, "tuned_classes": 10},
+        "finetune": {"epochs": 1, "rate": 0.1},
+    }
+)
+SCHEDULE = Schedule.from_config(STAGES, Optimizer(tuned_batch=8, batch_per_worker=8), NUM_CLASSES, 8)
+STAGE = SCHEDULE.stage_at(0)
+
+
+def batch_of(weights: list[float], seed: int) -> Batch:
+    chance, size = torch.Generator().manual_seed(seed), len(weights)
+    return Batch(
+        rows=torch.arange(size),
+        images=torch.randn(size, 3, generator=chance),
+        weight=torch.tensor(weights),
+        label_logits=torch.randn(size, NUM_CLASSES, generator=chance),
+        noisy_class=torch.randint(NUM_CLASSES, (size,), generator=chance),
+    )
+
+
+def joined(*batches: Batch) -> Batch:
+    names = ("rows", "images", "weight", "label_logits", "noisy_class")
+    return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
+
+
+def linear(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(3, NUM_CLASSES)
+
+
+def weights_after(model: nn.Module, batches: list[Batch], accumulation: int = 1) -> list[Tensor]:
+    """The weights after steps on these batches."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    stepper = Stepper(model, optimizer, accumulation=accumulation)
+    for nth, batch in enumerate(batches):
+        stepper.step(batch, STAGE, nth, len(batches))
+    return list(model.parameters())
+
+
+def test_one_worker_moves_by_exactly_the_gradient_of_the_weighted_mean() -> None:
+    batch, model = batch_of([1, 0, 1, 1, 1], seed=1), linear()
+    loss = STAGE.loss(model(batch.images), batch.label_logits, batch.noisy_class)
+    ((loss * batch.weight).sum() / batch.weight.sum()).backward()
+    expected = [weight.detach() - 0.5 * weight.grad for weight in model.parameters()]
+    for here, there in zip(weights_after(model, [batch]), expected, strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("last", [[1.0], [0.0, 1.0, 0.0], [0.0, 0.0]])
+def test_batches_added_up_are_one_batch_however_little_each_of_them_weighs(last: list[float]) -> None:
+    some = [batch_of([1, 1, 0, 1, 1], seed=1), batch_of(last, seed=2)]
+    together = weights_after(linear(), [joined(*some)])
+    for here, there in zip(weights_after(linear(), some, accumulation=2), together, strict=True):
+        torch.testing.assert_close(here, there)
+
+
+class Fixed(nn.Module):
+    """Predicts the class that the image names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.one_hot(images.long(), NUM_CLASSES) * self.scale
+
+
+def agreement(given: list[int], predicted: list[int], weight: list[float]) -> float:
+    model, tally = Fixed(), Tally(lambda values: values)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    columns = [torch.tensor(column).split(4) for column in (given, predicted, weight)]
+    for noisy_class, images, weights in zip(*columns, strict=True):
+        labels = torch.zeros(len(images), NUM_CLASSES)
+        tally.add(stepper.step(Batch(images, images, weights, labels, noisy_class), STAGE, 0, 1))
+    return tally.close()["balanced_agreement"]
+
+
+def test_balanced_agreement_is_the_mean_over_classes_that_occur() -> None:
+    given, predicted = [0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 0, 2]
+    assert agreement(given, predicted, [1.0] * 6) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+    assert agreement(given, predicted, [1.0] * 5 + [0.0]) == pytest.approx((2 / 3 + 1 / 2) / 2)
+
+
+def test_a_network_that_always_says_the_most_frequent_class_agrees_no_more_than_by_chance() -> None:
+    given = [0] * 97 + [1, 2, 3]
+    assert agreement(given, [0] * 100, [1.0] * 100) == pytest.approx(1 / NUM_CLASSES)

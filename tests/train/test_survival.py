@@ -1,0 +1,295 @@
+"""Kill what trains, and look at what comes of it: real commands, real processes, real signals.
+
+A start of Ray Train takes half a minute on two cores, so a run takes several blows here, and is then asked
+several questions.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from training_runs import EPOCHS, SPOILT, TinyData
+
+from pencil_scale.labels.start_labels import manifests_of
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.train import __main__ as train
+from pencil_scale.train.checkpoint import Progress
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NUM_EPOCHS = sum(EPOCHS.values())
+TAKEN_DOWN = 777
+STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
+
+
+def starts(output: str) -> list[tuple[int, Progress]]:
+    """Where each group of workers began, and how many they were."""
+    found = re.findall(r"training with (\d+) workers? from (?:the start|epoch (\d+), step (\d+))", output)
+    return [(int(world), Progress(int(epoch or 1) - 1, int(step or 0))) for world, epoch, step in found]
+
+
+def require_whole(data: TinyData, name: str = "tiny", but: int | None = None) -> None:
+    """Every epoch is there once, and saw every row but one once: the ledger refuses to count one twice."""
+    summary = data.summary(name)
+    assert summary["coverage"] == [1.0] * NUM_EPOCHS
+    rows = [row for row in range(data.num_samples) if row != but]
+    assert (data.epochs_of_rows(name)[rows] == NUM_EPOCHS - 1).all()
+    assert data.record(name)["status"] == "finished"
+    assert data.left_in_scratch() == []
+
+
+# --- many blows to one run -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A worker killed in each stage, the driver killed between, and three workers where two had been.
+
+    Before the run is resumed, a sample is taken down.
+    """
+    # Epochs long enough that a kill at the end of one lands in the next, not in the next stage.
+    data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
+    with data.start() as first:
+        first.wait_until((data.storage / "runs" / "tiny" / "lease").exists, "lease of the run")
+        with data.start() as intruder:  # while the first one still starts its Ray
+            refused = intruder.wait()
+        first.wait_for("backbone +epoch 1/")
+        first.kill_worker()
+        first.wait_for("pencil +epoch 3/")
+        first.kill_worker()
+        first.wait_for("training with", times=3)
+        first.kill()
+    tracked = data.record()["tracking"]["track"]
+    data.take_down(TAKEN_DOWN)
+    with data.start("workers.count=3") as second:
+        second.wait_for("finetune +epoch 5/")
+        second.kill_worker()
+        code = second.wait()
+    found = {"data": data, "first": first.output, "second": second.output, "code": code, "track": tracked}
+    return {**found, "refused": refused, "intruder": intruder.output, "pid": first.process.pid}
+
+
+def test_a_second_command_is_refused_while_the_first_lives_and_takes_over_once_that_was_killed(
+    battered: dict[str, Any],
+) -> None:
+    assert battered["refused"] == 2, battered["intruder"]
+    by = f"pencil_scale.train, process {battered['pid']} on "
+    assert f"error: run tiny is being trained by another command ({by}" in battered["intruder"]
+    assert "watching for up to" not in battered["second"]
+    assert battered["data"].record()["attempt"] == 2
+
+
+def test_a_run_completes_though_a_worker_is_killed_in_every_stage(battered: dict[str, Any]) -> None:
+    assert battered["code"] == 0, battered["second"]
+    resumed = [*starts(battered["first"])[1:], *starts(battered["second"])[1:]]
+    assert [STAGES[progress.epoch] for _, progress in resumed] == ["backbone", "pencil", "finetune"]
+
+
+def test_every_worker_that_died_is_told_with_its_reason(battered: dict[str, Any]) -> None:
+    told = [re.findall(r"^worker \d failed: (\w+: .+)", battered[name], re.M) for name in ("first", "second")]
+    assert len(told[0]) >= 2, battered["first"]
+    assert len(told[1]) >= 1, battered["second"]
+    assert any("It was killed" in reason for reason in told[0] + told[1])
+    assert not any("common causes" in reason for reason in told[0] + told[1])
+
+
+def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
+    battered: dict[str, Any],
+) -> None:
+    told = rf"images that cannot be decoded, and weigh nothing: 1: .*{SPOILT:05d}"
+    assert len(re.findall(f"^WARNING: {told}", battered["first"], re.M)) == 1, battered["first"]
+    assert re.match(told, battered["data"].summary()["warnings"]["unreadable_images"])
+
+
+def test_every_epoch_saw_every_row_once_in_spite_of_all_kills(battered: dict[str, Any]) -> None:
+    require_whole(battered["data"], but=TAKEN_DOWN)
+
+
+def test_a_sample_that_was_taken_down_is_trained_on_no_more_and_counted_in_nothing(
+    battered: dict[str, Any],
+) -> None:
+    data = battered["data"]
+    assert "data.exclude: 1 more samples are taken down and trained on no more" in battered["second"]
+    assert data.epochs_of_rows()[TAKEN_DOWN] < NUM_EPOCHS - 2
+    assert data.summary()["samples"] == data.num_samples - 1
+
+
+def test_the_same_command_goes_on_with_another_number_of_workers(battered: dict[str, Any]) -> None:
+    assert "run tiny resumes, on catalogue version 1" in battered["second"]
+    (before, _), *_ = starts(battered["first"])
+    (after, progress), *_ = starts(battered["second"])
+    assert (before, after) == (2, 3)
+    assert STAGES[progress.epoch] == "pencil"
+
+
+def test_a_run_that_went_on_is_still_the_same_run_in_mlflow(battered: dict[str, Any]) -> None:
+    data = battered["data"]
+    assert data.record()["tracking"]["track"] == battered["track"]
+    client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == [
+        "tiny",
+        "tiny-backbone",
+        "tiny-finetune",
+        "tiny-pencil",
+    ]
+    (parent,) = (run.info.run_id for run in runs if run.info.run_name == "tiny")
+    told = client.get_metric_history(parent, "epoch/rows_visited")
+    assert [value.step for value in told] == list(range(NUM_EPOCHS))
+    assert [value.value for value in told][:2] == [data.num_samples] * 2
+    assert [value.value for value in told][-2:] == [data.num_samples - 1] * 2  # without the one taken down
+    assert client.get_run(parent).info.status == "FINISHED"
+
+
+def test_a_finished_name_and_other_settings_are_refused_in_one_line(
+    battered: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(battered["data"].folder / "config.yaml")
+    assert train.main([config]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run tiny is finished (")
+    assert line.endswith("choose another run.name")
+
+
+# --- bit for bit ---------------------------------------------------------------------------------------
+
+ALONE = ("workers.count=1", "run.deterministic=true")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyData]:
+    """A run that nobody touched, in this process, on one thread as a worker has."""
+    data = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train.main([str(data.folder / "config.yaml"), *ALONE, "workers.in_process=true"]) == 0
+    yield data
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same run, its worker killed in the middle of an epoch; then asked to stop, and gone on with."""
+    data = TinyData.make(tmp_path_factory.mktemp("stopped"))
+    with data.start(*ALONE) as first:
+        # Thirty steps make an epoch: three steps into the second one, with all of it still to come.
+        first.wait_until(lambda: data.has_checkpoint(33), "checkpoint in the middle of an epoch")
+        first.kill_worker()
+        first.wait_for("pencil +epoch 3/")
+        first.stop()
+        code = first.wait()
+    found = {"data": data, "first": first.output, "code": code, "status": data.record()["status"]}
+    changed = train.main([str(data.folder / "config.yaml"), *ALONE, "run.seed=2"])
+    with data.start(*ALONE) as second:
+        last = second.wait()
+    return {**found, "second": second.output, "last": last, "changed": changed}
+
+
+def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: dict[str, Any]) -> None:
+    assert stopped["code"] == 143, stopped["first"]
+    assert stopped["status"] == "stopped"
+    typed = " ".join([str(stopped["data"].folder / "config.yaml"), *ALONE])
+    assert f"stopped and saved; to resume: python -m pencil_scale.train {typed}\n" in stopped["first"]
+
+
+def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
+    assert stopped["last"] == 0, stopped["second"]
+    require_whole(stopped["data"])
+    epochs = re.findall(r"^\w+ +epoch (\d)/6", stopped["first"] + stopped["second"], re.MULTILINE)
+    assert sorted(set(epochs)) == list("123456")
+
+
+def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped: dict[str, Any]) -> None:
+    assert stopped["changed"] == 2
+
+
+def test_a_finished_run_leaves_no_label_part_that_nothing_names(stopped: dict[str, Any]) -> None:
+    storage = stopped["data"].storage
+    manifests = manifests_of(str(storage))
+    assert len(manifests) == 2  # what the run started with, and what it published
+    entries = [entry for manifest in manifests for entry in manifest.parts.values()]
+    named = {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
+    labels = storage / "labels"
+    assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).glob("*/*")} == named
+    assert not (storage / "checkpoints" / "tiny").exists()
+
+
+def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(stopped: dict[str, Any]) -> None:
+    summary = stopped["data"].summary()
+    for what in ("samples", "epochs", "steps_an_epoch"):
+        assert summary["estimate"][what] == summary["came_to"][what], what
+    for what in ("table_bytes", "checkpoint_bytes"):
+        assert summary["estimate"][what] == pytest.approx(summary["came_to"][what], rel=0.1), what
+    assert summary["estimate"]["read_gb"] > 0
+    assert summary["estimate"]["requests"] == NUM_EPOCHS
+    assert summary["came_to"]["hours"] == pytest.approx(summary["seconds"] / 3600)
+
+
+def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_disturbed(
+    undisturbed: TinyData, stopped: dict[str, Any], tmp_path: Path
+) -> None:
+    (_, after_kill), *_ = starts(stopped["first"])[1:]
+    assert after_kill.step > 0  # else this would prove nothing about the middle of an epoch
+    there, here = undisturbed, stopped["data"]
+    one, other = (
+        torch.load(data.storage / "models" / "tiny.pt", weights_only=True) for data in (there, here)
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    rows = range(there.num_samples)
+    tables = [LabelTable.restore(data.labels(), tmp_path / data.folder.name) for data in (there, here)]
+    labels, others = (table.read(rows) for table in tables)
+    assert np.array_equal(labels, others)
+    assert (np.abs(labels).max(axis=1) > 0).all()
+
+
+# --- numbers that are not finite -----------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_ends_with_its_reason_and_is_neither_retried_nor_published(
+    tmp_path: Path,
+) -> None:
+    data = TinyData.make(tmp_path)
+    with data.start("stages.backbone.rate=1e38") as command:
+        assert command.wait() == 2, command.output
+    assert len(starts(command.output)) == 1
+    (line,) = re.findall("^error: .*", command.output, re.M)
+    assert re.match(r"error: epoch 1 \(backbone\), around steps \d+ to \d+: not finite: ", line)
+    assert "lower stages.backbone.rate" in line
+    assert not data.has_checkpoint(1)
+    assert not (data.storage / "models").exists()
+
+
+# --- a node dies ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Any]:
+    """A head without room for workers, and two nodes with room for one each and a spare."""
+    from ray.cluster_utils import Cluster
+
+    nodes = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    head = {**nodes, "num_cpus": 1, "include_dashboard": False}  # nobody looks at its many pages
+    started = Cluster(initialize_head=True, head_node_args=head)
+    yield started, [started.add_node(**nodes) for _ in range(2)]
+    started.shutdown()
+
+
+def test_a_run_outlives_a_node(cluster: Any, tmp_path: Path) -> None:
+    nodes, (_, doomed) = cluster
+    data = TinyData.make(tmp_path)
+    # A worker takes all of a small node but one processor, so no two of them share one.
+    options = ["workers.cpus=1.5", "workers.timeout_s=30"]
+    with data.start(*options, env={"RAY_ADDRESS": nodes.address}) as command:
+        command.wait_for("pencil +epoch 3/")
+        nodes.remove_node(doomed, allow_graceful=False)
+        nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        assert command.wait() == 0, command.output
+    assert len(starts(command.output)) == 2
+    require_whole(data)
