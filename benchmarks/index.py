@@ -34,7 +34,7 @@ from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.catalogue.shards import ShardReader
 from pencil_scale.catalogue.update import publish
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
 from pencil_scale.stream.plan import EpochOrder, RowCounts, deal
 
@@ -246,7 +246,7 @@ def open_large(folder: Path, options: argparse.Namespace) -> list[str]:
 
 def make_catalogue(storage: str, num_rows: int) -> None:
     """Write segments as the job does; only the ids are not real."""
-    store = PartStore(f"{storage}/catalogue")
+    store = Folder(f"{storage}/catalogue")
     writer = RowsWriter(store, 0)
     random = np.random.default_rng(0)
     for first in range(0, num_rows, SEGMENT_ROWS):

@@ -37,7 +37,7 @@ from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
 from pencil_scale.catalogue.update import publish
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import sample_key
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.train.checkpoint_store import SNAPSHOT
 from pipelines import index_shards
 
@@ -138,7 +138,7 @@ def make_shard(folder: Path) -> Catalogue:
 
 def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
     """Publish a catalogue of many rows over the few images, each with an id of its own."""
-    store = PartStore(f"{storage}/catalogue")
+    store = Folder(f"{storage}/catalogue")
     writer = RowsWriter(store, 0)
     for first in range(0, num_rows, SEGMENT_ROWS):
         writer.add(repeated_rows(few, first, min(first + SEGMENT_ROWS, num_rows)))

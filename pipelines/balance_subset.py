@@ -26,7 +26,8 @@ from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config, SubsetJob
 from pencil_scale.labels.published import Published, find_published, require_same_rows
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.subset.candidates import (
     Places,
     Rule,
@@ -37,7 +38,7 @@ from pencil_scale.subset.candidates import (
     place_limits,
     stretches,
 )
-from pencil_scale.subset.choice import Counts, SubsetError, allocate
+from pencil_scale.subset.choice import Counts, allocate
 from pencil_scale.subset.files import (
     SubsetWords,
     read_table,
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Count, allocate, pick, publish; then copy the members into shards of their own, if that is wanted."""
-    options, storage = config.subset, PartStore(config.run.storage).url  # tasks stand in other folders
+    options, storage = config.subset, Folder(config.run.storage).url  # tasks stand in other folders
     folder = subset_folder(storage, options.name)
     catalogue = Catalogue.open(storage)
     published = _labels(config)
@@ -102,7 +103,7 @@ def _labels(config: Config) -> Published | None:
     options = config.subset
     if options.by == "noisy" and options.min_confidence == 0:
         return None
-    storage = PartStore(config.run.storage).url
+    storage = Folder(config.run.storage).url
     return find_published(storage, options.labels or config.run.name)
 
 
@@ -162,7 +163,7 @@ def _count(rule: Rule, storage: str) -> Counts:
 def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
     """Say how many each class gives, before anything is read for it."""
     if (options.per_class is None) == (options.total is None):
-        raise SubsetError("subset.per_class, subset.total: set one of the two, as in subset.total=260000")
+        raise PencilError("subset.per_class, subset.total: set one of the two, as in subset.total=260000")
     quotas = allocate(
         available,
         per_class=options.per_class,
@@ -188,7 +189,7 @@ def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Tab
     if len(members) < int(quotas.sum()):  # the limits were too narrow: look at everybody
         members = _picked(rule, storage, quotas, no_limits(len(quotas)))
     if len(members) != int(quotas.sum()):
-        raise SubsetError(
+        raise PencilError(
             f"{len(members):,} samples were found where {int(quotas.sum()):,} were counted; the catalogue "
             "changed meanwhile: run again"
         )
@@ -227,7 +228,7 @@ def _copy_shards(
     words = [catalogue.version, size, hashlib.sha256(members["row"].to_numpy().tobytes()).hexdigest()]
     target = f"{folder}/shards-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}"
     names = [f"{number:06d}.tar" for number in range(-(-len(places) // size))]
-    there = {name.rpartition("/")[2] for name in PartStore(target).names("")}
+    there = {name.rpartition("/")[2] for name in Folder(target).names("")}
     pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in there]
     with Progress("copying shards", len(names), done=len(names) - len(pieces)) as progress:
         for _ in each(_copy_shard, pieces, (catalogue, places, target), here=is_in_memory(folder)):
@@ -239,7 +240,7 @@ def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, 
     catalogue, all_places, folder = shared
     places = all_places.slice(first, num)
     samples = renamed(read_samples(catalogue, places), places, catalogue)
-    PartStore(folder).put(name, shard_bytes(samples))
+    Folder(folder).put(name, shard_bytes(samples))
 
 
 def print_summary(summary: Summary, names: Sequence[str]) -> None:

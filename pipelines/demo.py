@@ -35,10 +35,6 @@ CROSS_ENTROPY = [
 ]
 
 
-class DemoError(PencilError):
-    """A folder that the demo must not rebuild."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, and give its exit code."""
     # It takes no arguments, but --help must not rebuild runs/demo.
@@ -95,7 +91,7 @@ def clear(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / "shards").exists():
         made.append("files that are not the demo's")
     if made:
-        raise DemoError(
+        raise PencilError(
             f"{folder}: holds {made[0]}; the demo would remove it: move the folder away, or delete it"
         )
     shutil.rmtree(folder, ignore_errors=True)

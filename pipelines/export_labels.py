@@ -32,7 +32,7 @@ from pencil_scale.export.files import (
 from pencil_scale.export.rows import Model, Source, find_source, stretches
 from pencil_scale.labels.published import find_published
 from pencil_scale.storage.errors import new_id
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.urls import filesystem_of
 from pipelines.export_tasks import (
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
-    storage = PartStore(config.run.storage).url  # tasks stand in other folders
+    storage = Folder(config.run.storage).url  # tasks stand in other folders
     named = config.export.labels or config.run.name
     model = _model(config, storage, find_published(storage, named).name)
     source = find_source(
@@ -80,7 +80,7 @@ def run(config: Config) -> Summary:
     )
     folder = config.export.folder or f"{storage}/exports/{source.published.name}"
     refuse_lost("export.folder", folder)
-    folder = PartStore(folder).url
+    folder = Folder(folder).url
     if differs := difference(read_class_names(config.data.classes), source.words.class_names):
         say(
             f"WARNING: {config.data.classes} {differs}, compared with the catalogue; the class numbers of "

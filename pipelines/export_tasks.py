@@ -21,7 +21,7 @@ from pencil_scale.export.files import ExportManifest, file_name, first_row, same
 from pencil_scale.export.rows import ExportRows, Source
 from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
 from pipelines.shard_making.shard_writing import OutFolder
 
@@ -82,7 +82,7 @@ def write_stretch(job: Job, rows: range) -> Written:
     table = pa.concat_tables(ExportRows(job.source).tables(rows)).combine_chunks()
     file, is_new = job.file("table", f"{rows.start:010d}-{digest(table)}", ".parquet")
     if is_new:
-        PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
+        Folder(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
     standing = without(table, ("vanished",))
     numbers = {url: number for number, url in enumerate(job.source.words.shard_urls)}
     counts = pc.value_counts(table["predicted_by"].fill_null("nobody")).to_pylist()
@@ -112,7 +112,7 @@ def write_sidecars(job: Job, files: dict[int, list[str]], all_files: list[str]) 
             continue
         file, is_new = job.file("sidecars", digest(table), f"/{shard_stem(url)}.labels.parquet")
         if is_new:
-            PartStore(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
+            Folder(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
         written.append(Sidecar(shard, file, is_new))
     return written
 

@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pencil_scale.catalogue.catalogue import (
-    Catalogue,
-    CatalogueError,
-    ShardEntry,
-    catalogue_folder,
-    read_manifest,
-)
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, catalogue_folder, read_manifest
 from pencil_scale.catalogue.changes import Changes, check_damage, compare
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe, missing_damage
@@ -41,8 +35,8 @@ from pencil_scale.catalogue.update import (
 )
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import new_id
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pipelines.shard_making.shard_tasks import stage_all
 
@@ -80,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Bring the catalogues of validation, test and training up to date, in this order."""
-    storage = PartStore(config.run.storage).url
+    storage = Folder(config.run.storage).url
     with Lease.hold(storage, "catalogue/lease", what=f"the shards of {storage} are being indexed") as lease:
         return _run(config, lease)
 
@@ -111,7 +105,7 @@ def _run(config: Config, lease: Lease) -> Summary:
 def index(part: Part, lease: Lease) -> Summary:
     """Bring one catalogue up to date: list, read what changed, check the damage, merge, publish."""
     folder = catalogue_folder(part.storage, part.name)
-    store = PartStore(folder)
+    store = Folder(folder)
     finish_publish(store)
     manifest = read_manifest(folder)
     old = Catalogue(folder, manifest) if manifest else None
@@ -137,7 +131,7 @@ def index(part: Part, lease: Lease) -> Summary:
 
 def _publish(
     part: Part,
-    store: PartStore,
+    store: Folder,
     old: Catalogue | None,
     changes: Changes,
     listing: Listing,
@@ -162,7 +156,7 @@ def _publish(
     return Summary(catalogue, len(shards), written, published=True)
 
 
-def _sweep(store: PartStore, lease: Lease) -> None:
+def _sweep(store: Folder, lease: Lease) -> None:
     """Remove what was staged; the manifest that is now published has no need of it."""
     lease.check()  # else it would be what another job stages
     for name in store.names("staging"):
@@ -193,7 +187,7 @@ def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) 
 
 def _check_identity(old: Catalogue | None, part: Part) -> None:
     if old is not None and old.manifest["identity"] != part.rules.identity:
-        raise CatalogueError(
+        raise PencilError(
             f"data.identity: {old.folder} names its samples by {old.manifest['identity']}, the config by "
             f"{part.rules.identity}; rows are for life, so choose another run.storage"
         )
@@ -201,7 +195,7 @@ def _check_identity(old: Catalogue | None, part: Part) -> None:
         stems = Counter(shard_stem(url) for url in expand_urls(part.shards))
         twice = next((stem for stem, count in stems.items() if count > 1), None)
         if twice is not None:
-            raise CatalogueError(
+            raise PencilError(
                 f"data.identity: two shards are called {twice}.tar, so shard_key would mix their samples; "
                 "rename one, or choose another identity"
             )

@@ -34,7 +34,7 @@ from pencil_scale.train.local_ray import ensure_ray, num_processors
 from pipelines.progress import Progress
 from pipelines.shard_making.shard_options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.shard_samples import Labels, SourceError
-from pipelines.shard_making.shard_writing import OutError, OutFolder, ShardPlan, ShardResult, write_shard
+from pipelines.shard_making.shard_writing import OutFolder, ShardPlan, ShardResult, write_shard
 
 MOST_CLASSES = 50  # in the end table
 
@@ -82,7 +82,7 @@ def run(job: ShardJob) -> Summary:
 
 def _refuse_lost(out: str, lost: Sequence[str]) -> None:
     if lost:
-        raise OutError(
+        raise PencilError(
             f"{out}: {len(lost):,} shards such as {lost[0]} were written where this machine cannot see "
             "them; on a cluster OUT must be a shared folder or a URL"
         )
@@ -131,7 +131,7 @@ def claim(out: OutFolder, job: ShardJob, labels: Labels) -> dict[str, int]:
     if record_name in files:
         _refuse_other(out, record_name, record)
     elif there:
-        raise OutError(
+        raise PencilError(
             f"{out.url}: holds {min(there)}, made by something else; use another folder or --prefix"
         )
     _write_classes(out, files, labels.classes)
@@ -144,19 +144,19 @@ def _refuse_other(out: OutFolder, record_name: str, record: dict[str, object]) -
     try:
         before = json.loads(out.read_text(record_name))
     except ValueError:
-        raise OutError(
+        raise PencilError(
             f"{out.url}/{record_name}: damaged; delete it with its shards, and run again"
         ) from None
     changed = [name for name in record if before.get(name) != json.loads(json.dumps(record[name]))]
     asked = [name for name in changed if name not in ("samples", "source", "labels")]
     if asked:
         said = ", ".join(_said(name, before.get(name), record[name]) for name in asked)
-        raise OutError(
+        raise PencilError(
             f"{out.url}: its shards were made with {said}; repeat the first arguments to go on, "
             "or use another folder"
         )
     if changed:
-        raise OutError(
+        raise PencilError(
             f"{out.url}: its shards were made when the source had {_differs(changed, before, record)}; "
             "bring it back to go on, or use another folder"
         )
@@ -187,7 +187,7 @@ def _write_classes(out: OutFolder, files: dict[str, int], classes: Sequence[str]
     if "classes.txt" not in files:
         out.write_text("classes.txt", text)
     elif out.read_text("classes.txt") != text:
-        raise OutError(f"{out.url}/classes.txt: lists other classes than this source; use another folder")
+        raise PencilError(f"{out.url}/classes.txt: lists other classes than this source; use another folder")
 
 
 def write_missing(

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.export.files import ExportError, read_manifest
-from pencil_scale.nights.record import Night, NightError, NightFiles
+from pencil_scale.nights.record import Night, NightFiles
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import filesystem_of
 from pipelines import export_labels, review_report
 
@@ -32,7 +33,7 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
     """
     for what in (night.labels, night.model):
         if not _is_there(what):
-            raise NightError(
+            raise PencilError(
                 f"{night.name}: {what} is gone, so this night cannot be used; choose another one"
             )
     if not night.number:

@@ -27,7 +27,6 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (
     PINS,
     Decision,
-    PinsError,
     add_pins,
     check_pins,
     now,
@@ -35,7 +34,7 @@ from pencil_scale.labels.pins import (
     read_decisions,
     read_pins,
 )
-from pencil_scale.storage.errors import sample_key
+from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import without_passwords
 
 SHOWN = 3
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> Summary:
     """Read the decisions, find their rows, and lay them over what was pinned before."""
     if config.pin.file is None:
-        raise PinsError("pin.file: which file? set it, as in pin.file=decisions.json")
+        raise PencilError("pin.file: which file? set it, as in pin.file=decisions.json")
     storage = config.run.storage
     catalogue = Catalogue.open(storage)
     classes = read_label_classes(config.data.classes, config.data.aliases)
@@ -96,7 +95,7 @@ def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -
             rows[owners[key]], found_keys[owners[key]] = row, key
     unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]
     if unknown:
-        raise PinsError(
+        raise PencilError(
             f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "
             f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: take them out, or index again"
         )

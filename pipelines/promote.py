@@ -25,15 +25,11 @@ from pencil_scale.labels.published import find_published, held_names, published_
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 
 if TYPE_CHECKING:
     from pencil_scale.train.summary import Summary as RunSummary
-
-
-class PromoteError(PencilError):
-    """A name that cannot be promoted."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,11 @@ def _held_run(nights: NightFiles, name: str) -> RunRecord | None:
     record, night = read_record(nights.storage, name), nights.find(name)
     is_held = record is not None and record.status == "held"
     if night is not None and is_held:
-        raise PromoteError(f"{name}: both a night and a held run of {nights.storage}; {_known(nights)}")
+        raise PencilError(f"{name}: both a night and a held run of {nights.storage}; {_known(nights)}")
     if night is not None:
         return None
     if record is None or not record.held_because:
-        raise PromoteError(f"{name}: no held run and no finished night of {nights.storage}; {_known(nights)}")
+        raise PencilError(f"{name}: no held run and no finished night of {nights.storage}; {_known(nights)}")
     return record
 
 
@@ -105,7 +101,7 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
         say(f"{name} was released already, its labels are {published}; nothing is changed")
         return RunSummary(run_facts(storage, name))
     lease.put(f"labels/published/{name}.json", find_published(storage, name, held=True).manifest.encode())
-    PartStore(f"{storage}/labels").delete_if_there(f"held/{name}.json")
+    Folder(f"{storage}/labels").delete_if_there(f"held/{name}.json")
     summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
     write_facts(storage, name, summary.facts, lease)
     write_record(storage, tell_released(config, record), lease, status="finished")

@@ -25,7 +25,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import held_names, published_url
 from pencil_scale.labels.run_record import read_record, results_of
 from pencil_scale.nights.crawl import class_mapping
-from pencil_scale.nights.record import Night, NightError, NightFiles, Plan, night_name, now
+from pencil_scale.nights.record import Night, NightFiles, Plan, night_name, now
 from pencil_scale.nights.retention import remove_old, remove_taken_down
 from pencil_scale.nights.start import (
     abandon,
@@ -37,7 +37,7 @@ from pencil_scale.nights.start import (
     run_facts,
 )
 from pencil_scale.storage.errors import PencilError, new_id
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pipelines import index_shards
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> Summary:
     """Make one night of whatever is new, and say what came of it."""
     if config.data.subset is not None:
-        raise NightError("data.subset: a night chooses its rows itself; leave it out")
+        raise PencilError("data.subset: a night chooses its rows itself; leave it out")
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
     with nights.held() as nights:
@@ -85,7 +85,7 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     current, class_names = nights.current(), read_class_names(config.data.classes)
     passed = [night.name for night in nights.nights() if night.number and not night.held]
     if current is None and passed:
-        raise NightError(
+        raise PencilError(
             f"{nights.storage}/nights/CURRENT is gone, but {passed[-1]} is there; the next night would start "
             "from nothing: choose the night to start from with python -m pipelines.promote CONFIG "
             f"{passed[-1]}"
@@ -128,7 +128,7 @@ def _nothing_new(newest: Night, current: Night | None) -> Summary:
 def _plan(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Night | None) -> Plan:
     if parent is None and config.nightly.first_epochs is None:
         held = held_names(nights.storage)
-        raise NightError(
+        raise PencilError(
             f"{nights.storage}: no night to start from, and no finished run"
             + (f" ({held[0]} is held: promote it)" if held else "")
             + "; train one with pencil_scale.train, or set nightly.first_epochs, as in "
@@ -202,7 +202,7 @@ def _learn(config: Config, nights: NightFiles, plan: Plan, prepared: "Prepared |
         return
     say(f"{plan.name} has nothing to train on: model and labels stay those of {plan.parent}")
     home, _, name = prepared.weights.rpartition("/")  # under the night's own class list
-    nights.put(f"models/{plan.name}.pt", PartStore(home).get(name))
+    nights.put(f"models/{plan.name}.pt", Folder(home).get(name))
     nights.put(f"labels/published/{plan.name}.json", prepared.labels.encode())
 
 

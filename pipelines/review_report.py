@@ -36,8 +36,8 @@ from pencil_scale.review.headline import headline, notes
 from pencil_scale.review.page import Heading, page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
-from pencil_scale.storage.errors import PencilError, TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
 from pipelines.progress import Progress
 from pipelines.ray_tasks import each, is_in_memory
@@ -47,10 +47,6 @@ MOST_EPOCHS = 40  # of a trace: more than a line of a few pixels can show
 OURS = b'content="pencil_scale review"'
 HEAD_BYTES = 4096  # in which a page says what made it
 THUMBNAILS_A_TASK = 2500  # fewer than these are not worth starting a cluster for
-
-
-class ReportError(PencilError):
-    """A page that cannot be made as asked."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,9 @@ def run(config: Config) -> Summary:
     if config.report.judged is not None:
         return _tell_audit(config.report.judged)
     if config.report.page is not None and not config.report.page.endswith(".html"):
-        raise ReportError(f"report.page: {config.report.page} is no page; name a file that ends in .html")
+        raise PencilError(f"report.page: {config.report.page} is no page; name a file that ends in .html")
     refuse_lost("report.page", config.report.page)
-    storage = PartStore(config.run.storage).url  # tasks stand in other folders
+    storage = Folder(config.run.storage).url  # tasks stand in other folders
     named = config.report.labels or config.run.name
     source = find_source(storage, named, config.data.exclude, TOP_K, None, config.nightly.remap, held=True)
     rules, warnings = _rules(config, source, storage)
@@ -87,7 +83,7 @@ def run(config: Config) -> Summary:
     html = _page(config, storage, source, tally, warnings, rules.since, here)
     url = config.report.page or f"{storage}/reports/{source.published.name}.html"
     folder, name = url[: -len(PurePosixPath(url).name)] or ".", PurePosixPath(url).name
-    store = PartStore(folder)
+    store = Folder(folder)
     _refuse_strangers(store, name)
     store.put(name, html.encode())
     copied = _copy(config, storage, source.published.name, html)
@@ -96,14 +92,14 @@ def run(config: Config) -> Summary:
     return summary
 
 
-def _refuse_strangers(store: PartStore, name: str) -> None:
+def _refuse_strangers(store: Folder, name: str) -> None:
     """Refuse to write over a page that is none of ours."""
     try:
         found = store.get(name)
-    except TableDamagedError:
+    except DamagedError:
         return
     if OURS not in found[:HEAD_BYTES]:
-        raise ReportError(
+        raise PencilError(
             f"report.page: {store.path(name)} is there, and no review page; nothing was overwritten: "
             "name another file"
         )
@@ -170,8 +166,8 @@ def _page(
 def _figures(storage: str, name: str) -> list[dict[str, Any]]:
     """What the run noted after each epoch; labels that no run of ours made have none."""
     try:
-        found: list[dict[str, Any]] = json.loads(PartStore(run_folder(storage, name)).get("epochs.json"))
-    except TableDamagedError:
+        found: list[dict[str, Any]] = json.loads(Folder(run_folder(storage, name)).get("epochs.json"))
+    except DamagedError:
         return []
     return found
 

@@ -18,7 +18,7 @@ from pencil_scale.review.story import Story, tell
 from pencil_scale.review.story_text import story_text
 from pencil_scale.review.thumbnails import places_of, read_images, thumbnail
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 SIDE = 256
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config, sample_id: str) -> Story:
     """Gather what is known, and print it."""
-    storage = PartStore(config.run.storage).url
+    storage = Folder(config.run.storage).url
     folders = [config.export.folder] if config.export.folder else []
     story = tell(storage, sample_id, config.data.exclude, folders)
     picture = "none" if story.excluded else _thumbnail(storage, story)
@@ -54,7 +54,7 @@ def _thumbnail(storage: str, story: Story) -> str:
         kind, picture = thumbnail(data, SIDE)
     except (PencilError, UndecodableError) as error:
         return f"none: {error}"
-    store, name = PartStore(f"{storage}/thumbnails"), f"{story.row['sample_key'].hex()}.{kind}"
+    store, name = Folder(f"{storage}/thumbnails"), f"{story.row['sample_key'].hex()}.{kind}"
     store.put(name, picture)
     return store.path(name)
 

@@ -64,10 +64,6 @@ OPEN_FILES = 16
 PLAN_COLUMNS = ["row", "shard", "image_offset", "image_bytes", "noisy_class", "status"]
 
 
-class CatalogueError(PencilError):
-    """A catalogue that is not there, not whole, or not the one that was asked for."""
-
-
 @dataclass(frozen=True)
 class OkRows:
     """What reading and training need of some ok rows, as arrays in row order: 22 bytes a row.
@@ -123,7 +119,7 @@ class Catalogue:
         manifest = read_manifest(folder, version)
         if manifest is None:
             named = "" if version is None else f" of version {version}"
-            raise CatalogueError(f"{folder}: no catalogue{named}; run pipelines.index_shards first")
+            raise PencilError(f"{folder}: no catalogue{named}; run pipelines.index_shards first")
         return cls(folder, manifest)
 
     # -- rows ---------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ class Catalogue:
             arrays.noisy_class[here] = table["noisy_class"].to_numpy()
             done += len(table)
         if done != total:
-            raise CatalogueError(
+            raise PencilError(
                 f"{self.folder}: {done:,} ok rows, but the manifest counts {total:,}; index again"
             )
         return arrays
@@ -203,7 +199,7 @@ class Catalogue:
         found = version_of(entry.url)
         if found != entry.version:
             what = "is gone" if found is None else f"has {found.num_bytes:,} bytes, {found.tag}"
-            raise CatalogueError(
+            raise PencilError(
                 f"shard {entry.url}: {what}; {entry.num_bytes:,} bytes, {entry.tag} were indexed: run "
                 "pipelines.index_shards again"
             )
@@ -235,7 +231,7 @@ class Catalogue:
             yield
         except (OSError, pa.ArrowException) as error:
             reason = " ".join(str(error).split())
-            raise CatalogueError(
+            raise PencilError(
                 f"{self.folder}/{name}: named by the manifest but unreadable ({reason}); restore it, or "
                 "index into another run.storage"
             ) from error
@@ -287,9 +283,9 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
     try:
         manifest: dict[str, Any] = json.loads(data)
     except ValueError as error:
-        raise CatalogueError(f"{folder}/{name}: no whole manifest ({error}); index again") from error
+        raise PencilError(f"{folder}/{name}: no whole manifest ({error}); index again") from error
     if manifest.get("format") != FORMAT:
-        raise CatalogueError(
+        raise PencilError(
             f"{folder}/{name}: format {manifest.get('format')!r}; this program reads format {FORMAT}"
         )
     return manifest
@@ -298,9 +294,7 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
 def _fitting(numbers: Any) -> Any:
     """Refuse what 32 bits cannot hold, instead of letting it wrap around to another sample's bytes."""
     if len(numbers) and numbers.max() >= 1 << 32:
-        raise CatalogueError(
-            f"{numbers.max():,}: images over 4 GB, or over 4 billion rows, are not supported"
-        )
+        raise PencilError(f"{numbers.max():,}: images over 4 GB, or over 4 billion rows, are not supported")
     return numbers
 
 

@@ -19,10 +19,6 @@ from pencil_scale.storage.urls import versions_of
 _REMEDY = "mend this, or raise data.max_damaged_share; nothing was published"
 
 
-class TooDamagedError(PencilError):
-    """More of the data is damaged than the config allows; nothing was published."""
-
-
 @dataclass(frozen=True)
 class Changes:
     """What is new since the catalogue was published."""
@@ -88,7 +84,7 @@ def check_early(
         expected = sum(report.num_samples for report in reports) * total_bytes / read_bytes
         if expected and seen + unseen > limit * expected:
             share = (seen + unseen) / expected
-            raise TooDamagedError(
+            raise PencilError(
                 f"data.max_damaged_share: after {len(shards):,} of the shards damage is {share:.2%} of all "
                 f"samples expected, {limit:.2%} are allowed; {_worst(shards, reports, ())}; {_REMEDY}"
                 f"{_named(reports)}"
@@ -122,7 +118,7 @@ def check_damage(
     share = damaged_share(shards, reports, len(missing))
     if share <= limit:
         return share
-    raise TooDamagedError(
+    raise PencilError(
         f"data.max_damaged_share: {share:.2%} of the samples are damaged, {limit:.2%} are allowed; "
         f"{_worst(shards, reports, missing)}; {_REMEDY}{_named(reports)}"
     )

@@ -20,26 +20,22 @@ from pencil_scale.storage.errors import PencilError
 SHOWN = 5
 
 
-class ClassListError(PencilError):
-    """A class list that cannot be used."""
-
-
 def read_class_names(url: str) -> tuple[str, ...]:
     """Read and check the list: at least two names, none blank, none twice."""
     try:
         with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
             names = tuple(line.strip() for line in file.read().splitlines())
     except (OSError, ImportError, ValueError) as error:
-        raise ClassListError(f"data.classes: {url} cannot be read: {error}") from error
+        raise PencilError(f"data.classes: {url} cannot be read: {error}") from error
     blank = [number for number, name in enumerate(names, 1) if not name]
     if blank:
-        raise ClassListError(f"data.classes: {url}: line {blank[0]} is blank; every line names a class")
+        raise PencilError(f"data.classes: {url}: line {blank[0]} is blank; every line names a class")
     first: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         if first.setdefault(name, number) != number:
-            raise ClassListError(f"data.classes: {url}: '{name}' stands on lines {first[name]} and {number}")
+            raise PencilError(f"data.classes: {url}: '{name}' stands on lines {first[name]} and {number}")
     if len(names) < 2:
-        raise ClassListError(f"data.classes: {url} names {len(names)} classes; at least 2 were expected")
+        raise PencilError(f"data.classes: {url} names {len(names)} classes; at least 2 were expected")
     return names
 
 
@@ -75,7 +71,7 @@ class ClassOrder:
     def between(cls, found: Sequence[str], wanted: Sequence[str], what: str) -> "ClassOrder":
         """Map by name, or refuse with the difference between the two lists."""
         if set(found) != set(wanted) or len(found) != len(wanted):
-            raise ClassListError(
+            raise PencilError(
                 f"{what}: its class list {difference(found, wanted)}, compared with the list it is used with "
                 f"({len(found)} and {len(wanted)} classes); use the class list it was written with"
             )

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Segment
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 SEGMENT_ROWS = 64 * CHUNK_ROWS
 
@@ -39,7 +39,7 @@ def parquet_bytes(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def put_table(store: PartStore, folder: str, table: pa.Table) -> str:
+def put_table(store: Folder, folder: str, table: pa.Table) -> str:
     """Write a table under a name of its own and give the name."""
     name = f"{folder}/{uuid.uuid4().hex}.parquet"
     store.put(name, parquet_bytes(table))
@@ -49,7 +49,7 @@ def put_table(store: PartStore, folder: str, table: pa.Table) -> str:
 class TableWriter:
     """Takes tables in order and writes them as files of at most `SEGMENT_ROWS` rows each."""
 
-    def __init__(self, store: PartStore, folder: str) -> None:
+    def __init__(self, store: Folder, folder: str) -> None:
         self.names: list[str] = []
         self._store = store
         self._folder = folder
@@ -79,7 +79,7 @@ class TableWriter:
 class RowsWriter(TableWriter):
     """Takes new rows, numbered one after the other, and names the segments that hold them."""
 
-    def __init__(self, store: PartStore, first_row: int) -> None:
+    def __init__(self, store: Folder, first_row: int) -> None:
         super().__init__(store, "segments")
         self.first_row = self.next_row = first_row
 
@@ -100,7 +100,7 @@ class RowsWriter(TableWriter):
 class ChangesWriter:
     """Takes newer words on old rows in any order and writes them as segments sorted by row."""
 
-    def __init__(self, store: PartStore) -> None:
+    def __init__(self, store: Folder) -> None:
         self.segments: list[Segment] = []
         self._store = store
         self._waiting: list[pa.Table] = []

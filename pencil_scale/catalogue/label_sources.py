@@ -30,10 +30,6 @@ from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import filesystem_of
 
 
-class LabelError(PencilError):
-    """An alias file or label table that cannot be used."""
-
-
 @dataclass(frozen=True)
 class LabelClasses:
     """The classes in order, and every text that stands for one of them."""
@@ -106,7 +102,7 @@ def _alias(line: str, place: int, url: str, classes: LabelClasses) -> tuple[str,
     raw, tab, wanted = line.rpartition("\t")
     number, _ = classes.classify(wanted)
     if not tab or number is None:
-        raise LabelError(
+        raise PencilError(
             f"data.aliases: {url} line {place} is {line!r}; a raw string, a tab and one of the "
             f"{len(classes)} classes was expected"
         )
@@ -118,7 +114,7 @@ def _lines(url: str) -> list[tuple[int, str]]:
         with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except (OSError, ImportError, ValueError) as error:
-        raise LabelError(f"data.aliases: {url} cannot be read: {error}") from error
+        raise PencilError(f"data.aliases: {url} cannot be read: {error}") from error
     return [(place, line) for place, line in enumerate(lines, start=1) if line.strip()]
 
 
@@ -184,11 +180,11 @@ def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
                 if gap:
                     yield lookup_key(name.strip()), label.strip()
                 elif line:
-                    raise LabelError(
+                    raise PencilError(
                         f"data.label: {url} line {place} is {line!r}; a key and a label was expected"
                     )
     except (OSError, ValueError) as error:
-        raise LabelError(f"data.label: {url} cannot be read ({error})") from error
+        raise PencilError(f"data.label: {url} cannot be read ({error})") from error
 
 
 def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tuple[str, Any]]:
@@ -199,7 +195,7 @@ def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tup
         table = pyarrow.dataset.dataset(path, filesystem=filesystem, **options)
         absent = [name for name in (id_column, label_column) if name not in table.schema.names]
         if absent:
-            raise LabelError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
+            raise PencilError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
         for batch in table.to_batches(columns=[id_column, label_column]):
             names, labels = batch.column(0).to_pylist(), batch.column(1).to_pylist()
             for name, label in zip(names, labels, strict=True):
@@ -207,7 +203,7 @@ def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tup
                 for spelled in {} if name is None else {str(name), from_stored(str(name))}:
                     yield spelled, tuple(label) if isinstance(label, list) else label
     except (OSError, pa.ArrowInvalid) as error:
-        raise LabelError(f"{url}: cannot be read as {form} ({error})") from error
+        raise PencilError(f"{url}: cannot be read as {form} ({error})") from error
 
 
 def _csv_of_text(id_column: str) -> Any:

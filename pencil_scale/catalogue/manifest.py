@@ -16,14 +16,14 @@ from pencil_scale.catalogue.schema import DAMAGE, DAMAGED_STATUSES, SUFFIXES_SHO
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.statistics import Statistics, measure
 from pencil_scale.catalogue.update import Overlay, Written
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 UNKNOWN_LABELS_SHOWN = 1000
 LEAST_MIXED_SHOWN = 10
 
 
 def describe(
-    store: PartStore,
+    store: Folder,
     written: Written,
     shards: Sequence[ShardEntry],
     rules: IndexRules,

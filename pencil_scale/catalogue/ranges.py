@@ -46,7 +46,6 @@ from pencil_scale.storage.urls import (
     FileSource,
     MemorySource,
     RemoteSource,
-    ShardError,
     ShardVersion,
     filesystem_of,
     is_local,
@@ -113,7 +112,7 @@ class RangeReader:
         entry = self._shards[number]
         found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
         if found != entry.version:
-            raise ShardError(_changed(entry, found))
+            raise PencilError(_changed(entry, found))
         filesystem, path = filesystem_of(entry.url)
         if not is_local(filesystem):
             return RemoteSource(filesystem, path, entry.url, found.num_bytes)
@@ -163,9 +162,9 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
             return attempt()
         except Exception as error:
             if isinstance(_root(error), HOPELESS):
-                raise ShardError(f"{what}: {_reason(error)}; check that it is there and readable") from error
+                raise PencilError(f"{what}: {_reason(error)}; check that it is there and readable") from error
             if number == MAX_ATTEMPTS:
-                raise ShardError(
+                raise PencilError(
                     f"{what}: failed {MAX_ATTEMPTS} times, last with {_reason(error)}; check the store and "
                     "the network, then start the same command again"
                 ) from error
@@ -260,7 +259,7 @@ def _sample_at(reader: ShardReader, key: str, image_offset: int) -> Sample:
             image, _ = found.image()
             if image is not None and image.offset == image_offset:
                 return found
-    raise ShardError(
+    raise PencilError(
         f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run index_shards "
         "again"
     )

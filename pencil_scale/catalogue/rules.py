@@ -14,16 +14,12 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import Keys, contains
-from pencil_scale.catalogue.label_sources import LabelClasses, LabelError, read_label_classes, read_lookup
+from pencil_scale.catalogue.label_sources import LabelClasses, read_label_classes, read_lookup
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
 from pencil_scale.catalogue.update import Overlay, hashes_of
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import open_source, version_of
-
-
-class ExcludeError(PencilError):
-    """The list of ids that must vanish cannot be read."""
 
 
 def make_rules(
@@ -78,7 +74,7 @@ def _spelled_out(truth: str) -> str:
     if truth in ("cls", "txt") or truth.startswith(("json:", "file:", "table:")):
         return truth
     if "#" not in truth:
-        raise LabelError(f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD")
+        raise PencilError(f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD")
     return f"table:{truth}"
 
 
@@ -98,7 +94,7 @@ def _ids(url: str | None) -> list[str]:
     if url is None:
         return []
     if version_of(url) is None:
-        raise ExcludeError(f"data.exclude: {url}: no such file, seen from the folder you are in")
+        raise PencilError(f"data.exclude: {url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
     # Not `splitlines`: an id may hold what Unicode also calls the end of a line.

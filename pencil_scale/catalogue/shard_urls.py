@@ -17,14 +17,8 @@ from dataclasses import dataclass
 
 import fsspec
 
-from pencil_scale.storage.urls import (
-    ShardError,
-    ShardVersion,
-    filesystem_of,
-    is_local,
-    store_errors,
-    versions_of,
-)
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import ShardVersion, filesystem_of, is_local, store_errors, versions_of
 
 MAX_SHARDS = 10_000_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -75,12 +69,12 @@ def expand_urls(patterns: Sequence[str]) -> list[str]:
             for url in expand_braces(line):
                 urls.extend(_matching(url))
                 if len(urls) > MAX_SHARDS:
-                    raise ShardError(f"data.shards: {pattern!r} gives more than {MAX_SHARDS:,} shards")
+                    raise PencilError(f"data.shards: {pattern!r} gives more than {MAX_SHARDS:,} shards")
     twice = next((url for url, count in Counter(urls).items() if count > 1), None)
     if twice is not None:
-        raise ShardError(f"data.shards: {twice} is listed twice; list every shard once")
+        raise PencilError(f"data.shards: {twice} is listed twice; list every shard once")
     if not urls:
-        raise ShardError(f"data.shards: {', '.join(patterns)} gives no shard at all")
+        raise PencilError(f"data.shards: {', '.join(patterns)} gives no shard at all")
     return urls
 
 
@@ -92,7 +86,7 @@ def expand_braces(pattern: str) -> Iterator[str]:
     """
     fixed = _BRACES.split(pattern)
     if any("{" in text or "}" in text for text in fixed[::2]):
-        raise ShardError(f"data.shards: the braces of {pattern!r} do not match")
+        raise PencilError(f"data.shards: the braces of {pattern!r} do not match")
     choices = [_choices(text, pattern) for text in fixed[1::2]]
     for chosen in itertools.product(*choices):
         yield "".join(itertools.chain(*itertools.zip_longest(fixed[::2], chosen, fillvalue="")))
@@ -102,11 +96,11 @@ def _choices(text: str, pattern: str) -> Sequence[str]:
     match = _RANGE.fullmatch(text)
     if match is None:
         if "," not in text:
-            raise ShardError(f"data.shards: {{{text}}} in {pattern!r} is no {{000..999}} and no {{a,b}}")
+            raise PencilError(f"data.shards: {{{text}}} in {pattern!r} is no {{000..999}} and no {{a,b}}")
         return text.split(",")
     first, last = int(match[1]), int(match[2])
     if last < first or last - first >= MAX_SHARDS:
-        raise ShardError(f"data.shards: {{{text}}} in {pattern!r} does not count upwards to a sane number")
+        raise PencilError(f"data.shards: {{{text}}} in {pattern!r} does not count upwards to a sane number")
     width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
@@ -117,7 +111,7 @@ def lines_of(url: str) -> list[str]:
         with fsspec.open(url, "rt", encoding="utf-8") as file:
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as error:
-        raise ShardError(f"data.shards: the list @{url} cannot be read ({error})") from error
+        raise PencilError(f"data.shards: the list @{url} cannot be read ({error})") from error
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -127,7 +121,7 @@ def _matching(url: str) -> list[str]:
         url = path  # absolute, so that the same shard is the same from any folder
     if not any(sign in path for sign in "*?[") or url.startswith(("http://", "https://")):
         if path.endswith("/") or (is_local(filesystem) and filesystem.isdir(path)):
-            raise ShardError(f"data.shards: {url} is a folder; write {url.rstrip('/')}/*.tar")
+            raise PencilError(f"data.shards: {url} is a folder; write {url.rstrip('/')}/*.tar")
         return [url]
     with store_errors(f"data.shards: {url} cannot be listed"):
         if filesystem.isfile(path):
@@ -136,7 +130,7 @@ def _matching(url: str) -> list[str]:
         matches = filesystem.glob(path, detail=True)
     found = sorted(name for name, info in matches.items() if info["type"] == "file")
     if not found:
-        raise ShardError(f"data.shards: nothing matches {url}; check the pattern and the permissions")
+        raise PencilError(f"data.shards: nothing matches {url}; check the pattern and the permissions")
     return found if is_local(filesystem) else [filesystem.unstrip_protocol(name) for name in found]
 
 
@@ -151,4 +145,4 @@ def _num_successes(url: str) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise ShardError(f"{stats}: no count 'successes' in it ({error}); fetch the shard again") from error
+        raise PencilError(f"{stats}: no count 'successes' in it ({error}); fetch the shard again") from error

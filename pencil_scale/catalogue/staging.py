@@ -28,9 +28,9 @@ from pencil_scale.catalogue.schema import (
 )
 from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
 from pencil_scale.catalogue.shard_urls import Shard
-from pencil_scale.storage.errors import TableDamagedError
-from pencil_scale.storage.files import PartStore
-from pencil_scale.storage.urls import ShardError, open_source, version_of
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.urls import open_source, version_of
 
 NAMED_DAMAGED = 5  # samples of a shard, should too much be damaged
 
@@ -63,7 +63,7 @@ def staged_name(shard: Shard, rules_name: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def stage_shard(store: PartStore, shard: Shard, rules: IndexRules, name: str) -> ShardReport:
+def stage_shard(store: Folder, shard: Shard, rules: IndexRules, name: str) -> ShardReport:
     """Index one shard into the store, unless that was done before; the report is written last."""
     finished = read_report(store, name)
     if finished is not None:
@@ -92,22 +92,22 @@ def stage_shard(store: PartStore, shard: Shard, rules: IndexRules, name: str) ->
     return report
 
 
-def read_report(store: PartStore, name: str) -> ShardReport | None:
+def read_report(store: Folder, name: str) -> ShardReport | None:
     """Read the report of a shard that was staged before; None when it was not, or not to its end."""
     try:
         return ShardReport(**json.loads(store.get(f"staging/{name}.json")))
-    except TableDamagedError:  # no such file
+    except DamagedError:  # no such file
         return None
 
 
-def staged_records(store: PartStore, name: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
+def staged_records(store: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
     """Read staged records some row groups at a time."""
     file = pq.ParquetFile(io.BytesIO(store.get(f"staging/{name}.records.parquet")))
     for batch in file.iter_batches(batch_size=16 * CHUNK_ROWS, columns=columns):
         yield pa.Table.from_batches([batch])
 
 
-def staged_findings(store: PartStore, name: str) -> pa.Table:
+def staged_findings(store: Folder, name: str) -> pa.Table:
     """Read the staged findings of a shard."""
     return pq.read_table(io.BytesIO(store.get(f"staging/{name}.findings.parquet")))
 
@@ -155,5 +155,5 @@ def _mismatch(shard: Shard, num_samples: int) -> pa.RecordBatch:
     return pa.record_batch(arrays, schema=FINDING)
 
 
-def _changed(shard: Shard) -> ShardError:
-    return ShardError(f"shard {shard.url}: it changed while it was read; run again when nobody writes it")
+def _changed(shard: Shard) -> PencilError:
+    return PencilError(f"shard {shard.url}: it changed while it was read; run again when nobody writes it")

@@ -15,14 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import (
-    Catalogue,
-    CatalogueError,
-    Segment,
-    ShardEntry,
-    manifest_name,
-    read_manifest,
-)
+from pencil_scale.catalogue.catalogue import Catalogue, Segment, ShardEntry, manifest_name, read_manifest
 from pencil_scale.catalogue.duplicates import (
     ALIAS,
     MOVED,
@@ -38,7 +31,8 @@ from pencil_scale.catalogue.files import ChangesWriter, RowsWriter, TableWriter,
 from pencil_scale.catalogue.schema import DAMAGE, ROW
 from pencil_scale.catalogue.staging import staged_findings, staged_records
 from pencil_scale.storage.conditional import open_objects
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class CatalogueUpdate:
 
     def __init__(
         self,
-        store: PartStore,
+        store: Folder,
         old: Catalogue | None,
         staged: Sequence[StagedShard],
         gone: Sequence[int],
@@ -220,7 +214,7 @@ class CatalogueUpdate:
         return writer.finish()
 
 
-def publish(store: PartStore, manifest: dict[str, Any], old_version: int) -> None:
+def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
     """Write the manifest: once under its version for good, then as the newest.
 
     A version number is given once, and the newest manifest moves by compare-and-swap, so of two jobs one
@@ -236,13 +230,13 @@ def publish(store: PartStore, manifest: dict[str, Any], old_version: int) -> Non
         or not objects.create(manifest_name(version), data)
         or not objects.replace(manifest_name(), data, etag)
     ):
-        raise CatalogueError(
+        raise PencilError(
             f"{store.url}: another job published version {max(found, version)} while this one worked on "
             f"{old_version}; run this one again"
         )
 
 
-def finish_publish(store: PartStore) -> None:
+def finish_publish(store: Folder) -> None:
     """Make a version the newest if the job that wrote its manifest died then; all its files are there."""
     objects = open_objects(store.url)
     while True:

@@ -35,10 +35,6 @@ RAY = ">=2.60,<3"
 MLFLOW = ">=3.17,<4"  # client and server alike
 
 
-class VersionError(PencilError):
-    """Something this release builds on is older or newer than it was tested with."""
-
-
 def check_versions() -> None:
     """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
     require("Python", platform.python_version(), PYTHON)
@@ -49,9 +45,9 @@ def check_versions() -> None:
 def require(thing: str, found: str | None, supported: str) -> None:
     """Raise unless the version found lies within the supported range."""
     if found is None:
-        raise VersionError(f"{thing} is not installed; {thing} {supported} is needed: run 'make install'")
+        raise PencilError(f"{thing} is not installed; {thing} {supported} is needed: run 'make install'")
     if not SpecifierSet(supported).contains(found, prereleases=True):
-        raise VersionError(f"{thing} {found} found; {thing} {supported} is supported: install such a version")
+        raise PencilError(f"{thing} {found} found; {thing} {supported} is supported: install such a version")
 
 
 def _installed(*names: str) -> str | None:
@@ -67,16 +63,12 @@ UNPACKED = "working_dir_files"  # Ray's own name for the folder that has those o
 LOCAL = re.compile(r"^((file|local)://|sqlite(\+\w+)?:///)")
 
 
-class JobFolderError(PencilError):
-    """A path that would not outlive the job."""
-
-
 def refuse_lost(name: str, *paths: str | None) -> None:
     """Refuse paths that lie in the folder of a submitted job; `name` is what people call them by."""
     for path in filter(None, paths):
         local = LOCAL.sub("", path, count=1)
         if "://" not in local and UNPACKED in Path(local).expanduser().absolute().parts:
-            raise JobFolderError(
+            raise PencilError(
                 f"{name}: {path} lies in the folder of this job, which Ray removes; give a URL, or an "
                 "absolute path that every node sees"
             )

@@ -28,10 +28,6 @@ DEEPEST = 20
 MOST_VALUES = 10_000
 
 
-class ConfigError(PencilError):
-    """A config file or override that cannot be used; one line a problem."""
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file, lay the overrides over it, fill in variables, and check every key."""
     tree, places = _read_file(path)
@@ -42,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = _validated(values, variables)
     except ValidationError as error:
         problems = [problem(details, tree, places) for details in worth_saying(error)]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+        raise PencilError("\n".join(dict.fromkeys(problems))) from None
     _remember_as_written(config, tree, variables)
     return config
 
@@ -97,18 +93,18 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         loader = _Loader(text)
         root = loader.get_single_node()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file, seen from the folder you are in") from None
+        raise PencilError(f"{path}: no such config file, seen from the folder you are in") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as a config file: {error.strerror}") from None
+        raise PencilError(f"{path}: cannot be read as a config file: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start:,} is not UTF-8; save the config as UTF-8") from None
+        raise PencilError(f"{path}: byte {error.start:,} is not UTF-8; save the config as UTF-8") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(broken_yaml(path, error)) from None
+        raise PencilError(broken_yaml(path, error)) from None
     places: dict[KeyPath, str] = {}
     tree = _plain(loader, root, (), str(path), places) if root is not None else {}
     places[()] = str(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {brief(tree)}; sections such as 'run:' and 'data:' were expected")
+        raise PencilError(f"{path}: holds {brief(tree)}; sections such as 'run:' and 'data:' were expected")
     return tree, places
 
 
@@ -116,7 +112,7 @@ def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dic
     """Turn a YAML node into dicts, lists and scalars, and note the line of every key."""
     places[at] = place = f"{file}:{node.start_mark.line + 1}"
     if len(at) > DEEPEST or len(places) > MOST_VALUES:
-        raise ConfigError(
+        raise PencilError(
             f"{place}: nested more than {DEEPEST} deep or over {MOST_VALUES:,} values; unfold it"
         )
     if isinstance(node, yaml.SequenceNode):
@@ -127,14 +123,14 @@ def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dic
         except ValueError:
             return node.value  # a number longer than any key wants: for the key to refuse
         except yaml.YAMLError as error:
-            raise ConfigError(broken_yaml(file, error)) from None
+            raise PencilError(broken_yaml(file, error)) from None
     section: dict[str, Any] = {}
     for name, value in node.value:
         place = f"{file}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
-            raise ConfigError(f"{place}: a key that is itself a list or section; a plain word was expected")
+            raise PencilError(f"{place}: a key that is itself a list or section; a plain word was expected")
         if name.value in section:
-            raise ConfigError(f"{place}: the key '{spelt((*at, name.value))}' stands here a second time")
+            raise PencilError(f"{place}: the key '{spelt((*at, name.value))}' stands here a second time")
         section[name.value] = _plain(loader, value, (*at, name.value), file, places)
         places[*at, name.value] = place
     return section
@@ -155,7 +151,7 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         shown = without_passwords(override)
-        raise ConfigError(f"override '{shown}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
+        raise PencilError(f"override '{shown}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
     *parents, last = dotted.split(".")
     place = f"override '{dotted}'"
     section: Any = tree
@@ -166,11 +162,11 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
         section = section[name]
         if not isinstance(section, dict):
             taken = spelt(tuple(parents[:depth]))
-            raise ConfigError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
+            raise PencilError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
     try:
         value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(broken_yaml(place, error)) from None
+        raise PencilError(broken_yaml(place, error)) from None
     path = (*parents, last)
     places[path] = place
     section[last] = _scalar(text) if value is None else _plain(_Loader(""), value, path, place, {})
@@ -192,12 +188,12 @@ def _fill_in(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]
             return value
         if "${" in VARIABLE.sub("", value):
             where = place_of(at, places)
-            raise ConfigError(f"{where}: {spelt(at)}: found {brief(value)}; a variable is written ${{NAME}}")
+            raise PencilError(f"{where}: {spelt(at)}: found {brief(value)}; a variable is written ${{NAME}}")
         found.append(at)
         for name in VARIABLE.findall(value):
             if name not in os.environ:
                 where = place_of(at, places)
-                raise ConfigError(f"{where}: {spelt(at)}: the environment has no variable {name}; set it")
+                raise PencilError(f"{where}: {spelt(at)}: the environment has no variable {name}; set it")
         return VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
     return filled(tree, ()), found

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pencil_scale.storage.errors import PencilError, TableDamagedError
-from pencil_scale.storage.files import LOCK, PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import LOCK, Folder
 from pencil_scale.storage.urls import filesystem_of, is_local
 
 KIND = "pencil_scale export"
@@ -64,8 +64,8 @@ class ExportManifest:
 def read_manifest(folder: str) -> ExportManifest | None:
     """Read the newest manifest; None where nothing was exported yet."""
     try:
-        found: Any = json.loads(PartStore(folder).get(MANIFEST))
-    except TableDamagedError:
+        found: Any = json.loads(Folder(folder).get(MANIFEST))
+    except DamagedError:
         return None
     except ValueError as error:
         raise ExportError(f"{folder}/{MANIFEST}: damaged ({error}); delete it and export again") from error
@@ -109,7 +109,7 @@ def begin(folder: str, export: str) -> ExportManifest | None:
 
 def tidy(folder: str, before: ExportManifest | None, kept: set[str]) -> list[str]:
     """Remove what earlier exports wrote here and the new manifest does not name; return the names."""
-    store = PartStore(folder)
+    store = Folder(folder)
     named = set(before.files()) if before else set()
     for export in _unfinished(folder):
         named |= {name for name in _files_in(folder) if written_by(name) == export}
@@ -125,10 +125,10 @@ def remove_export(folder: str) -> bool:
     before = read_manifest(folder)
     if before is None and not _unfinished(folder):
         return False
-    PartStore(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
+    Folder(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
     tidy(folder, before, set())
     for name in (LEASE, LOCK):
-        PartStore(folder).delete_if_there(name)
+        Folder(folder).delete_if_there(name)
     _remove_empty_folders(folder)
     return True
 
@@ -158,11 +158,11 @@ def refuse_strangers(folder: str) -> None:
 
 def _unfinished(folder: str) -> list[str]:
     try:
-        found: Any = json.loads(PartStore(folder).get(UNFINISHED))
+        found: Any = json.loads(Folder(folder).get(UNFINISHED))
         if found["kind"] != KIND:
             raise ValueError(f"kind {found['kind']!r}")
         return [str(export) for export in found["exports"]]
-    except TableDamagedError:
+    except DamagedError:
         return []
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(
@@ -171,7 +171,7 @@ def _unfinished(folder: str) -> list[str]:
 
 
 def _mark_unfinished(folder: str, exports: list[str]) -> None:
-    store = PartStore(folder)
+    store = Folder(folder)
     if exports:
         store.put(UNFINISHED, json.dumps({"kind": KIND, "exports": exports}).encode())
     else:

@@ -30,7 +30,7 @@ from pencil_scale.labels.published import Published, find_published, require_sam
 from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.labels.working_copy import scaled_one_hot
 from pencil_scale.method.decisions import UNLABELLED
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 COLUMNS = ["row", "sample_id", "sample_key", "shard", "key", "noisy_class", "status"]
 PLACES = ["image_offset", "image_bytes"]
@@ -133,7 +133,7 @@ class ExportRows:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._manifest = source.published.manifest
-        self._store = PartStore(self._manifest.store)
+        self._store = Folder(self._manifest.store)
         self._moves = LabelMoves(source.published.history, self._manifest.layout.num_parts)
 
     def tables(self, rows: range) -> Iterator[pa.Table]:

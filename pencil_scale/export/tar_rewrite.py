@@ -17,7 +17,8 @@ from typing import IO, Any, NamedTuple
 from pencil_scale.catalogue.shards import split_name
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, Piece, TarWalk
-from pencil_scale.storage.urls import ByteSource, ShardError, Window
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import ByteSource, Window
 
 COPY_BYTES = 8 << 20
 
@@ -104,7 +105,7 @@ def _copy(source: ByteSource, sink: IO[bytes], start: int, end: int) -> None:
         num_bytes = min(COPY_BYTES, end - first)
         data = source.read(first, num_bytes)
         if len(data) != num_bytes:
-            raise ShardError(f"shard {source.url}: it changed while it was read: run again")
+            raise PencilError(f"shard {source.url}: it changed while it was read: run again")
         sink.write(data)
 
 

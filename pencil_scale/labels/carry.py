@@ -41,8 +41,8 @@ from pencil_scale.labels.pins import Pinned, key_bytes, require_same_samples
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part, put_piece
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import checked_classes, scaled_one_hot, write_working_copy
-from pencil_scale.storage.errors import LabelTableError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 
 Int64s = npt.NDArray[np.int64]
 Classes = npt.NDArray[np.int32]
@@ -64,7 +64,7 @@ def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
     """Give rows that are pinned their given class back: the pin is void. Others of these rows stay."""
     within = rows < manifest.layout.num_rows
     rows, classes = rows[within], classes[within]
-    store, parts = PartStore(manifest.store), dict(manifest.parts)
+    store, parts = Folder(manifest.store), dict(manifest.parts)
     for part in np.unique(rows >> manifest.layout.shift).tolist():
         here = manifest.layout.rows_of(part)
         some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
@@ -82,7 +82,7 @@ def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
 def _set(manifest: Manifest, rows: Int64s, classes: Classes, pins: Pinned | None = None) -> Manifest:
     checked_classes(classes, manifest.layout.num_classes, lowest=-1 if pins is None else 0, rows=rows)
     parts = dict(manifest.parts)
-    store = PartStore(manifest.store)
+    store = Folder(manifest.store)
     for part in np.unique(rows >> manifest.layout.shift).tolist():
         here = manifest.layout.rows_of(part)
         some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
@@ -148,13 +148,11 @@ def _check(mapping: Mapping, num_classes: int) -> None:
     named = [old for olds in mapping for old in olds]
     for old in named:
         if not 0 <= old < num_classes:
-            raise LabelTableError(f"mapping names class {old}; the table has classes 0 to {num_classes - 1}")
+            raise PencilError(f"mapping names class {old}; the table has classes 0 to {num_classes - 1}")
         if named.count(old) > 1:
-            raise LabelTableError(
-                f"mapping names class {old} more than once; no label says how to split a class"
-            )
+            raise PencilError(f"mapping names class {old} more than once; no label says how to split a class")
     if len(mapping) < 2:
-        raise LabelTableError(f"mapping makes {len(mapping)} classes; labels need at least 2")
+        raise PencilError(f"mapping makes {len(mapping)} classes; labels need at least 2")
 
 
 def _remapped(table: LabelTable, mapping: Mapping, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:

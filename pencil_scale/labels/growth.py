@@ -22,7 +22,7 @@ from pencil_scale.labels.working_copy import (
     new_marks,
     new_rows,
 )
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 NO_PIECES = PartEntry((), ())
 
@@ -39,7 +39,7 @@ def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | 
         identity = manifest.class_names, manifest.run
         header = Header(layout, parts_held, manifest.first_epoch, manifest.scale, *identity)
         parts = _join_parts(manifest, layout)
-        store = PartStore(manifest.store)
+        store = Folder(manifest.store)
         for part in range(old.num_rows // layout.part_rows, layout.num_parts):
             rows = range(max(layout.rows_of(part).start, old.num_rows), layout.rows_of(part).stop)
             here = slice(rows.start - old.num_rows, rows.stop - old.num_rows)

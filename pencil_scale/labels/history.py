@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from pencil_scale.labels.part_files import Layout
 from pencil_scale.labels.published import Published
-from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.urls import filesystem_of
 
 NEVER = -1
@@ -48,7 +48,7 @@ def open_history(filesystem: Any, name: str) -> Iterator[Any]:
             yield pa.ipc.open_file(file)
     except pa.ArrowInvalid as error:
         reason = " ".join(str(error).split())
-        raise TableDamagedError(f"{name}: no whole history file ({reason}); remove it") from error
+        raise DamagedError(f"{name}: no whole history file ({reason}); remove it") from error
 
 
 class LabelMoves:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pencil_scale.labels.part_files import VERSION, Layout, TableMismatchError
-from pencil_scale.storage.errors import LabelTableError, TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.labels.part_files import VERSION, Layout
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 
 KIND = "pencil_scale labels"
 
@@ -60,14 +60,14 @@ class Manifest:
         """Write the manifest, whole or not at all; only call this once the parts of every rank are in."""
         self.require_whole()
         folder, name = _split(url)
-        PartStore(folder).put(name, self.encode())
+        Folder(folder).put(name, self.encode())
 
     @classmethod
     def load(cls, url: str | Path, store: str | Path | None = None) -> "Manifest":
         """Read a manifest; `store` says where its parts are, if they were moved since."""
         folder, name = _split(url)
-        manifest = cls.decode(PartStore(folder).get(name), str(url))
-        return manifest if store is None else replace(manifest, store=PartStore(store).url)
+        manifest = cls.decode(Folder(folder).get(name), str(url))
+        return manifest if store is None else replace(manifest, store=Folder(store).url)
 
     def encode(self) -> bytes:
         """As JSON, for a file of its own or inside a checkpoint."""
@@ -97,7 +97,7 @@ class Manifest:
         """Refuse a manifest that lacks parts."""
         missing = [part for part in range(self.layout.num_parts) if part not in self.parts]
         if missing:
-            raise LabelTableError(
+            raise PencilError(
                 f"manifest over {self.store}: {len(missing)} of {self.layout.num_parts} parts are missing, "
                 f"the first is part {missing[0]}; merge the manifests of all ranks"
             )
@@ -112,11 +112,11 @@ def _parse(data: bytes, name: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except ValueError as error:
-        raise TableDamagedError(f"{name}: not a whole manifest ({error}); use the one before it") from error
+        raise DamagedError(f"{name}: not a whole manifest ({error}); use the one before it") from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise TableMismatchError(f"{name}: JSON, but not a manifest of labels; check the address")
+        raise PencilError(f"{name}: JSON, but not a manifest of labels; check the address")
     if found["version"] != VERSION:
-        raise TableMismatchError(
+        raise PencilError(
             f"{name}: a manifest of version {found['version']}; this program reads version {VERSION}: "
             "use the program that wrote it"
         )
@@ -138,12 +138,12 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     for other in others:
         same = replace(other, parts=first.parts, newest_epoch=first.newest_epoch)
         if same != first:
-            raise TableMismatchError(
+            raise PencilError(
                 f"manifests disagree: {_shape(first)} and {_shape(other)}; merge what one run wrote at once"
             )
         both = first.parts.keys() & other.parts.keys()
         if both:
-            raise TableMismatchError(f"two manifests name part {min(both)}; a part has one owner")
+            raise PencilError(f"two manifests name part {min(both)}; a part has one owner")
         newest = max(first.newest_epoch, other.newest_epoch)
         first = replace(first, parts={**first.parts, **other.parts}, newest_epoch=newest)
     first.require_whole()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.storage.errors import LabelTableError, TableDamagedError
+from pencil_scale.storage.errors import DamagedError, PencilError
 
 VERSION = 2
 MIN_PART_ROWS = 1024
@@ -33,14 +33,6 @@ HEADER_KEY = b"pencil_scale"
 FAR_OUTSIDE = -(2**62)
 Int64s: TypeAlias = npt.NDArray[np.int64]
 NARROW_BYTES = 8 + 16 + 4 + 1  # row, sample_key, noisy_class, pinned
-
-
-class RowsRefusedError(LabelTableError):
-    """Rows, classes or logits that the table cannot take as given."""
-
-
-class TableMismatchError(LabelTableError):
-    """A whole table, but not one of this version, class count or shape."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +93,10 @@ class Header:
     def decode(cls, path: Path, metadata: dict[bytes, bytes] | None) -> "Header":
         """Read the metadata back, refusing what another program or version wrote."""
         if not metadata or HEADER_KEY not in metadata:
-            raise TableMismatchError(f"{path}: an Arrow file, but not a label table of pencil_scale")
+            raise PencilError(f"{path}: an Arrow file, but not a label table of pencil_scale")
         found = json.loads(metadata[HEADER_KEY])
         if found["version"] != VERSION:
-            raise TableMismatchError(
+            raise PencilError(
                 f"{path}: a label table of version {found['version']}; this program reads version {VERSION}: "
                 "restore the table from a manifest, or use the program that wrote it"
             )
@@ -213,7 +205,7 @@ class PartFile:
             self._reader = pa.ipc.open_file(self._buffer)
             self._batches = [self._reader.get_batch(k) for k in range(self._reader.num_record_batches)]
         except (pa.ArrowInvalid, OSError) as error:
-            raise TableDamagedError(
+            raise DamagedError(
                 f"{path}: not a whole Arrow file ({error}); restore the table from its last manifest"
             ) from error
         self.header = Header.decode(path, self._reader.schema.metadata)

@@ -37,7 +37,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.label_sources import LabelClasses
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError, new_id
-from pencil_scale.storage.files import BESIDE, PartStore
+from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.urls import open_source, version_of
 
 PINS = pa.schema(
@@ -53,10 +53,6 @@ PINS = pa.schema(
 )
 SHOWN = 3
 Keys = npt.NDArray[np.uint8]  # [N, 16]
-
-
-class PinsError(PencilError):
-    """Pins that cannot be read or used."""
 
 
 def pins_folder(storage: str) -> str:
@@ -131,7 +127,7 @@ def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
 
 def read_pins(storage: str) -> Pins:
     """Merge all files of decisions; no pins where nothing was decided."""
-    store = PartStore(pins_folder(storage))
+    store = Folder(pins_folder(storage))
     tables = [PINS.empty_table()]
     for name in sorted(PurePosixPath(path).name for path in store.names("")):
         if name.endswith(BESIDE):
@@ -140,7 +136,7 @@ def read_pins(storage: str) -> Pins:
             tables.append(pq.read_table(pa.BufferReader(store.get(name)), schema=PINS))
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
-            raise PinsError(
+            raise PencilError(
                 f"{store.path(name)}: not an intact file of pins ({reason}); restore it, or remove it and "
                 "pin its decisions again"
             ) from error
@@ -155,7 +151,7 @@ def add_pins(storage: str, pins: pa.Table) -> None:
     sink = io.BytesIO()
     pq.write_table(pins.select(PINS.names).cast(PINS), sink, compression="zstd")
     at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-    PartStore(pins_folder(storage)).put(f"{at}-{new_id()}.parquet", sink.getvalue())
+    Folder(pins_folder(storage)).put(f"{at}-{new_id()}.parquet", sink.getvalue())
 
 
 def now() -> str:
@@ -186,7 +182,7 @@ def require_same_samples(pins: Pinned, keys: Keys) -> None:
     """Refuse pins whose rows are other samples now: the catalogue was rebuilt since."""
     differs = (pins.keys != keys).any(axis=1) & keys.any(axis=1)  # a table made without keys has zeros
     if differs.any():
-        raise PinsError(
+        raise PencilError(
             f"pins: row {pins.rows[differs][0]:,} is another sample now ({int(differs.sum()):,} of "
             f"{len(pins.rows):,} pins); the catalogue was rebuilt since they were made: move labels/pins "
             "away and pin again"
@@ -217,7 +213,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
     num_undecided = 0
     for place, entry in enumerate(_entries(url), 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("sample_id"), str):
-            raise PinsError(
+            raise PencilError(
                 f"{url}: entry {place:,} has no text under sample_id; columns sample_id, class expected"
             )
         if entry.get("class") in (None, ""):
@@ -226,7 +222,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
         decision = _decision(url, place, entry, classes)
         before = found.setdefault(decision.sample_id, decision)
         if before.number != decision.number:
-            raise PinsError(
+            raise PencilError(
                 f"{url}: sample {decision.sample_id!r} is decided twice, as {classes.names[before.number]!r} "
                 f"and as {classes.names[decision.number]!r}; keep one"
             )
@@ -236,7 +232,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
 def _decision(url: str, place: int, entry: dict[str, Any], classes: LabelClasses) -> Decision:
     number, _ = classes.classify(entry["class"])
     if number is None:
-        raise PinsError(
+        raise PencilError(
             f"{url}: entry {place:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
             f"{len(classes):,} classes; give a name or a number of data.classes"
         )
@@ -246,7 +242,7 @@ def _decision(url: str, place: int, entry: dict[str, Any], classes: LabelClasses
 
 def _entries(url: str) -> list[Any]:
     if version_of(url) is None:
-        raise PinsError(f"{url}: no such file, seen from the folder you are in")
+        raise PencilError(f"{url}: no such file, seen from the folder you are in")
     with open_source(url) as source:
         data = source.read(0, source.num_bytes)
     try:
@@ -259,7 +255,7 @@ def _entries(url: str) -> list[Any]:
             entries = entries.get("decisions") if isinstance(entries, dict) else entries
     except (ValueError, csv.Error, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
-        raise PinsError(f"{url}: no whole JSON, CSV or Parquet file ({reason}); save it again") from error
+        raise PencilError(f"{url}: no whole JSON, CSV or Parquet file ({reason}); save it again") from error
     if not isinstance(entries, list):
-        raise PinsError(f"{url}: a list of decisions was expected, or an object with one under 'decisions'")
+        raise PencilError(f"{url}: a list of decisions was expected, or an object with one under 'decisions'")
     return entries

@@ -24,21 +24,12 @@ import numpy as np
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import TableMismatchError
 from pencil_scale.labels.pins import key_bytes
 from pencil_scale.labels.report import history_folder
 from pencil_scale.labels.run_record import read_record, run_folder, why_held
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
-from pencil_scale.storage.errors import PencilError, TableDamagedError
-from pencil_scale.storage.files import PartStore
-
-
-class NotPublishedError(PencilError):
-    """Labels that nobody has published."""
-
-
-class HeldError(NotPublishedError):
-    """Labels that wait for a person."""
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 
 
 @dataclass(frozen=True)
@@ -63,16 +54,16 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
     url, manifest = next(found, (urls[0], None))
     name = PurePosixPath(url).name.removesuffix(".json")
     if manifest is None:
-        raise NotPublishedError(f"{url}: no published labels; {_known(storage)}")
+        raise PencilError(f"{url}: no published labels; {_known(storage)}")
     is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
     if is_held and not held:
         record = read_record(storage, name)
         if record is None:
-            raise HeldError(
+            raise PencilError(
                 f"{url}: the labels of this run are held, and its record ({run_folder(storage, name)}) is "
                 "gone; restore it to promote them, or remove them and train again"
             )
-        raise HeldError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
+        raise PencilError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
     manifest.require_whole()
     return Published(name, url, manifest, history_folder(storage, manifest.run), is_held)
 
@@ -80,7 +71,7 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
 def _load(url: str) -> Manifest | None:
     try:
         return Manifest.load(url)
-    except TableDamagedError as error:
+    except DamagedError as error:
         if "missing" not in str(error):
             raise
         return None
@@ -107,7 +98,7 @@ def held_names(storage: str) -> list[str]:
 
 
 def _names(storage: str, folder: str) -> list[str]:
-    found = PartStore(f"{storage.rstrip('/')}/labels").names(folder)
+    found = Folder(f"{storage.rstrip('/')}/labels").names(folder)
     return [PurePosixPath(name).stem for name in found]
 
 
@@ -124,7 +115,7 @@ def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
     """
     layout = manifest.layout
     if layout.num_rows > catalogue.num_rows:
-        raise TableMismatchError(
+        raise PencilError(
             f"labels over {layout.num_rows:,} rows, {catalogue.folder} version {catalogue.version} has "
             f"{catalogue.num_rows:,}; use labels made over this catalogue"
         )
@@ -137,7 +128,7 @@ def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
         expected = key_bytes(catalogue.read(rows.start, rows.stop, ["sample_key"])["sample_key"])
         differs = (found != expected).any(axis=1) & found.any(axis=1)  # a table made without keys has zeros
         if differs.any():
-            raise TableMismatchError(
+            raise PencilError(
                 f"{catalogue.folder}: row {rows.start + int(np.argmax(differs)):,} is another sample than "
                 "the one these labels were learned for; the catalogue was rebuilt since: train again under "
                 "another run.name, or restore the catalogue"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pencil_scale.storage.errors import PencilError, TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.urls import filesystem_of
 
@@ -33,10 +33,6 @@ FREE = (
     "optimizer.accumulation",
     "data.exclude",  # samples may be taken down at any time
 )
-
-
-class RunNameError(PencilError):
-    """A run name that cannot be used again."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,11 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         _require_unused(storage, name)
         return None
     if record.status == "finished":
-        raise RunNameError(
+        raise PencilError(
             f"run {name} is finished ({run_folder(storage, name)}/summary.json); choose another run.name"
         )
     if record.status == "held":
-        raise RunNameError(
+        raise PencilError(
             f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
         )
     differing = [
@@ -91,7 +87,7 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         key = changed[0]
         was, now = record.settings.get(key), settings.get(key)
         more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
-        raise RunNameError(
+        raise PencilError(
             f"run {name} was started with {key}={was}, now it is {now}{more}; "
             "set it back to resume, or choose another run.name"
         )
@@ -102,7 +98,7 @@ def _require_unused(storage: str, name: str) -> None:
     """Refuse a name whose record is gone but whose results are there: they would be overwritten."""
     left = results_of(storage, name)
     if left:
-        raise RunNameError(
+        raise PencilError(
             f"run {name}: {storage}/{left[0]} is there, left by an earlier run of this name whose record "
             f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
             "run.name, or remove what it left (labels/published, labels/held and models)"
@@ -137,8 +133,8 @@ def ways_on(name: str) -> str:
 def read_record(storage: str, name: str) -> RunRecord | None:
     """Read the record of a run, if there is one."""
     try:
-        found = json.loads(PartStore(run_folder(storage, name)).get("run.json"))
-    except TableDamagedError:
+        found = json.loads(Folder(run_folder(storage, name)).get("run.json"))
+    except DamagedError:
         return None
     lists = {name: tuple(found[name]) for name in ("class_names", "held_because")}
     return RunRecord(**{**found, **lists})
@@ -148,7 +144,7 @@ def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **
     """Write the record, with some of it changed; who trains the run writes it under the run's lease."""
     if lease is None:
         record = replace(record, **changes)
-        PartStore(run_folder(storage, record.name)).put("run.json", _encoded(record))
+        Folder(run_folder(storage, record.name)).put("run.json", _encoded(record))
     else:
         record = replace(record, attempt=lease.attempt, **changes)
         lease.put(f"runs/{record.name}/run.json", _encoded(record))

@@ -16,17 +16,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.labels.manifest import Manifest, PartEntry, Piece
-from pencil_scale.labels.part_files import LEDGER_SCHEMA, Header, PartFile, TableMismatchError, labels_schema
+from pencil_scale.labels.part_files import LEDGER_SCHEMA, Header, PartFile, labels_schema
 from pencil_scale.labels.working_copy import write_working_copy
-from pencil_scale.storage.errors import TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 
 LABELS_FOLDER = "parts"
 LEDGER_FOLDER = "ledger"
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
 
-def put_piece(store: PartStore, folder: str, batch: pa.RecordBatch, run: str) -> Piece:
+def put_piece(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> Piece:
     """Write one record batch under the run's id and the name of its content, unless it is there already."""
     # The ledger is mostly runs of one number and shrinks to nothing; logits would not shrink at all.
     options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER_FOLDER else None)
@@ -45,25 +45,23 @@ def piece_name(folder: str, piece: Piece) -> str:
     return f"{folder}/{piece.run}/{piece.sha256}.arrow"
 
 
-def get_piece(store: PartStore, folder: str, piece: Piece, schema: pa.Schema) -> pa.RecordBatch:
+def get_piece(store: Folder, folder: str, piece: Piece, schema: pa.Schema) -> pa.RecordBatch:
     """Read a piece back, and refuse one whose bytes are not those the manifest names."""
     name = piece_name(folder, piece)
     data = store.get(name)
     found = hashlib.sha256(data).hexdigest()
     if found != piece.sha256:
-        raise TableDamagedError(
+        raise DamagedError(
             f"{store.path(name)}: damaged: {len(data):,} bytes with sha256 {found[:12]}, the manifest names "
             f"{piece.num_bytes:,} bytes with {piece.sha256[:12]}; fetch it again, or restore another manifest"
         )
     reader = pa.ipc.open_file(pa.py_buffer(data))
     if not reader.schema.equals(schema):
-        raise TableMismatchError(
-            f"{store.path(name)}: its columns are not those of the manifest's class count"
-        )
+        raise PencilError(f"{store.path(name)}: its columns are not those of the manifest's class count")
     return reader.get_batch(0)
 
 
-def get_part(manifest: Manifest, store: PartStore, part: int, folder: str) -> pa.RecordBatch:
+def get_part(manifest: Manifest, store: Folder, part: int, folder: str) -> pa.RecordBatch:
     """Read all pieces of one part as one record batch."""
     entry = manifest.parts[part]
     pieces = entry.labels if folder == LABELS_FOLDER else entry.ledger
@@ -71,7 +69,7 @@ def get_part(manifest: Manifest, store: PartStore, part: int, folder: str) -> pa
     batches = [get_piece(store, folder, piece, schema) for piece in pieces]
     batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
     if batch.num_rows != len(manifest.layout.rows_of(part)):
-        raise TableDamagedError(
+        raise DamagedError(
             f"manifest over {manifest.store}: part {part} has {batch.num_rows:,} rows in its pieces, "
             f"expected {len(manifest.layout.rows_of(part)):,}; restore another manifest"
         )
@@ -80,7 +78,7 @@ def get_part(manifest: Manifest, store: PartStore, part: int, folder: str) -> pa
 
 def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator[pa.RecordBatch]:
     """Read parts in order, a few ahead of the reader."""
-    store = PartStore(manifest.store)
+    store = Folder(manifest.store)
     with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
         coming: deque[Future[pa.RecordBatch]] = deque()
         for part in parts:
@@ -118,12 +116,12 @@ class PartTracker:
 
     def remember(self, manifest: Manifest) -> None:
         """The working copy was made from this manifest."""
-        self._store, self._newest_epoch = PartStore(manifest.store).url, manifest.newest_epoch
+        self._store, self._newest_epoch = Folder(manifest.store).url, manifest.newest_epoch
         self._entries = {part: manifest.parts[part] for part in self._header.parts}
 
     def snapshot(self, url: str | Path, parts: Sequence[int]) -> Manifest:
         """Put what moved of these parts into the store, and name them all."""
-        store = PartStore(url)
+        store = Folder(url)
         if store.url != self._store:
             self._store, self._entries = store.url, {}
         with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
@@ -135,7 +133,7 @@ class PartTracker:
         identity = header.class_names, header.run
         return Manifest(store.url, header.layout, header.scale, *epochs, *identity, entries)
 
-    def _put_part(self, store: PartStore, part: int) -> int:
+    def _put_part(self, store: Folder, part: int) -> int:
         """Put one part if it moved; the newest epoch known after that."""
         entry, newest_epoch = self._entries.get(part), self._newest_epoch
         if entry is None or self.labels_moved[part]:
@@ -158,7 +156,7 @@ class PartTracker:
 def get_ledger(manifest: Manifest) -> Iterator[tuple[range, npt.NDArray[np.int32]]]:
     """Read the ledger of a manifest, part by part, without any logits: rows, and the last epoch of each."""
     manifest.require_whole()
-    store = PartStore(manifest.store)
+    store = Folder(manifest.store)
     for part in range(manifest.layout.num_parts):
         batch = get_part(manifest, store, part, LEDGER_FOLDER)
         yield manifest.layout.rows_of(part), batch.column("last_epoch").to_numpy()
@@ -177,7 +175,7 @@ def sweep(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
 
     For the run itself while it writes nothing: a piece is written before the manifest that names it.
     """
-    parts, named = PartStore(store), set[str]()
+    parts, named = Folder(store), set[str]()
     for entry in (entry for manifest in kept for entry in manifest.parts.values()):
         named.update(piece_name(LABELS_FOLDER, piece) for piece in entry.labels)
         named.update(piece_name(LEDGER_FOLDER, piece) for piece in entry.ledger)

@@ -25,7 +25,7 @@ from pencil_scale.labels.manifest import KIND, Manifest
 from pencil_scale.labels.pins import Pinned, apply_pins
 from pencil_scale.labels.snapshot import sweep
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import LabelTableError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import filesystem_of
 
 
@@ -104,7 +104,7 @@ def _is_manifest(path: str, data: bytes) -> bool:
     try:
         found = json.loads(data)
     except ValueError as error:  # it may have been a manifest: what it named is not known
-        raise LabelTableError(
+        raise PencilError(
             f"{path}: not an intact JSON file ({error}); nothing is swept until it is gone"
         ) from None
     return isinstance(found, dict) and found.get("kind") == KIND

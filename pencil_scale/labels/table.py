@@ -27,14 +27,7 @@ import numpy.typing as npt
 
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import (
-    Column,
-    Int64s,
-    Layout,
-    PartFile,
-    RowsRefusedError,
-    TableMismatchError,
-)
+from pencil_scale.labels.part_files import Column, Int64s, Layout, PartFile
 from pencil_scale.labels.snapshot import PartTracker, restore_working_copy
 from pencil_scale.labels.working_copy import (
     LABELS_FILE,
@@ -45,8 +38,8 @@ from pencil_scale.labels.working_copy import (
     create_working_copy,
     scaled_one_hot,
 )
-from pencil_scale.storage.errors import LabelTableError, TableDamagedError, new_id
-from pencil_scale.storage.files import named_storage_errors
+from pencil_scale.storage.errors import DamagedError, PencilError, new_id
+from pencil_scale.storage.folder import named_storage_errors
 
 
 class RowChecks:
@@ -62,9 +55,7 @@ class RowChecks:
         """These rows as an array, and the part of each; the part may be held elsewhere."""
         found = np.asarray(rows)
         if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
-            raise RowsRefusedError(
-                f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers"
-            )
+            raise PencilError(f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers")
         given, found = found, found.astype(np.int64, copy=False)
         unsigned = found.view(np.uint64)  # a negative row is a huge one
         if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
@@ -91,7 +82,7 @@ class RowChecks:
     def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
         """Name the first of these rows, as it was given, and why it cannot be."""
         others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-        raise RowsRefusedError(f"{self._folder}: row {rows[0]}{others}: {why}")
+        raise PencilError(f"{self._folder}: row {rows[0]}{others}: {why}")
 
     def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
         """The same, where somebody may wonder whether the other rows were written."""
@@ -111,9 +102,7 @@ class LabelTable:
         self._ledger = PartFile(folder / LEDGER_FILE, writable=bool(writable_parts))
         header = self._labels.header
         if self._ledger.header != header:
-            raise TableDamagedError(
-                f"{folder}: {LABELS_FILE} and {LEDGER_FILE} are not of one table; restore it"
-            )
+            raise DamagedError(f"{folder}: {LABELS_FILE} and {LEDGER_FILE} are not of one table; restore it")
         self.layout, self.parts = header.layout, header.parts
         self.scale, self.first_epoch = header.scale, header.first_epoch
         self.class_names, self.run = header.class_names, header.run
@@ -159,18 +148,18 @@ class LabelTable:
         """Map a working copy: for reading, or to write the parts named."""
         folder = Path(folder)
         if not (folder / LABELS_FILE).exists():
-            raise LabelTableError(f"{folder}: no label table here; create it, or restore it from a manifest")
+            raise PencilError(f"{folder}: no label table here; create it, or restore it from a manifest")
         with named_storage_errors(folder):
             table = cls(folder, ())
             _require_classes(str(folder), table.class_names, class_names)
             wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
             if isinstance(writable_parts, str) and writable_parts != "all":
-                raise LabelTableError(
+                raise PencilError(
                     f"{folder}: writable_parts is '{writable_parts}'; give a list of part numbers, 'all', or "
                     "None to read"
                 )
             for part in set(wanted) - set(table.parts):
-                raise LabelTableError(f"{folder}: part {part} is not in this working copy; restore it first")
+                raise PencilError(f"{folder}: part {part} is not in this working copy; restore it first")
             return cls(folder, wanted) if wanted else table
 
     @classmethod
@@ -190,7 +179,7 @@ class LabelTable:
             manifest.require_whole()
         held = tuple(sorted(manifest.parts if parts is None else set(parts)))
         for part in set(held) - set(manifest.parts):
-            raise LabelTableError(f"manifest over {manifest.store}: has no part {part} to restore")
+            raise PencilError(f"manifest over {manifest.store}: has no part {part} to restore")
         restore_working_copy(manifest, Path(folder), held)
         table = cls(Path(folder), held)
         table._tracker.remember(manifest)
@@ -252,7 +241,7 @@ class LabelTable:
         """Set these rows' class for good: scale * one-hot, and no write moves them again."""
         rows, parts = self._checks.to_write(rows)
         if np.size(classes) != len(rows):
-            raise RowsRefusedError(f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows to")
+            raise PencilError(f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows to")
         pinned = checked_classes(classes, self.layout.num_classes, lowest=0, rows=rows)
         with self._lock:
             self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
@@ -262,7 +251,7 @@ class LabelTable:
     def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
         """Which rows of the whole table bear this epoch: bool [N]."""
         if not self._checks.held.all():
-            raise LabelTableError(
+            raise PencilError(
                 f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak "
                 "for every row; ask count_visited, or snapshot.visited with a whole manifest"
             )
@@ -310,7 +299,7 @@ class LabelTable:
     def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
         """Where the ledger keeps these rows, none of which bears this epoch or a later one."""
         if not 0 <= epoch <= LAST_EPOCH - self.first_epoch:
-            raise RowsRefusedError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
+            raise PencilError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
         marks = self._last_epoch.find(rows, parts)
         last_epoch = self._last_epoch.get(marks)
         seen = last_epoch >= self.first_epoch + epoch
@@ -324,7 +313,7 @@ class LabelTable:
     def _require_finite(self, rows: Int64s, logits: npt.NDArray[np.float32]) -> None:
         if logits.shape != (len(rows), self.layout.num_classes):
             expected = (len(rows), self.layout.num_classes)
-            raise RowsRefusedError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
+            raise PencilError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
         finite = np.isfinite(logits)
         if np.count_nonzero(finite) < logits.size:
             self._checks.refuse_write(
@@ -334,7 +323,7 @@ class LabelTable:
 
 def _require_classes(name: str, found: Sequence[str], expected: Sequence[str] | None) -> None:
     if expected is not None and list(found) != list(expected):
-        raise TableMismatchError(
+        raise PencilError(
             f"{name}: the class list of these labels {difference(found, expected)}, compared with the one "
             "they are used with; use the class list the table was made with, or remap the table"
         )

@@ -18,14 +18,13 @@ import pyarrow as pa
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Header,
-    RowsRefusedError,
     choose_layout,
     fixed_batch,
     labels_schema,
     write_part_file,
 )
-from pencil_scale.storage.errors import LabelTableError
-from pencil_scale.storage.files import named_storage_errors, written_beside
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import named_storage_errors, written_beside
 
 LABELS_FILE = "labels.arrow"
 LEDGER_FILE = "ledger.arrow"
@@ -76,10 +75,10 @@ def create_working_copy(
     """Write the working copy of a new table, whose rows nobody has visited."""
     num_classes = len(class_names)
     if num_classes < 2:
-        raise LabelTableError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
+        raise PencilError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
     with named_storage_errors(folder):
         if (folder / LABELS_FILE).exists():
-            raise LabelTableError(f"{folder}: holds a label table already; open it, or empty the folder")
+            raise PencilError(f"{folder}: holds a label table already; open it, or empty the folder")
         with made_folder(folder), tempfile.TemporaryDirectory(prefix="spool-", dir=folder) as spool:
             classes = class_column(noisy_class, num_classes, Path(spool))
             keys = key_column(sample_keys, len(classes), Path(spool))
@@ -159,7 +158,7 @@ def key_column(source: KeySource | None, num_rows: int, spool: Path) -> npt.NDAr
         keys = _key_bytes(source)
     keys = keys.reshape(-1, 16)
     if len(keys) != num_rows:
-        raise RowsRefusedError(f"{len(keys):,} sample keys for {num_rows:,} rows; give one a row")
+        raise PencilError(f"{len(keys):,} sample keys for {num_rows:,} rows; give one a row")
     return keys
 
 
@@ -173,13 +172,11 @@ def checked_classes(
     """Classes as int32, all in [lowest, num_classes); messages name `rows`, or count from `first_row`."""
     found = np.asarray(classes)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise RowsRefusedError(
-            f"classes of type {found.dtype} and shape {found.shape}; give integers, one a row"
-        )
+        raise PencilError(f"classes of type {found.dtype} and shape {found.shape}; give integers, one a row")
     bad = np.flatnonzero((found < lowest) | (found >= num_classes))
     if bad.size:
         row = first_row + int(bad[0]) if rows is None else int(rows[bad[0]])
-        raise RowsRefusedError(
+        raise PencilError(
             f"row {row:,}: class {found[bad[0]]} is not one of {num_classes} "
             f"({bad.size:,} such rows); classes are {lowest} to {num_classes - 1}"
         )
@@ -194,9 +191,7 @@ def _key_bytes(keys: Keys) -> npt.NDArray[np.uint8]:
     else:
         found = np.frombuffer(b"".join(keys), np.uint8)
     if found.dtype != np.uint8 or found.size != 16 * len(keys):
-        raise RowsRefusedError(
-            f"sample keys of type {found.dtype} and shape {found.shape}; give 16 bytes a row"
-        )
+        raise PencilError(f"sample keys of type {found.dtype} and shape {found.shape}; give 16 bytes a row")
     return found
 
 

@@ -18,10 +18,6 @@ from torch import Tensor, nn
 from pencil_scale.storage.errors import PencilError
 
 
-class BackboneError(PencilError):
-    """A network that cannot be built, or weights that do not fit it."""
-
-
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
     """Build the network a config names, and start it from `weights` where given."""
     if ":" in name:
@@ -31,7 +27,7 @@ def build_backbone(name: str, num_classes: int, weights: str | None = None) -> n
     elif name in _torchvision().list_models(module=_torchvision()):
         model = _from_torchvision(name, num_classes)
     else:
-        raise BackboneError(
+        raise PencilError(
             f"model.backbone: no network '{name}'; {', '.join(OURS)}, a torchvision classifier such as "
             "resnet50, or package.module:factory was expected"
         )
@@ -126,17 +122,17 @@ def _from_factory(name: str, num_classes: int) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BackboneError(f"model.backbone: '{name}' cannot be imported: {error}") from error
+        raise PencilError(f"model.backbone: '{name}' cannot be imported: {error}") from error
     try:
         model = factory(num_classes)
     except Exception as error:
-        raise BackboneError(
+        raise PencilError(
             f"model.backbone: {name}({num_classes}) failed with {type(error).__name__}: {error}; a function "
             "that takes the number of classes and gives a torch Module was expected"
         ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise BackboneError(f"model.backbone: {name}({num_classes}) gave {kind}; a torch Module was expected")
+        raise PencilError(f"model.backbone: {name}({num_classes}) gave {kind}; a torch Module was expected")
     return model
 
 
@@ -155,7 +151,7 @@ def load_weights(model: nn.Module, url: str) -> None:
     odd = [name for name in found if "aux" not in name.lower() and not _fits(found[name], wanted.get(name))]
     missing = [name for name in wanted if name not in found]
     if odd or missing:
-        raise BackboneError(
+        raise PencilError(
             f"model.weights: {url} does not fit the network: {_listed(odd, 'unlike ours')}"
             f"{_listed(missing, 'missing')}give the weights of the same backbone"
         )
@@ -169,15 +165,13 @@ def _read_weights(url: str) -> dict[str, Tensor]:
         with fsspec.open(url, "rb") as file:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, ImportError, ValueError) as error:
-        raise BackboneError(f"model.weights: {url} cannot be read: {error}") from error
+        raise PencilError(f"model.weights: {url} cannot be read: {error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = (str(error).splitlines() or ["it is empty"])[0]
-        raise BackboneError(f"model.weights: {url} is no file of plain weights: {reason}") from error
+        raise PencilError(f"model.weights: {url} is no file of plain weights: {reason}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         kind = type(found).__name__
-        raise BackboneError(
-            f"model.weights: {url} holds a {kind}; a state dict, name -> tensor, was expected"
-        )
+        raise PencilError(f"model.weights: {url} holds a {kind}; a state dict, name -> tensor, was expected")
     return {name.removeprefix("module."): tensor for name, tensor in found.items()}
 
 

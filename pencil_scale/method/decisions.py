@@ -17,10 +17,6 @@ from pencil_scale.storage.errors import PencilError
 UNLABELLED = -1
 
 
-class DecisionError(PencilError):
-    """Label logits that are no numbers."""
-
-
 @dataclass(frozen=True)
 class Decisions:
     """One entry a row."""
@@ -49,7 +45,7 @@ def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.in
     """Decide every row's class from its learned logits [B, C] and the class it was given [B]."""
     broken = np.flatnonzero(~np.isfinite(label_logits).all(axis=-1))
     if len(broken):
-        raise DecisionError(
+        raise PencilError(
             f"label logits of {len(broken):,} rows, the first at position {broken[0]:,}, are not finite; "
             "restore the label table from its last snapshot"
         )

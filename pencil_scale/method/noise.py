@@ -21,10 +21,6 @@ Classes = npt.NDArray[np.int64]
 CIFAR10_FLIPS: Mapping[int, int] = {9: 1, 2: 0, 4: 7, 3: 5, 5: 3}
 
 
-class NoiseError(PencilError):
-    """Noise was asked for that cannot be made."""
-
-
 @dataclass(frozen=True)
 class NoisyLabels:
     """The labels after the noise, and the share that truly differs from before."""
@@ -49,7 +45,7 @@ def asymmetric_noise(
     """Send a label to the class it is confused with, with probability `rate`; others stand."""
     named = [*flips.keys(), *flips.values()]
     if any(number < 0 for number in named):
-        raise NoiseError(f"flips: class {min(named)} is negative; name classes by their numbers from 0")
+        raise PencilError(f"flips: class {min(named)} is negative; name classes by their numbers from 0")
     known = _checked(true_class, rate, None)
     confused_with = np.arange(max([known.max(initial=-1), *named]) + 1)
     confused_with[list(flips.keys())] = list(flips.values())
@@ -69,16 +65,16 @@ def _noisy(known: Classes, noisy: Classes, rate: float) -> NoisyLabels:
 
 def _checked(true_class: npt.ArrayLike, rate: float, num_classes: int | None) -> Classes:
     if not 0 <= rate <= 1:
-        raise NoiseError(f"noise rate {rate}: a share of the labels, from 0 to 1, was expected")
+        raise PencilError(f"noise rate {rate}: a share of the labels, from 0 to 1, was expected")
     known = np.asarray(true_class)
     if known.ndim != 1 or (known.size and not np.issubdtype(known.dtype, np.integer)):
-        raise NoiseError(
+        raise PencilError(
             f"true_class has shape {known.shape} and type {known.dtype}; "
             "one whole number a sample was expected"
         )
     if known.size and (known.min() < 0 or (num_classes is not None and known.max() >= num_classes)):
         bound = "0 and up" if num_classes is None else f"0 to {num_classes - 1}"
-        raise NoiseError(
+        raise PencilError(
             f"true_class runs from {known.min()} to {known.max()}; classes {bound} were expected"
         )
     return known.astype(np.int64)

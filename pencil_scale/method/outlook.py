@@ -20,16 +20,12 @@ SAFE_PULL = 1.0  # the paper's own on CIFAR-10; the bound of the released form i
 RATES = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0)  # tried in turn; the paper has 0.3 to 6.7
 
 
-class OutlookError(PencilError):
-    """With these numbers no label can change."""
-
-
 def label_scale(stage: PencilStage, num_classes: int) -> float:
     """The logit a fresh label gives its class."""
     if stage.start_confidence is None:
         return PAPER_SCALE
     if stage.start_confidence <= 1 / num_classes:
-        raise OutlookError(
+        raise PencilError(
             f"stages.pencil.start_confidence: {stage.start_confidence} is no more than chance among "
             f"{num_classes} classes; give a share such as 0.99"
         )
@@ -51,7 +47,7 @@ def check_outlook(schedule: Schedule, num_classes: int) -> str:
     why = _why_not(outlook, stage.epochs)
     if stage.allow_fixed_labels:
         return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
-    raise OutlookError(
+    raise PencilError(
         f"stages.pencil: no label can change with {numbers}: {why}; "
         f"{_advice(schedule, num_classes)}, or set stages.pencil.allow_fixed_labels=true"
     )

@@ -26,7 +26,7 @@ from pencil_scale.labels.pins import Pinned
 from pencil_scale.labels.report import HISTORY, study_labels
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.crawl import Classes, Crawl, new_numbers
-from pencil_scale.nights.record import NightError
+from pencil_scale.storage.errors import PencilError
 
 STRETCH = 1 << 18
 
@@ -42,7 +42,7 @@ def carry_over(
 ) -> Manifest:
     """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
     if parent.layout.num_rows != crawl.first_row:
-        raise NightError(
+        raise PencilError(
             f"labels over {parent.layout.num_rows:,} rows, the catalogue of their night has "
             f"{crawl.first_row:,}; promote another night"
         )

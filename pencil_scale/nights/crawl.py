@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.nights.record import NightError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.plan import hashes, shuffled
 from pencil_scale.subset.files import MEMBERS
 
@@ -37,14 +37,14 @@ def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, st
     """Say what each new class is made of, or which class nobody has accounted for."""
     lost = [name for name in old if name not in new and name not in moved]
     if lost:
-        raise NightError(
+        raise PencilError(
             f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; say "
             f"what became of it, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
         )
     became = {name: name if name in new else moved[name] for name in old}
     odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
     if odd:
-        raise NightError(
+        raise PencilError(
             f"nightly.remap: {odd[0][0]!r} became {odd[0][1]!r}, which data.classes does not name"
         )
     return [[number for number, name in enumerate(old) if became[name] == to] for to in new]

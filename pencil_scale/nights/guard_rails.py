@@ -28,7 +28,7 @@ from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 from pencil_scale.method.decisions import decide
 from pencil_scale.nights.crawl import archive_counts
 from pencil_scale.nights.prepare import Prepared
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 SURELY = 3.0  # standard deviations by which chance is left out of account
 SHOWN = 3
@@ -76,7 +76,7 @@ class Accuracy:
 
 def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
     """Compare the labels a night began with and those it ended with, over the rows it trained on."""
-    before, after = PartStore(carried.store), PartStore(labels.store)
+    before, after = Folder(carried.store), Folder(labels.store)
     counts: Counter[str] = Counter()
     between: Counter[tuple[int, int]] = Counter()
     for part in np.unique(rows >> labels.layout.shift).tolist():

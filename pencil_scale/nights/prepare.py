@@ -24,8 +24,9 @@ from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.report import history_folder
 from pencil_scale.nights.carry_over import carry_over, write_start
 from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, is_same, old_rows
-from pencil_scale.nights.record import CARRIED, Night, NightError, NightFiles, Plan
-from pencil_scale.storage.files import PartStore
+from pencil_scale.nights.record import CARRIED, Night, NightFiles, Plan
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of
 from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
@@ -65,7 +66,7 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
     before = Catalogue.open(storage, parent.catalogue_version)
     old = Manifest.load(parent.labels)
     if old.class_names != before.class_names:
-        raise NightError(
+        raise PencilError(
             f"{parent.labels}: its class list {difference(old.class_names, before.class_names)}, compared "
             f"with catalogue version {before.version} of {parent.name}; promote another night"
         )
@@ -135,10 +136,10 @@ def _weights(parent: Night, mapping: Classes, folder: str) -> str:
         return parent.model
     if not _is_there(folder, WEIGHTS):
         home, _, name = parent.model.rpartition("/")
-        found = torch.load(io.BytesIO(PartStore(home).get(name)), map_location="cpu", weights_only=True)
+        found = torch.load(io.BytesIO(Folder(home).get(name)), map_location="cpu", weights_only=True)
         sink = io.BytesIO()
         torch.save(remapped_head(found, mapping, num_old), sink)
-        PartStore(folder).put(WEIGHTS, sink.getvalue())
+        Folder(folder).put(WEIGHTS, sink.getvalue())
     return f"{folder}/{WEIGHTS}"
 
 

@@ -25,18 +25,14 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from pencil_scale.storage.conditional import open_objects
-from pencil_scale.storage.errors import PencilError, TableDamagedError
-from pencil_scale.storage.files import BESIDE, PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.lease import Lease
 
 CURRENT, PLAN, NIGHT, CLOSED, REFUSED = "CURRENT", "plan.json", "night.json", "closed", "refused"
 LEASE = "lease"
 CARRIED = "carried.json"  # the labels a night begins with
 FORMAT = 1
-
-
-class NightError(PencilError):
-    """A night that cannot be begun, finished or promoted."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,8 @@ class NightFiles:
     """The nights of one storage; with a lease, nothing is written once another job took it over."""
 
     def __init__(self, storage: str, lease: Lease | None = None) -> None:
-        self.storage = PartStore(storage).url
-        self._store = PartStore(f"{self.storage}/nights")
+        self.storage = Folder(storage).url
+        self._store = Folder(f"{self.storage}/nights")
         self._lease = lease
 
     @contextmanager
@@ -101,7 +97,7 @@ class NightFiles:
 
     def names(self) -> list[str]:
         """Every night that was begun, or taken over."""
-        found = [PurePosixPath(name).name for name in PartStore(self.storage).names("nights")]
+        found = [PurePosixPath(name).name for name in Folder(self.storage).names("nights")]
         return [name for name in found if name not in (CURRENT, LEASE) and not name.endswith(BESIDE)]
 
     def nights(self) -> list[Night]:
@@ -115,7 +111,7 @@ class NightFiles:
         if found is None:
             return None
         if found.get("format") != FORMAT:
-            raise NightError(
+            raise PencilError(
                 f"{self._store.path(name)}: a night of format {found.get('format')!r}; this program reads "
                 f"format {FORMAT}: use the program that wrote it"
             )
@@ -184,7 +180,7 @@ class NightFiles:
             return None
         night = self.find(found["night"])
         if night is None:
-            raise NightError(
+            raise PencilError(
                 f"{self._store.path(CURRENT)} names {found['night']}, which is not there; {self._known()}"
             )
         return night
@@ -200,14 +196,14 @@ class NightFiles:
         moved = _encoded({"night": night.name, **named, "moved": now()})
         if not objects.replace(CURRENT, moved, None if before is None else before[1]):
             self._require_current(night, expected, objects.read(CURRENT))
-            raise NightError(
+            raise PencilError(
                 f"{self._store.path(CURRENT)} was written by another job meanwhile; run this again"
             )
 
     def _require_current(self, night: Night, expected: str | None, read: tuple[bytes, str] | None) -> None:
         found = None if read is None else self._parsed(CURRENT, read[0])["night"]
         if found not in (expected, night.name):
-            raise NightError(
+            raise PencilError(
                 f"{self._store.path(CURRENT)} was moved to {found} while {night.name} was made from "
                 f"{expected}; it stays there. Run reclean_nightly again, or promote {night.name}"
             )
@@ -216,7 +212,7 @@ class NightFiles:
         """Read the manifest of a night that a person named."""
         night = self.find(name)
         if night is None:
-            raise NightError(f"{self._store.path(name)}: no finished night of this name; {self._known()}")
+            raise PencilError(f"{self._store.path(name)}: no finished night of this name; {self._known()}")
         return night
 
     def _known(self) -> str:
@@ -228,7 +224,7 @@ class NightFiles:
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
             data = self._store.get(name)
-        except TableDamagedError:
+        except DamagedError:
             return None
         return self._parsed(name, data)
 
@@ -236,9 +232,9 @@ class NightFiles:
         try:
             found = json.loads(data)
         except ValueError as error:
-            raise NightError(f"{self._store.path(name)}: damaged ({error}); restore it") from error
+            raise PencilError(f"{self._store.path(name)}: damaged ({error}); restore it") from error
         if not isinstance(found, dict):
-            raise NightError(f"{self._store.path(name)}: damaged (no JSON object); restore it")
+            raise PencilError(f"{self._store.path(name)}: damaged (no JSON object); restore it")
         return found
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
@@ -247,7 +243,7 @@ class NightFiles:
     def put(self, name: str, data: bytes) -> None:
         """Write an object of the storage, unless another job took over the nights."""
         if self._lease is None:
-            PartStore(self.storage).put(name, data)
+            Folder(self.storage).put(name, data)
         else:
             self._lease.put(name, data)
 

@@ -16,8 +16,8 @@ from pencil_scale.labels.report import history_folder
 from pencil_scale.labels.run_record import read_record, run_folder
 from pencil_scale.labels.start_labels import sweep_run
 from pencil_scale.nights.record import NIGHT, NightFiles, Plan
-from pencil_scale.storage.errors import TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of
 
 
@@ -46,7 +46,7 @@ def remove_made(nights: NightFiles, plan: Plan) -> None:
     if published == plan.id or (published is None and record is not None and record.id == plan.id):
         remove(published_url(storage, name))
         remove(f"{storage}/models/{name}.pt")
-    for folder in PartStore(storage).names(f"checkpoints/{name}"):
+    for folder in Folder(storage).names(f"checkpoints/{name}"):
         if PurePosixPath(folder).name.startswith(f"{plan.id}-"):
             remove(f"{storage}/{folder}")
     if record is not None and record.id == plan.id:
@@ -60,7 +60,7 @@ def published_run(storage: str, name: str) -> str | None:
     """The id of the run whose labels are published under a name; None where there are none."""
     try:
         return Manifest.load(published_url(storage, name)).run
-    except TableDamagedError:
+    except DamagedError:
         return None
 
 

@@ -16,9 +16,10 @@ from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import FREE, RunRecord, read_record, run_folder, why_held
-from pencil_scale.nights.record import CURRENT, LEASE, Night, NightError, NightFiles, Plan, now
+from pencil_scale.nights.record import CURRENT, LEASE, Night, NightFiles, Plan, now
 from pencil_scale.nights.retention import remove_made
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import versions_of
 
 Say = Callable[[str], None]
@@ -40,15 +41,15 @@ def adopt(nights: NightFiles, named: str | None) -> Night | None:
     if named is not None and named not in records:
         record = read_record(storage, named)
         if record is not None and record.status == "held":
-            raise NightError(f"nightly.start_from: {named} is held: {why_held(named, record.held_because)}")
-        raise NightError(f"nightly.start_from: {named} is no finished run of {storage}; {_listed(records)}")
+            raise PencilError(f"nightly.start_from: {named} is held: {why_held(named, record.held_because)}")
+        raise PencilError(f"nightly.start_from: {named} is no finished run of {storage}; {_listed(records)}")
     if named is None and len(records) > 1:
-        raise NightError(f"nightly.start_from: which run? {_listed(records)}")
+        raise PencilError(f"nightly.start_from: which run? {_listed(records)}")
     if not records:
         return None
     record = records[named or next(iter(records))]
     if record.name in (CURRENT, LEASE):
-        raise NightError(f"nightly.start_from: a run called {record.name} cannot be followed by nights")
+        raise PencilError(f"nightly.start_from: a run called {record.name} cannot be followed by nights")
     night = nights.save(_as_night(storage, record))
     nights.move_current(night, expected=None)
     return night
@@ -73,7 +74,7 @@ def _as_night(storage: str, record: RunRecord) -> Night:
 
 
 def _runs(storage: str) -> list[RunRecord]:
-    names = [PurePosixPath(name).name for name in PartStore(storage).names("runs")]
+    names = [PurePosixPath(name).name for name in Folder(storage).names("runs")]
     return [record for name in names if (record := read_record(storage, name)) is not None]
 
 
@@ -137,7 +138,7 @@ def _changed_shard(catalogue: Catalogue) -> str:
 
 def run_facts(storage: str, name: str) -> dict[str, Any]:
     """What a finished run says of itself."""
-    facts: dict[str, Any] = json.loads(PartStore(run_folder(storage, name)).get("summary.json"))
+    facts: dict[str, Any] = json.loads(Folder(run_folder(storage, name)).get("summary.json"))
     return facts
 
 

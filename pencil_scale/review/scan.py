@@ -33,7 +33,7 @@ from pencil_scale.labels.published import Published
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.review.audit import CHANGED, UNCHANGED, draw
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 DOUBT = 0.5  # an unchanged label is in doubt below this margin over the next class
 Int64s = npt.NDArray[np.int64]
@@ -212,7 +212,7 @@ def _classes(published: Published, rows: range, class_names: Sequence[str]) -> I
     order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
     manifest, layout = published.manifest, published.manifest.layout
     classes = np.full(len(rows), UNLABELLED, np.int64)
-    store, stop = PartStore(manifest.store), min(rows.stop, layout.num_rows)
+    store, stop = Folder(manifest.store), min(rows.stop, layout.num_rows)
     for part in range(rows.start >> layout.shift, (max(stop, 1) - 1 >> layout.shift) + 1):
         batch, here = get_part(manifest, store, part, LABELS_FOLDER), layout.rows_of(part)
         logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), -1)

@@ -27,14 +27,10 @@ from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError, sample_key
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of
 
 SHOWN = 3
-
-
-class UnknownSampleError(PencilError):
-    """An id that the catalogue does not hold."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def find_row(catalogue: Catalogue, sample_id: str) -> int:
         hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
         if len(hits):
             return int(table["row"][int(hits[0])].as_py())
-    raise UnknownSampleError(
+    raise PencilError(
         f"{sample_id!r}: no sample of this id in {catalogue.folder}; {_alike(catalogue, sample_id)}"
     )
 
@@ -180,7 +176,7 @@ def _label(published: Published, row: int) -> tuple[int | None, float, bool, boo
     """
     manifest = published.manifest
     part = row >> manifest.layout.shift
-    store, slot = PartStore(manifest.store), row - manifest.layout.rows_of(part).start
+    store, slot = Folder(manifest.store), row - manifest.layout.rows_of(part).start
     batch = get_part(manifest, store, part, LABELS_FOLDER).slice(slot, 1)
     ledger = get_part(manifest, store, part, LEDGER_FOLDER).slice(slot, 1)
     logits = batch.column("label_logits").flatten().to_numpy().reshape(1, -1)
@@ -213,8 +209,8 @@ def _named(names: Sequence[str], number: int | None) -> str | None:
 
 
 def _exports(storage: str, row: int, shard: str, folders: Sequence[str]) -> Iterable[Exported]:
-    found = [f"{storage}/{name}" for name in PartStore(storage).names("exports")]
-    for folder in dict.fromkeys(PartStore(one).url for one in [*found, *folders]):
+    found = [f"{storage}/{name}" for name in Folder(storage).names("exports")]
+    for folder in dict.fromkeys(Folder(one).url for one in [*found, *folders]):
         manifest = read_manifest(folder)
         if manifest is None:
             continue

@@ -1,7 +1,4 @@
-"""The words every station shares: the error a person can act on, the key of a sample, the id of a run.
-
-Nothing here knows a file, a tensor or a cluster.
-"""
+"""What every room shares: the error a person can act on, the key of a sample, and random ids."""
 
 import hashlib
 import uuid
@@ -10,8 +7,8 @@ import uuid
 class PencilError(Exception):
     """An error a person can act on: it names the thing, what was found, and what to do.
 
-    A job prints its message as one line and exits with code 2, without a traceback. Every module
-    raises a subclass of its own (`ConfigError`, `ShardError`), so callers can tell them apart.
+    A job prints the message as one line and exits with code 2, without a traceback. Subclasses exist only
+    where a caller handles them differently.
     """
 
 
@@ -29,9 +26,5 @@ def new_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-class LabelTableError(PencilError):
-    """The label table cannot do what was asked."""
-
-
-class TableDamagedError(LabelTableError):
-    """A file of the table is missing, cut short, or not what its name promises."""
+class DamagedError(PencilError):
+    """A stored file is missing, cut short, or not what its name promises."""

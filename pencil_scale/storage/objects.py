@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.files import BESIDE, LOCK, named_storage_errors
+from pencil_scale.storage.folder import BESIDE, LOCK, named_storage_errors
 
 LOCK_PATIENCE_S = 60.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)

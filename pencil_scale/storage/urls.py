@@ -21,10 +21,6 @@ import fsspec
 from pencil_scale.storage.errors import PencilError
 
 
-class ShardError(PencilError):
-    """A shard that cannot be listed, opened or read, named with what to do about it."""
-
-
 class ShardVersion(NamedTuple):
     """What must not change under an offset: the object's size and its ETag or modification time."""
 
@@ -106,7 +102,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise ShardError(f"{url}: no way to read this kind of URL ({error})") from error
+        raise PencilError(f"{url}: no way to read this kind of URL ({error})") from error
     return filesystem, path
 
 
@@ -128,7 +124,7 @@ def store_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ShardError(f"{what}: {reason}; check the URL, access and network") from error
+        raise PencilError(f"{what}: {reason}; check the URL, access and network") from error
 
 
 def version_of(url: str) -> ShardVersion | None:
@@ -175,7 +171,7 @@ def open_source(url: str) -> Iterator[ByteSource]:
             else:
                 source = RemoteSource(filesystem, path, url, int(filesystem.info(path)["size"]))
     except FileNotFoundError as error:
-        raise ShardError(f"shard {url}: it is not there any more; run again") from error
+        raise PencilError(f"shard {url}: it is not there any more; run again") from error
     try:
         yield source
     finally:
@@ -244,7 +240,7 @@ class Window:
         with store_errors(f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed"):
             data = self.source.read(start, length) if length > 0 else b""
         if len(data) != length:
-            raise ShardError(
+            raise PencilError(
                 f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
                 "it changed while it was read: run again when nobody writes it"
             )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pencil_scale.labels.owners import Batch
-from pencil_scale.stream.window_reader import StreamError
+from pencil_scale.storage.errors import PencilError
 
 Item = TypeVar("Item")
 POLL_S = 0.1
@@ -57,7 +57,7 @@ class BatchCutter:
             while num_ready < size:
                 block = next(blocks, None)
                 if block is None:
-                    raise StreamError(
+                    raise PencilError(
                         f"the stream ended in batch {number} of {len(sizes)} with {num_ready} of {size} rows"
                     )
                 ready.append(block)
@@ -65,7 +65,7 @@ class BatchCutter:
             yield self._batch(_take(ready, size), size)
             num_ready -= size
         if num_ready or (is_last and any(len(block) for block in blocks)):
-            raise StreamError("the stream has more rows than were planned")
+            raise PencilError("the stream has more rows than were planned")
 
     def _batch(self, tables: list[pa.Table], size: int) -> StreamBatch:
         weight, problems = _judged(tables, size)

@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.plan import Piece
-from pencil_scale.stream.window_reader import ReadSpec, StreamError, read_piece
+from pencil_scale.stream.window_reader import ReadSpec, read_piece
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
 LEAST_AHEAD_BYTES = 1 << 30  # all processors must find something to read, however small an epoch is
@@ -171,7 +171,7 @@ def plain_error(error: BaseException) -> BaseException:
         if isinstance(seen, PencilError):
             original = getattr(seen, "cause", None) or seen
             message = str(original.args[0] if original.args else original).splitlines()[0]
-            kind = type(original) if not isinstance(original, RayError) else StreamError
+            kind = type(original) if not isinstance(original, RayError) else PencilError
             return kind(message)
         seen = getattr(seen, "cause", None) or seen.__cause__
     return error

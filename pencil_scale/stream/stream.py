@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from pencil_scale.config.settings import Config
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.batches import BatchCutter, Prefetch, StreamBatch
 from pencil_scale.stream.plan import EpochOrder, Mask, Piece, batch_sizes, deal, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
@@ -31,7 +32,6 @@ from pencil_scale.stream.window_reader import (
     BLOCK_BYTES,
     ReadSpec,
     Selection,
-    StreamError,
     common_size,
     name_problem,
     read_pieces,
@@ -212,7 +212,7 @@ class Stream:
 
     def _image_size(self, read: ReadSpec) -> tuple[int, int]:
         if self.num_rows == 0:
-            raise StreamError(
+            raise PencilError(
                 f"{self.spec.storage}: no row to read; see what index_shards says of the shards"
             )
         resize = self.spec.resize

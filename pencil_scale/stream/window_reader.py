@@ -36,10 +36,6 @@ NUM_PROBED = 32
 _ONE_READER = Lock()  # a Parquet file that two threads read at once fails with strange errors
 
 
-class StreamError(PencilError):
-    """A stream of images that cannot be what was planned."""
-
-
 @dataclass(frozen=True)
 class ReadSpec:
     """What a read task must know besides its piece."""
@@ -109,7 +105,7 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
     try:
         rows = piece.rows(lambda chunk: tables[chunk]["row"].to_numpy())
     except ValueError as error:
-        raise StreamError(
+        raise PencilError(
             f"{catalogue.folder}, version {catalogue.version}: {error}; the visited rows or the subset "
             "belong to another version: start the run anew"
         ) from error
@@ -143,7 +139,7 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
     """Find the height and width of the images where the config does not say: the commonest of the first."""
     chunks = np.flatnonzero(selection.counts.num_rows)
     if len(chunks) == 0:
-        raise StreamError(f"{spec.storage}: no row to read; see what index_shards says of the shards")
+        raise PencilError(f"{spec.storage}: no row to read; see what index_shards says of the shards")
     rows = selection.members(int(chunks[0]))[:NUM_PROBED]
     catalogue = spec.catalogue()
     table = ok_table(catalogue, int(chunks[0]))
@@ -156,7 +152,7 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
         except UndecodableError as problem:
             reason = problem
     if not sizes:
-        raise StreamError(f"{spec.storage}: of the first {len(rows)} images none decodes, such as {reason}")
+        raise PencilError(f"{spec.storage}: of the first {len(rows)} images none decodes, such as {reason}")
     return sizes.most_common(1)[0][0]
 
 
@@ -214,7 +210,7 @@ def _as_mask(subset: npt.NDArray[Any], num_rows: int) -> Mask:
     if subset.dtype == np.bool_ and len(subset) == num_rows:
         return subset
     if subset.dtype == np.bool_ or (len(subset) and not 0 <= subset.min() <= subset.max() < num_rows):
-        raise StreamError(
+        raise PencilError(
             f"a subset of {len(subset):,} rows does not fit a catalogue of {num_rows:,}; it was made for "
             "another version: run balance_subset again"
         )

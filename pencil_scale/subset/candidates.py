@@ -26,7 +26,7 @@ from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.subset.choice import Counts, pick, seeded_order
 from pencil_scale.subset.files import MEMBERS
 
@@ -132,7 +132,7 @@ def _classes(rule: Rule, rows: range, table: pa.Table) -> Classes:
 def _decided(rule: Rule, rows: range, given: Classes) -> tuple[Classes, npt.NDArray[np.float32]]:
     """The class to go by and the share of the label on it."""
     assert rule.labels is not None
-    layout, store = rule.labels.layout, PartStore(rule.labels.store)
+    layout, store = rule.labels.layout, Folder(rule.labels.store)
     order = ClassOrder.between(rule.labels.class_names, rule.catalogue.class_names, "subset.labels")
     parts = range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1)
     classes, shares = [], []

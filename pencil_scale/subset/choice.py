@@ -20,10 +20,6 @@ Counts = npt.NDArray[np.int64]
 OnShortage = Literal["error", "take_all"]
 
 
-class SubsetError(PencilError):
-    """A balanced subset that the samples cannot give."""
-
-
 def allocate(
     class_counts: npt.ArrayLike,
     *,
@@ -39,10 +35,10 @@ def allocate(
     """
     counts = np.asarray(class_counts, dtype=np.int64)
     if (per_class is None) == (total is None):
-        raise SubsetError(f"per_class {per_class} and total {total}: exactly one of the two was expected")
+        raise PencilError(f"per_class {per_class} and total {total}: exactly one of the two was expected")
     asked = per_class if per_class is not None else total
     if asked is None or asked < 0 or len(counts) == 0:
-        raise SubsetError(f"{asked} samples of {len(counts)} classes: nothing below 0, and a class, expected")
+        raise PencilError(f"{asked} samples of {len(counts)} classes: nothing below 0, and a class, expected")
     quotas = np.full(len(counts), asked, dtype=np.int64)
     if total is not None:
         quotas = total // len(counts) + (np.arange(len(counts)) < total % len(counts)).astype(np.int64)
@@ -54,12 +50,12 @@ def allocate(
 
 def _too_few(
     short: npt.NDArray[np.intp], counts: Counts, quotas: Counts, names: Sequence[str]
-) -> SubsetError:
+) -> PencilError:
     called = [f"class {c} ({names[c]})" if c < len(names) else f"class {c}" for c in short[:10]]
     pairs = zip(called, short.tolist(), strict=False)
     listed = ", ".join(f"{name} has {counts[c]:,} of {quotas[c]:,}" for name, c in pairs)
     more = f" and {len(short) - 10} more" if len(short) > 10 else ""
-    return SubsetError(f"too few samples: {listed}{more}; ask for fewer, or set subset.on_shortage: take_all")
+    return PencilError(f"too few samples: {listed}{more}; ask for fewer, or set subset.on_shortage: take_all")
 
 
 def seeded_order(sample_keys: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

@@ -21,10 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.storage.errors import TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of
-from pencil_scale.subset.choice import SubsetError
 
 KIND = "pencil_scale subset"
 FORMAT = 2
@@ -66,7 +65,7 @@ def write_subset(folder: str, words: SubsetWords, members: pa.Table) -> SubsetWo
     pq.write_table(members.select(MEMBERS.names).cast(MEMBERS), sink, compression="zstd")
     data = sink.getvalue()
     name = f"members-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
-    store = PartStore(folder)
+    store = Folder(folder)
     if not store.holds(name, len(data)):
         store.put(name, data)
     words = SubsetWords(**{**asdict(words), "members": name})
@@ -77,22 +76,22 @@ def write_subset(folder: str, words: SubsetWords, members: pa.Table) -> SubsetWo
 def read_words(folder: str) -> SubsetWords | None:
     """Read what a subset says of itself; None where there is no subset."""
     try:
-        found = json.loads(PartStore(folder).get(MANIFEST))
-    except TableDamagedError:
+        found = json.loads(Folder(folder).get(MANIFEST))
+    except DamagedError:
         return None
     except ValueError as error:
-        raise SubsetError(f"subset {folder}: its manifest is damaged ({error}); draw it again") from error
+        raise PencilError(f"subset {folder}: its manifest is damaged ({error}); draw it again") from error
     if not isinstance(found, dict) or found.get("kind") != KIND or found.get("format") != FORMAT:
-        raise SubsetError(f"subset {folder}: {MANIFEST} is no subset of format {FORMAT}; check the address")
+        raise PencilError(f"subset {folder}: {MANIFEST} is no subset of format {FORMAT}; check the address")
     lists = {name: tuple(found[name]) for name in ("class_names", "class_counts")}
     return SubsetWords(**{**found, **lists})
 
 
 def read_table(folder: str, words: SubsetWords) -> pa.Table:
     """Read the members, and refuse a file that is not the one the manifest names."""
-    data = PartStore(folder).get(words.members)
+    data = Folder(folder).get(words.members)
     if f"members-{hashlib.sha256(data).hexdigest()[:16]}.parquet" != words.members:
-        raise SubsetError(f"subset {folder}: {words.members} is damaged; draw it again")
+        raise PencilError(f"subset {folder}: {words.members} is damaged; draw it again")
     return pq.read_table(pa.BufferReader(data), schema=MEMBERS)
 
 
@@ -100,20 +99,20 @@ def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray
     """Read the rows of a subset for training on a catalogue, after making sure that they are its rows."""
     words = read_words(folder)
     if words is None:
-        raise SubsetError(f"data.subset: {folder} holds no subset; make one with pipelines.balance_subset")
+        raise PencilError(f"data.subset: {folder} holds no subset; make one with pipelines.balance_subset")
     if same_place(words.storage) != same_place(storage):
-        raise SubsetError(
+        raise PencilError(
             f"data.subset: {folder} was drawn from {words.storage}, this run's storage is {storage}; its "
             "rows are other samples here: draw a subset of this storage"
         )
     if words.catalogue_version > catalogue.version:
-        raise SubsetError(
+        raise PencilError(
             f"data.subset: {folder} was drawn from catalogue version {words.catalogue_version}, this run has "
             f"version {catalogue.version}; use the newer catalogue in a new run, or an older subset"
         )
     members = read_table(folder, words).sort_by("row")
     if len(members) == 0:
-        raise SubsetError(f"data.subset: {folder} has no members; draw it again")
+        raise PencilError(f"data.subset: {folder} has no members; draw it again")
     if words.catalogue != catalogue.id:
         _require_same_samples(folder, members, catalogue)
     rows: npt.NDArray[np.int64] = members["row"].to_numpy()
@@ -130,7 +129,7 @@ def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) 
         here = slice(*np.searchsorted(rows, [first, done]).tolist())
         found = table["sample_key"].take(pa.array(rows[here] - first)).to_pylist()
         if found != keys[here]:
-            raise SubsetError(
+            raise PencilError(
                 f"data.subset: {folder}: its rows are other samples now; the catalogue was rebuilt since the "
                 "subset was drawn: draw it again"
             )

@@ -31,10 +31,6 @@ VERSION = 2
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
 
 
-class CheckpointError(PencilError):
-    """A checkpoint that cannot be read, or belongs to something else."""
-
-
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands: what a checkpoint must remember besides weights and labels."""
@@ -62,7 +58,7 @@ class Origin:
             found, wanted = f"{mine[what]}", f"{theirs[what]}"
             if what == "class_names":
                 found, wanted = difference(self.class_names, expected.class_names), "the run's list"
-            raise CheckpointError(
+            raise PencilError(
                 f"{name}: belongs to something else: {what} is {found}, expected {wanted}; it is not used: "
                 "choose another run.name, or put back what was changed"
             )
@@ -95,7 +91,7 @@ def read_checkpoint(folder: Path) -> Saved:
     try:
         state = json.loads((folder / STATE).read_text())
         if state["version"] != VERSION:
-            raise CheckpointError(
+            raise PencilError(
                 f"{folder}: a checkpoint of version {state['version']}; this program reads {VERSION}"
             )
         origin = state["origin"]
@@ -109,14 +105,10 @@ def read_checkpoint(folder: Path) -> Saved:
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{folder}: no whole checkpoint ({reason}); use the one before it") from error
+        raise PencilError(f"{folder}: no whole checkpoint ({reason}); use the one before it") from error
 
 
 MOST_NAMES = 3
-
-
-class NotFiniteError(PencilError):
-    """Training has produced numbers that are not finite."""
 
 
 def require_finite(problems: Sequence[str], stage: str, progress: Progress, num_steps: int) -> None:
@@ -126,7 +118,7 @@ def require_finite(problems: Sequence[str], stage: str, progress: Progress, num_
     named = list(dict.fromkeys(problems))
     more = f" and {len(named) - MOST_NAMES:,} more" if len(named) > MOST_NAMES else ""
     first = progress.step - max(num_steps, 1) + 1
-    raise NotFiniteError(
+    raise PencilError(
         f"epoch {progress.epoch + 1} ({stage}), around steps {first} to {progress.step}: not finite: "
         f"{', '.join(named[:MOST_NAMES])}{more}; none of it is saved, and the last checkpoint is intact. The "
         "same command resumes from there, which helps if the cause was transient, such as faulty hardware. "

@@ -19,7 +19,7 @@ import fsspec
 import pyarrow.fs
 from fsspec.implementations.local import LocalFileSystem
 
-from pencil_scale.train.checkpoint import CheckpointError
+from pencil_scale.storage.errors import PencilError
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the checkpoints that count
 BESIDE = ".unfinished"
@@ -129,7 +129,7 @@ def _latest(files: Any, path: str) -> str | None:
         latest = json.loads(files.cat_file(path))["latest_checkpoint_result"]
         return None if latest is None else str(latest["checkpoint_dir_name"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
+        raise PencilError(
             f"{path}: not an intact list of checkpoints ({error}); restore it, or remove its folder to "
             "resume from an earlier attempt"
         ) from error

@@ -24,10 +24,6 @@ from pencil_scale.train.worker import Job, train_worker
 NEWS_EVERY_S = 0.25
 
 
-class TrainingError(PencilError):
-    """Training ended before its schedule did."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How training ended: finished, or stopped because somebody asked."""
@@ -60,7 +56,7 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
         raise _explained(ended["error"])
     result = ended["result"]
     if result.return_value.get("refused"):
-        raise TrainingError(result.return_value["refused"])
+        raise PencilError(result.return_value["refused"])
     return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
 
 

@@ -55,10 +55,6 @@ ATTEMPTS = 3
 TOO_SLOW = "timed out during startup"
 
 
-class LocalRayError(PencilError):
-    """No Ray could be started on this machine."""
-
-
 def ensure_ray() -> None:
     """Join the cluster that RAY_ADDRESS names (`ray job submit` sets it), or start a local one.
 
@@ -99,7 +95,7 @@ def start_local(**options: Any) -> None:
             if TOO_SLOW not in str(error):
                 raise
             if attempt == ATTEMPTS:
-                raise LocalRayError(
+                raise PencilError(
                     f"Ray did not start on this machine in {ATTEMPTS} attempts of 30 s: {error} "
                     "Try again when the machine has less to do"
                 ) from error
@@ -112,7 +108,7 @@ def require_room(workers: Workers) -> None:
     if missing and os.environ.get("RAY_ADDRESS"):
         print(f"workers: {missing}; the run waits until the cluster has grown", flush=True)
     elif missing:
-        raise LocalRayError(
+        raise PencilError(
             f"workers: {missing}; lower workers.count or workers.cpus, set workers.gpu=false, or submit the "
             "run to a cluster"
         )

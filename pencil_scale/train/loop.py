@@ -26,10 +26,6 @@ ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners let only AHEAD + 1 be under
 NAMED_PROBLEMS = 20
 
 
-class TooManyUnreadableError(PencilError):
-    """More images could not be decoded than the config allows."""
-
-
 @dataclass(frozen=True)
 class Epoch:
     """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out."""
@@ -225,7 +221,7 @@ class Loop:
 
     def _require_few(self, num: float, num_rows: float, names: list[str], epoch: int) -> None:
         if num > self.pace.max_unreadable_share * num_rows:
-            raise TooManyUnreadableError(
+            raise PencilError(
                 f"epoch {epoch + 1}: {num:,.0f} of {num_rows:,.0f} images cannot be decoded, more than "
                 f"data.max_damaged_share allows: {'; '.join(names)}"
             )

@@ -34,10 +34,6 @@ from pencil_scale.tracking.receiver import check_server
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
-class RunRefusedError(PencilError):
-    """A run that cannot start as it is written."""
-
-
 @dataclass(frozen=True)
 class Checked:
     """A run that may start."""
@@ -61,7 +57,7 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
     schedule = Schedule.from_config(config.stages, config.optimizer, len(names), batch)
     if schedule.epochs == 0:
-        raise RunRefusedError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
+        raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
     size = sum(parameter.numel() for parameter in model.parameters())
     outlook = check_outlook(schedule, len(names))
@@ -71,7 +67,7 @@ def check_run(config: Config, version: int | None = None) -> Checked:
         if version is not None:
             remedy = f"put back the list of catalogue version {version} and index again, or choose another"
             remedy += " run.name"
-        raise RunRefusedError(
+        raise PencilError(
             f"data.classes: {config.data.classes} {difference(names, catalogue.class_names)}, "
             f"compared with the catalogue; {remedy}"
         )
@@ -100,7 +96,7 @@ def check_clean(
     for part, version in versions.items():
         catalogue = Catalogue.open(config.run.storage, version, part)
         if differs := difference(catalogue.class_names, class_names):
-            raise RunRefusedError(
+            raise PencilError(
                 f"data.{part}: the class list of its catalogue, version {version}, {differs}, compared with "
                 "the training samples'; run pipelines.index_shards again"
             )
@@ -136,12 +132,10 @@ def require_agreement(config: Config) -> None:
     _require("data.label", data.label, found["label"])
     names = read_class_names(data.classes)
     if list(names) != found["classes"]:
-        raise RunRefusedError(
-            f"data.classes: {data.classes} {_other_classes(names, found['classes'])}; {REMEDY}"
-        )
+        raise PencilError(f"data.classes: {data.classes} {_other_classes(names, found['classes'])}; {REMEDY}")
     exclude = make_overlay(data.exclude).exclude
     if found.get("exclude", exclude) != exclude:
-        raise RunRefusedError(
+        raise PencilError(
             f"data.exclude: {data.exclude} is not the list the catalogue was indexed with, so what it names "
             f"would still be trained on; {REMEDY}"
         )
@@ -150,7 +144,7 @@ def require_agreement(config: Config) -> None:
 
 def _require(key: str, wanted: str, indexed: str) -> None:
     if wanted != indexed:
-        raise RunRefusedError(f"{key}: found {wanted}, the catalogue was indexed with {indexed}; {REMEDY}")
+        raise PencilError(f"{key}: found {wanted}, the catalogue was indexed with {indexed}; {REMEDY}")
 
 
 def _other_classes(names: Iterable[str], indexed: list[str]) -> str:
@@ -178,7 +172,7 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
         return
     such_as = f"such as {without_passwords(others[0])}"
     if len(others) == len(indexed):
-        raise RunRefusedError(
+        raise PencilError(
             f"data.shards: names none of the catalogue's {len(indexed):,} shards, {such_as}; {REMEDY}"
         )
     print(

@@ -21,7 +21,7 @@ from pencil_scale.labels.run_record import RunRecord, find_record, run_folder, w
 from pencil_scale.labels.start_labels import start_labels, sweep_run
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, new_id
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
 from pencil_scale.stream.stream import StreamSpec
@@ -185,7 +185,7 @@ def _own_weights(config: Config) -> str | None:
     with fsspec.open(weights, "rb") as file:
         data = file.read()
     name = f"weights-{hashlib.sha256(data).hexdigest()[:16]}.pt"
-    store = PartStore(run_folder(storage, config.run.name))
+    store = Folder(run_folder(storage, config.run.name))
     store.put(name, data)
     return store.path(name)
 

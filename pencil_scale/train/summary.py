@@ -14,8 +14,8 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels
 from pencil_scale.labels.run_record import RunRecord, ways_on
-from pencil_scale.storage.errors import TableDamagedError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import DamagedError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.stream.window_reader import Selection
@@ -125,8 +125,8 @@ def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) ->
 def _is_ours(storage: str) -> bool:
     """Whether the storage has no `summary.json`, or one of ours: the folder may hold other things."""
     try:
-        return "held_because" in json.loads(PartStore(storage).get("summary.json"))
-    except TableDamagedError:
+        return "held_because" in json.loads(Folder(storage).get("summary.json"))
+    except DamagedError:
         return True
     except (ValueError, TypeError):
         return False

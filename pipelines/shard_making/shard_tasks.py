@@ -15,8 +15,7 @@ from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Shard
 from pencil_scale.catalogue.staging import ShardReport, stage_shard, staged_name
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.files import PartStore
-from pencil_scale.storage.urls import ShardError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.train.local_ray import ensure_ray, num_processors
 from pipelines.progress import Progress
 
@@ -24,7 +23,7 @@ LITTLE_BYTES = 64 << 20
 
 
 def stage_all(
-    store: PartStore, shards: Sequence[Shard], rules: IndexRules, rules_name: str, limit: float, what: str
+    store: Folder, shards: Sequence[Shard], rules: IndexRules, rules_name: str, limit: float, what: str
 ) -> list[ShardReport]:
     """Stage the shards and give their reports in order; `limit` is the share that may be damaged."""
     tasks = [(shard, staged_name(shard, rules_name)) for shard in shards]
@@ -42,7 +41,7 @@ def stage_all(
     return [reports[name] for _, name in tasks]
 
 
-def _is_little(store: PartStore, total_bytes: int, rules: IndexRules) -> bool:
+def _is_little(store: Folder, total_bytes: int, rules: IndexRules) -> bool:
     """Tell whether a cluster would only cost time: none stands yet, and one core is done in a second.
 
     Decoding is left to tasks in any case: an image that kills its decoder must not kill the job.
@@ -55,7 +54,7 @@ def _is_little(store: PartStore, total_bytes: int, rules: IndexRules) -> bool:
 
 def _here(store_url: str, tasks: Sequence[tuple[Shard, str]], rules: IndexRules) -> Iterator[ShardReport]:
     for shard, name in tasks:
-        yield stage_shard(PartStore(store_url), shard, rules, name)
+        yield stage_shard(Folder(store_url), shard, rules, name)
 
 
 def _on_cluster(
@@ -81,7 +80,7 @@ def _report(done: Any, shard: Shard) -> ShardReport:
     try:
         found: ShardReport | PencilError = ray.get(done)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
-        raise ShardError(
+        raise PencilError(
             f"shard {shard.url}: the process that read it died again and again ({type(error).__name__}); "
             "take it off the list, or index with data.check_images=header"
         ) from error
@@ -93,6 +92,6 @@ def _report(done: Any, shard: Shard) -> ShardReport:
 def _stage(store_url: str, shard: Shard, rules: IndexRules, name: str) -> ShardReport | PencilError:
     """Stage one shard; an error for people comes back as a value, without Ray's traceback around it."""
     try:
-        return stage_shard(PartStore(store_url), shard, rules, name)
+        return stage_shard(Folder(store_url), shard, rules, name)
     except PencilError as error:
         return error

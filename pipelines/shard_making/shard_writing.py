@@ -28,10 +28,6 @@ SUFFIX_OF = {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"}
 
 
-class OutError(PencilError):
-    """The folder for the shards holds something that these shards cannot stand beside."""
-
-
 @dataclass(frozen=True)
 class ShardPlan:
     """One shard to be written: where its images lie and what they are labelled."""
@@ -98,7 +94,7 @@ class OutFolder:
                 finally:
                     path.unlink(missing_ok=True)
         except OSError as error:
-            raise OutError(
+            raise PencilError(
                 f"{self.url}/{name}: cannot be written ({error}); check space and access"
             ) from error
 
@@ -147,7 +143,7 @@ def write_shard(plan: ShardPlan, classes: Sequence[str], out: str) -> ShardResul
                 num_unrecognised += not known
                 writer.write({"__key__": plan.key_prefix + sample.key, suffix: sample.image, **about})
         if place + 1 != len(plan.given_class):
-            raise OutError(
+            raise PencilError(
                 f"shard {plan.name}: {place + 1:,} samples were found where {len(plan.given_class):,} were "
                 "counted before; the source changes while it is read: run again when it stands still"
             )

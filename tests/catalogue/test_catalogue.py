@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from catalogue_making import Bench, accounted_for, image, sample, samples
 
-from pencil_scale.catalogue.catalogue import Catalogue, CatalogueError, read_manifest
+from pencil_scale.catalogue.catalogue import Catalogue, read_manifest
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
 from pencil_scale.catalogue.update import publish
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 
 
 @pytest.fixture
@@ -259,10 +259,10 @@ def test_a_shard_is_checked_before_its_offsets_are_trusted(bench: Bench) -> None
     catalogue = bench.index().catalogue
     catalogue.verify_shard(0)
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(CatalogueError, match=r"a\.tar: has 10,241 bytes.*index_shards again"):
+    with pytest.raises(PencilError, match=r"a\.tar: has 10,241 bytes.*index_shards again"):
         catalogue.verify_shard(0)
     path.unlink()
-    with pytest.raises(CatalogueError, match="is gone"):
+    with pytest.raises(PencilError, match="is gone"):
         catalogue.verify_shard(0)
 
 
@@ -281,8 +281,8 @@ def test_a_catalogue_travels_to_another_process(bench: Bench) -> None:
 def test_a_job_that_was_overtaken_does_not_publish(bench: Bench) -> None:
     bench.shard("a.tar", samples([1]))
     catalogue = bench.index().catalogue
-    with pytest.raises(CatalogueError, match="another job published version 1"):
-        publish(PartStore(catalogue.folder), {**catalogue.manifest, "version": 1}, old_version=0)
+    with pytest.raises(PencilError, match="another job published version 1"):
+        publish(Folder(catalogue.folder), {**catalogue.manifest, "version": 1}, old_version=0)
 
 
 def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) -> None:
@@ -292,8 +292,8 @@ def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) ->
 
     def published(manifest: dict[str, Any]) -> bool:
         try:
-            publish(PartStore(catalogue.folder), manifest, old_version=1)
-        except CatalogueError:
+            publish(Folder(catalogue.folder), manifest, old_version=1)
+        except PencilError:
             return False
         return True
 
@@ -305,15 +305,15 @@ def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) ->
 
 
 def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(CatalogueError, match=r"run pipelines\.index_shards first"):
+    with pytest.raises(PencilError, match=r"run pipelines\.index_shards first"):
         Catalogue.open(str(tmp_path))
     folder = tmp_path / "catalogue"
     folder.mkdir()
     (folder / "manifest.json").write_text('{"version": ')
-    with pytest.raises(CatalogueError, match="no whole manifest"):
+    with pytest.raises(PencilError, match="no whole manifest"):
         Catalogue.open(str(tmp_path))
     (folder / "manifest.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(CatalogueError, match="format 99"):
+    with pytest.raises(PencilError, match="format 99"):
         Catalogue.open(str(tmp_path))
 
 
@@ -325,7 +325,7 @@ def test_a_segment_that_rotted_is_named(bench: Bench) -> None:
     whole = catalogue._filesystem.cat_file(path)
     for rotten in (whole[:-100], b"PAR1" + b"\xff" * (len(whole) // 2) + whole[len(whole) // 2 + 4 :]):
         catalogue._filesystem.pipe_file(path, rotten)
-        with pytest.raises(CatalogueError, match=f"{name}: named by the manifest but unreadable"):
+        with pytest.raises(PencilError, match=f"{name}: named by the manifest but unreadable"):
             Catalogue.open(bench.storage).read(0, 50)
 
 

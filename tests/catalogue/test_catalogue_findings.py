@@ -10,11 +10,11 @@ from catalogue_making import Bench, accounted_for, image, sample, samples
 from tar_making import BLOCK, END, block, member, pax, python_tar
 from tar_reading import keys, kinds
 
-from pencil_scale.catalogue.changes import TooDamagedError
 from pencil_scale.catalogue.ranges import places_of, read_samples
 from pencil_scale.catalogue.report import summary_page, summary_text
 from pencil_scale.catalogue.schema import ADVICE, DAMAGE_KINDS
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, rewrite_shard
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import MemorySource
 
 MEMBERS = samples(range(20))
@@ -169,5 +169,5 @@ def test_a_refusal_names_the_first_damage_of_the_worst_shard(tmp_path: Path) -> 
     bench = Bench(tmp_path)
     (tmp_path / "a.tar").write_bytes(TAR[: PLACE + BLOCK + 5])
     place = rf"a\.tar at byte {PLACE:,}: a member of \d+ bytes, of which 5 are there; fetch the shard again"
-    with pytest.raises(TooDamagedError, match=rf"{place}; mend this, or raise data\.max_damaged_share"):
+    with pytest.raises(PencilError, match=rf"{place}; mend this, or raise data\.max_damaged_share"):
         bench.index(max_damaged_share=0.01)

@@ -7,9 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from catalogue_making import CLASSES, Bench, image, sample, samples
 
-from pencil_scale.catalogue.catalogue import CatalogueError
-from pencil_scale.catalogue.label_sources import LabelError
 from pencil_scale.catalogue.schema import ROW
+from pencil_scale.storage.errors import PencilError
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_the_content_hash_names_a_sample_by_its_bytes(bench: Bench) -> None:
 def test_another_identity_cannot_be_laid_over_rows_that_exist(bench: Bench) -> None:
     bench.shard("a.tar", samples([1, 2]))
     bench.index()
-    with pytest.raises(CatalogueError, match="rows are for life"):
+    with pytest.raises(PencilError, match="rows are for life"):
         bench.index(identity="sha256")
 
 
@@ -54,7 +53,7 @@ def test_shards_of_one_name_do_not_mix_under_shard_key(bench: Bench, tmp_path: P
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         bench.shard(f"{folder}/a.tar", samples([1]))
-    with pytest.raises(CatalogueError, match=r"two shards are called a\.tar"):
+    with pytest.raises(PencilError, match=r"two shards are called a\.tar"):
         bench.index(shards=f"{tmp_path}/{{x,y}}/a.tar", identity="shard_key")
 
 
@@ -110,7 +109,7 @@ def test_a_label_is_an_alias_a_name_or_a_number_and_the_unmatched_are_listed(
 def test_an_alias_to_nowhere_is_an_error_with_its_line(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", samples([1]))
     (tmp_path / "aliases.tsv").write_text("Bienen\tbee\nMotte\tmoth\n")
-    with pytest.raises(LabelError, match=r"line 2 is 'Motte\\tmoth'"):
+    with pytest.raises(PencilError, match=r"line 2 is 'Motte\\tmoth'"):
         bench.index(aliases=f"{tmp_path}/aliases.tsv")
 
 
@@ -151,7 +150,7 @@ def test_numbers_that_do_not_fit_are_refused_not_wrapped(
     place = table.schema.get_field_index("image_bytes")
     huge = table.set_column(place, ROW.field("image_bytes"), pa.array([1 << 32]))
     monkeypatch.setattr(catalogue, "read", lambda first, stop, columns: huge.select(columns))
-    with pytest.raises(CatalogueError, match="not supported"):
+    with pytest.raises(PencilError, match="not supported"):
         catalogue.ok_rows()
 
 

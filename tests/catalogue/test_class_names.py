@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale.catalogue.class_names import ClassListError, read_class_names
+from pencil_scale.catalogue.class_names import read_class_names
+from pencil_scale.storage.errors import PencilError
 
 
 def test_a_class_is_its_line_number(tmp_path: Path) -> None:
@@ -25,10 +26,10 @@ def test_a_class_is_its_line_number(tmp_path: Path) -> None:
 def test_a_list_that_cannot_be_used_is_named(text: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "classes.txt"
     path.write_bytes(text)
-    with pytest.raises(ClassListError, match=says):
+    with pytest.raises(PencilError, match=says):
         read_class_names(str(path))
 
 
 def test_a_missing_list_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClassListError, match=r"absent.txt cannot be read"):
+    with pytest.raises(PencilError, match=r"absent.txt cannot be read"):
         read_class_names(str(tmp_path / "absent.txt"))

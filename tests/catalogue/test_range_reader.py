@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pencil_scale.catalogue import ranges as range_reader
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
-from pencil_scale.storage.urls import FileSource, RemoteSource, ShardError, ShardVersion, version_of
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import FileSource, RemoteSource, ShardVersion, version_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_use
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000))
     found = r"3,000,000 bytes then, 2,999,999 now" if size == 2_999_999 else r"mtime:\d+ then, mtime:\d+ now"
     with pytest.raises(
-        ShardError, match=rf"shard {path} changed since it was indexed: {found}; run index_shards again"
+        PencilError, match=rf"shard {path} changed since it was indexed: {found}; run index_shards again"
     ):
         RangeReader(shards).read(*places(50, 3))
     assert len(RangeReader(shards).read(*places(50, 1))) == 50  # the other shards are not to blame
@@ -106,7 +107,7 @@ def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_use
 
 def test_a_shard_that_is_gone_is_named_at_once(shards: list[Shard]) -> None:
     Path(shards[2].url).unlink()
-    with pytest.raises(ShardError, match=r"2.tar is gone since it was indexed; bring it back"):
+    with pytest.raises(PencilError, match=r"2.tar is gone since it was indexed; bring it back"):
         RangeReader(shards).read(*places(50, 3))
 
 
@@ -162,7 +163,7 @@ def test_a_store_that_stays_away_is_named_after_a_few_attempts(
 ) -> None:
     monkeypatch.setattr(Flaky, "hopeless", True)
     with pytest.raises(
-        ShardError, match=r"shard flaky://far.tar: .* failed 5 times, last with .*; check the"
+        PencilError, match=r"shard flaky://far.tar: .* failed 5 times, last with .*; check the"
     ):
         RangeReader(flaky).read(np.zeros(1, np.int32), np.array([7]), np.array([9]))
 
@@ -170,7 +171,7 @@ def test_a_store_that_stays_away_is_named_after_a_few_attempts(
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_forbidden_shard_is_not_asked_for_again(shards: list[Shard]) -> None:
     Path(shards[0].url).chmod(0)
-    with pytest.raises(ShardError, match="check that it is there and readable"):
+    with pytest.raises(PencilError, match="check that it is there and readable"):
         RangeReader(shards).read(*places(5, 1))
 
 

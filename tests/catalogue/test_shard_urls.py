@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pencil_scale.catalogue.schema import from_json, from_stored, to_stored
 from pencil_scale.catalogue.shard_urls import expand_braces, expand_urls, list_shards
-from pencil_scale.storage.urls import ShardError, ShardVersion, Window, open_source, version_of, version_tag
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import ShardVersion, Window, open_source, version_of, version_tag
 
 
 def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:
@@ -23,7 +24,7 @@ def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:
 
 @pytest.mark.parametrize("pattern", ["{0..", "a}b", "{}", "{5..1}", "{x}", "{0..99999999999}", "{{0..1}}"])
 def test_braces_that_say_nothing_are_an_error(pattern: str) -> None:
-    with pytest.raises(ShardError, match=r"data\.shards"):
+    with pytest.raises(PencilError, match=r"data\.shards"):
         list(expand_braces(pattern))
 
 
@@ -41,7 +42,7 @@ def test_globs_lists_and_files_of_lines_give_absolute_paths_in_order(
     assert expand_urls([f"file://{tmp_path}/b0.tar", "b1.tar"]) == paths
     assert expand_urls(["*.tar"]) == [str(tmp_path / "a.tar"), *paths]
     for wrong in (["c*.tar"], ["b0.tar", "b*.tar"], ["d.tar"], ["@nowhere"], ["nosuch://x"]):
-        with pytest.raises(ShardError):
+        with pytest.raises(PencilError):
             expand_urls(wrong)
 
 
@@ -88,7 +89,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> N
         window = Window(source)
         window.at(0, 10)
         path.write_bytes(b"short")
-        with pytest.raises(ShardError, match="changed while it was read"):
+        with pytest.raises(PencilError, match="changed while it was read"):
             window.at(200_000, 100)
 
 

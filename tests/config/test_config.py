@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pencil_scale.config.help import help_page
-from pencil_scale.config.loader import ConfigError, describe, load_config, masked
+from pencil_scale.config.loader import describe, load_config, masked
 from pencil_scale.config.problems import known_keys
 from pencil_scale.config.settings import Config
 from pencil_scale.config.values import Line, Steps
+from pencil_scale.storage.errors import PencilError
 
 GOOD = """\
 run: {name: small, storage: runs/small}
@@ -143,7 +144,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_file_is_explained_in_lines(case: str, tmp_path: Path) -> None:
     text, says = BROKEN[case]
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(PencilError, match=says):
         load_config(written(tmp_path, text))
 
 
@@ -175,13 +176,13 @@ def test_an_error_of_the_job_shows_the_variable_too(good: Path, monkeypatch: pyt
     ],
 )
 def test_a_broken_override_is_explained_in_a_line(good: Path, override: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(PencilError, match=says):
         load_config(good, [override])
 
 
 def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("epochs: 2", "epochs: two").replace("backbone: resnet18", "bakbone: resnet18")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(PencilError) as caught:
         load_config(written(tmp_path, text))
     assert (
         len(str(caught.value).splitlines()) == 2
@@ -190,14 +191,14 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 
 def test_a_key_that_is_missing_is_not_hidden_by_one_that_is_far_from_it(tmp_path: Path) -> None:
     text = GOOD.replace("backbone: resnet18", "zzzz: resnet18")
-    with pytest.raises(ConfigError, match=r"'model\.backbone' is missing"):
+    with pytest.raises(PencilError, match=r"'model\.backbone' is missing"):
         load_config(written(tmp_path, text))
 
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent.yaml: no such config file"):
+    with pytest.raises(PencilError, match=r"absent.yaml: no such config file"):
         load_config(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigError, match="cannot be read as a config file: Is a directory"):
+    with pytest.raises(PencilError, match="cannot be read as a config file: Is a directory"):
         load_config(tmp_path)
 
 
@@ -222,7 +223,7 @@ def test_what_a_variable_stood_for_is_never_shown(good: Path, monkeypatch: pytes
 
 def test_an_error_about_a_variable_shows_the_variable(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hush-hush")
-    with pytest.raises(ConfigError, match=r"found '\$\{SECRET\}'") as caught:
+    with pytest.raises(PencilError, match=r"found '\$\{SECRET\}'") as caught:
         load_config(good, ["run.seed=${SECRET}"])
     assert "hush" not in str(caught.value)
     assert caught.value.__cause__ is None
@@ -249,9 +250,9 @@ def test_the_help_page_tells_every_key(good: Path) -> None:
 @given(st.text())
 def test_no_override_ends_in_anything_but_a_config_or_its_error(text: str) -> None:
     path = Path(__file__).parents[2] / "configs" / "demo.yaml"
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(PencilError):
         assert isinstance(load_config(path, [text]), Config)
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(PencilError):
         assert load_config(path, [f"tracking.experiment={text}"]).tracking.experiment in (
             text,
             text[1:-1],

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale.config.command import JobFolderError, refuse_lost
+from pencil_scale.config.command import refuse_lost
+from pencil_scale.storage.errors import PencilError
 from pipelines import export_labels, make_shards
 
 LOST = ["runs/demo", "runs/shards/train-*.tar", "./page.html", "file://runs/demo", "sqlite:///runs/mlflow.db"]
@@ -24,7 +25,7 @@ def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_relative_path_is_refused_in_the_folder_of_a_job_alone(
     path: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(JobFolderError, match=r"run.storage: .* an absolute path that every node sees"):
+    with pytest.raises(PencilError, match=r"run.storage: .* an absolute path that every node sees"):
         refuse_lost("run.storage", "/lake/demo", path)
     monkeypatch.chdir(job_folder.parents[2])
     refuse_lost("run.storage", path)

@@ -6,7 +6,8 @@ from packaging.requirements import Requirement
 
 from pencil_scale import __version__
 from pencil_scale.config import command as versions
-from pencil_scale.config.command import VersionError, check_versions, exit_code, require
+from pencil_scale.config.command import check_versions, exit_code, require
+from pencil_scale.storage.errors import PencilError
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,13 +18,13 @@ def test_the_versions_installed_here_are_supported() -> None:
 
 @pytest.mark.parametrize("found", ["2.59.0", "3.0.0", "1.0"])
 def test_a_version_outside_the_range_is_refused_in_one_line(found: str) -> None:
-    with pytest.raises(VersionError) as caught:
+    with pytest.raises(PencilError) as caught:
         require("Ray", found, versions.RAY)
     assert str(caught.value) == f"Ray {found} found; Ray >=2.60,<3 is supported: install such a version"
 
 
 def test_a_missing_package_is_refused() -> None:
-    with pytest.raises(VersionError, match=r"MLflow is not installed; MLflow >=3.17,<4 is needed"):
+    with pytest.raises(PencilError, match=r"MLflow is not installed; MLflow >=3.17,<4 is needed"):
         require("MLflow", None, versions.MLFLOW)
 
 

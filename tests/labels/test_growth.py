@@ -8,9 +8,8 @@ from label_making import names
 from pencil_scale.labels import part_files
 from pencil_scale.labels.growth import grow
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import sample_key
+from pencil_scale.storage.errors import PencilError, sample_key
 
 
 def trained(tmp_path: Path, num_rows: int) -> tuple[Manifest, np.ndarray]:
@@ -72,5 +71,5 @@ def test_new_rows_bring_keys_and_come_in_chunks(tmp_path: Path) -> None:
 
 def test_a_wrong_class_is_named_with_the_row_it_would_have_had(tmp_path: Path) -> None:
     manifest, _ = trained(tmp_path, 1500)
-    with pytest.raises(RowsRefusedError, match="row 1,501: class 3 is not one of 3"):
+    with pytest.raises(PencilError, match="row 1,501: class 3 is not one of 3"):
         grow(manifest, np.array([0, 3]))

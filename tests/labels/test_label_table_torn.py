@@ -18,7 +18,7 @@ from label_making import names
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import sweep
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.files import StorageRefusedError
+from pencil_scale.storage.errors import PencilError
 
 NUM_ROWS, NUM_CLASSES, BATCH = 5000, 5, 250
 STEPS = NUM_ROWS // BATCH
@@ -128,19 +128,19 @@ def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
 FULL_DISK = """
 import numpy as np
 from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_store import StorageFullError
+from pencil_scale.labels.part_store import PencilError
 from pathlib import Path
 def files():
     return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
 try:
     LabelTable.create(disk + "/big", np.zeros(100_000, int), "abcde")
-except StorageFullError as error:
+except PencilError as error:
     print(error)
 print(files())
 table = LabelTable.create(disk + "/small", np.zeros(9_000, int), "abcde")
 try:
     table.snapshot(disk + "/store"), table.snapshot(disk + "/more")
-except StorageFullError as error:
+except PencilError as error:
     print(error)
 assert not [name for name in files() if "unfinished" in name]
 table.write([5], np.ones((1, 5), np.float32), epoch=0)
@@ -161,7 +161,7 @@ READ_ONLY = """
 import os, subprocess
 import numpy as np
 from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_store import StorageRefusedError
+from pencil_scale.labels.part_store import PencilError
 table = LabelTable.create(disk + "/table", np.arange(3000) % 5, "abcde")
 del table
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
@@ -172,7 +172,7 @@ for attempt in (
 ):
     try:
         attempt()
-    except StorageRefusedError as error:
+    except PencilError as error:
         print(error)
 print(LabelTable.open(disk + "/table").read([7]).argmax())
 """
@@ -189,15 +189,15 @@ def test_a_read_only_folder_is_named_and_can_still_be_read(tmp_path: Path) -> No
 
 def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageRefusedError, match=r"file/table: cannot be written \(Not a directory\)"):
+    with pytest.raises(PencilError, match=r"file/table: cannot be written \(Not a directory\)"):
         LabelTable.create(tmp_path / "file" / "table", np.zeros(10, int), names(5))
     table = LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))
-    with pytest.raises(StorageRefusedError, match="cannot be written"):
+    with pytest.raises(PencilError, match="cannot be written"):
         table.snapshot(tmp_path / "file" / "store")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    with pytest.raises(StorageRefusedError, match="Permission denied"):
+    with pytest.raises(PencilError, match="Permission denied"):
         LabelTable.create(tmp_path / "table", np.zeros(10, int), names(5))

@@ -21,10 +21,10 @@ from label_making import names
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge
 from pencil_scale.labels.owners import AHEAD, Batch, Owners, owned_parts
-from pencil_scale.labels.part_files import RowsRefusedError
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.pencil import move_labels
+from pencil_scale.storage.errors import PencilError
 
 NUM_ROWS, NUM_CLASSES = 6000, 5  # six parts: fewer than the largest world
 TIMEOUT_S = 60.0
@@ -316,7 +316,7 @@ def one_is_refused_and_lingers(owners: Owners, folder: Path) -> None:
     """As above, but the owner lives until the other rank has heard from it why there are no answers."""
     try:
         one_is_refused(owners, folder)
-    except RowsRefusedError:
+    except PencilError:
         wait_until((folder / "said-0.json").exists)
         raise
 
@@ -331,7 +331,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 @pytest.mark.slow
 def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path, target: Rank) -> None:
     said = run_world(2, tmp_path, target)
-    assert said[1]["kind"] == RowsRefusedError.__name__
+    assert said[1]["kind"] == PencilError.__name__
     assert "row 1024: marked with epoch 0 already" in said[1]["error"]
     # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
     require_told(said[0], epoch=0, steps=range(1), ranks=2)

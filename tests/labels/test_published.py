@@ -7,15 +7,9 @@ from catalogue_making import samples
 from review_making import ReviewBench
 
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.published import (
-    HeldError,
-    find_published,
-    held_names,
-    held_url,
-    published_names,
-    published_url,
-)
+from pencil_scale.labels.published import find_published, held_names, held_url, published_names, published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
+from pencil_scale.storage.errors import PencilError
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def bench(tmp_path: Path) -> ReviewBench:
 @pytest.mark.parametrize("by_url", [False, True])
 def test_held_labels_are_refused_with_the_reasons_and_what_to_do(bench: ReviewBench, by_url: bool) -> None:
     named = held_url(bench.storage, "bad") if by_url else "bad"
-    with pytest.raises(HeldError, match="are held: cat vanished") as refused:
+    with pytest.raises(PencilError, match="are held: cat vanished") as refused:
         find_published(bench.storage, named)
     for command in ("review_report CONFIG report.labels=bad", "promote CONFIG bad"):
         assert command in str(refused.value)

@@ -6,7 +6,7 @@ from label_making import names
 
 from pencil_scale.labels.carry import remap
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import LabelTableError
+from pencil_scale.storage.errors import PencilError
 
 MERGED = [[0], [1, 4], [3], []]  # 1 and 4 are one class now, 2 is dropped, one class is new
 
@@ -68,5 +68,5 @@ def test_classes_pins_keys_and_ledger_come_along(tmp_path: Path, caplog: pytest.
     ],
 )
 def test_a_mapping_that_means_nothing_is_refused(tmp_path: Path, mapping: list, message: str) -> None:
-    with pytest.raises(LabelTableError, match=message):
+    with pytest.raises(PencilError, match=message):
         remap(make_table(tmp_path / "old"), mapping, names(len(mapping)), tmp_path / "new")

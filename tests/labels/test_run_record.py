@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from pencil_scale.labels.run_record import RunNameError, RunRecord, find_record, read_record, write_record
+from pencil_scale.labels.run_record import RunRecord, find_record, read_record, write_record
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease, LeaseLostError
 
 SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
@@ -45,7 +46,7 @@ def test_another_number_of_workers_may_go_on(storage: str) -> None:
 def test_a_name_begun_with_other_settings_is_refused(storage: str) -> None:
     other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
     with pytest.raises(
-        RunNameError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
+        PencilError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
     ):
         find_record(storage, "night", other)
 
@@ -54,7 +55,7 @@ def test_a_finished_run_is_refused(storage: str) -> None:
     record = read_record(storage, "night")
     assert record is not None
     write_record(storage, record, status="finished")
-    with pytest.raises(RunNameError, match=r"run night is finished .*choose another run.name"):
+    with pytest.raises(PencilError, match=r"run night is finished .*choose another run.name"):
         find_record(storage, "night", SETTINGS)
 
 
@@ -64,7 +65,7 @@ def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"labels of a person's last run")
     with pytest.raises(
-        RunNameError, match=f"{left} is there, left by an earlier run .* nothing is overwritten"
+        PencilError, match=f"{left} is there, left by an earlier run .* nothing is overwritten"
     ):
         find_record(storage, "gone", SETTINGS)
     assert path.read_bytes() == b"labels of a person's last run"
@@ -82,7 +83,7 @@ def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -
     record = read_record(storage, "night")
     assert record is not None
     write_record(storage, record, status="held", held_because=("it guesses", "cat vanished"))
-    with pytest.raises(RunNameError, match=r"run night is held.*it guesses; cat vanished") as refused:
+    with pytest.raises(PencilError, match=r"run night is held.*it guesses; cat vanished") as refused:
         find_record(storage, "night", SETTINGS)
     assert "promote CONFIG night`, or train again under another run.name" in str(refused.value)
 

@@ -10,10 +10,9 @@ import pytest
 from label_making import names
 
 from pencil_scale.labels.manifest import Manifest, merge
-from pencil_scale.labels.part_files import TableMismatchError
 from pencil_scale.labels.snapshot import sweep, visited
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import LabelTableError, TableDamagedError
+from pencil_scale.storage.errors import DamagedError, PencilError
 
 NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 ALL = np.arange(NUM_ROWS)
@@ -117,9 +116,9 @@ def test_an_owner_restores_its_own_parts_and_no_others(table: LabelTable, tmp_pa
         ).unlink()
     mine = LabelTable.restore(manifest, tmp_path / "mine", parts=[2])
     assert np.array_equal(mine.read(ALL[2048:]), table.read(ALL[2048:]))
-    with pytest.raises(LabelTableError, match="row 2047: in a part that is not in this working copy"):
+    with pytest.raises(PencilError, match="row 2047: in a part that is not in this working copy"):
         mine.read([2047])
-    with pytest.raises(LabelTableError, match="holds 1 of 3 parts"):
+    with pytest.raises(PencilError, match="holds 1 of 3 parts"):
         mine.visited(0)
     assert mine.count_visited(0) == len([row for row in ALL[2048:] if row % 3 == 0])
 
@@ -131,11 +130,11 @@ def test_owners_of_parts_write_partial_manifests_that_merge(table: LabelTable, t
     for owner in owners:
         owner.mark([row for row in (1, 1025, 2049) if row >> 10 in owner.parts], epoch=9)
     partial = [owner.snapshot(tmp_path / "store") for owner in [*owners, idle]]
-    with pytest.raises(LabelTableError, match="2 of 3 parts are missing, the first is part 0"):
+    with pytest.raises(PencilError, match="2 of 3 parts are missing, the first is part 0"):
         merge(partial[1:])
-    with pytest.raises(LabelTableError, match="merge the manifests of all ranks"):
+    with pytest.raises(PencilError, match="merge the manifests of all ranks"):
         partial[0].save(tmp_path / "partial.json")
-    with pytest.raises(TableMismatchError, match="two manifests name part 0"):
+    with pytest.raises(PencilError, match="two manifests name part 0"):
         merge([partial[0], partial[0]])
     merged = merge(partial)
     assert np.flatnonzero(visited(merged, 9)).tolist() == [1, 1025, 2049]
@@ -158,13 +157,13 @@ def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> 
     idle = LabelTable.restore(manifest, tmp_path / "idle", parts=[])
     assert idle.count_visited(0) == 0
     assert pa.ipc.open_file(str(tmp_path / "idle" / "labels.arrow")).read_all().num_rows == 0
-    with pytest.raises(LabelTableError, match="row 3: in a part that is not in this working copy"):
+    with pytest.raises(PencilError, match="row 3: in a part that is not in this working copy"):
         idle.read([3])
 
 
 def test_manifests_of_different_tables_do_not_merge(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
-    with pytest.raises(TableMismatchError, match=r"first epoch 1.*first epoch 2"):
+    with pytest.raises(PencilError, match=r"first epoch 1.*first epoch 2"):
         merge([manifest, manifest.for_new_run("tonight")])
 
 
@@ -182,7 +181,7 @@ def test_a_missing_part_is_named(table: LabelTable, tmp_path: Path) -> None:
     manifest = table.snapshot(tmp_path / "store")
     name = f"{manifest.parts[1].labels[0].sha256}.arrow"
     (tmp_path / "store" / "parts" / manifest.run / name).unlink()
-    with pytest.raises(TableDamagedError, match=f"{name}: missing"):
+    with pytest.raises(DamagedError, match=f"{name}: missing"):
         LabelTable.restore(manifest, tmp_path / "again")
     assert not (tmp_path / "again" / "labels.arrow").exists()
 
@@ -194,7 +193,7 @@ def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path,
     data = bytearray(path.read_bytes())
     data[9000] ^= 1
     path.write_bytes(data if damage == "a flipped bit" else path.read_bytes()[:-100])
-    with pytest.raises(TableDamagedError, match=f"{path.name}: damaged"):
+    with pytest.raises(DamagedError, match=f"{path.name}: damaged"):
         LabelTable.restore(manifest, tmp_path / "again")
 
 
@@ -211,20 +210,18 @@ def test_manifests_of_another_kind_version_or_class_count_are_named(
 ) -> None:
     manifest = table.snapshot(tmp_path / "store")
     found = json.loads(manifest.encode())
-    with pytest.raises(
-        TableMismatchError, match=r"m\.json: a manifest of version 3; this program reads version 2"
-    ):
+    with pytest.raises(PencilError, match=r"m\.json: a manifest of version 3; this program reads version 2"):
         Manifest.decode(json.dumps(found | {"version": 3}).encode(), "m.json")
-    with pytest.raises(TableMismatchError, match=r"m\.json: JSON, but not a manifest"):
+    with pytest.raises(PencilError, match=r"m\.json: JSON, but not a manifest"):
         Manifest.decode(b"{}", "m.json")
-    with pytest.raises(TableDamagedError, match=r"m\.json: not a whole manifest"):
+    with pytest.raises(DamagedError, match=r"m\.json: not a whole manifest"):
         Manifest.decode(manifest.encode()[:-5], "m.json")
-    with pytest.raises(TableMismatchError, match="of these labels lacks 'class-5', 'class-6', compared"):
+    with pytest.raises(PencilError, match="of these labels lacks 'class-5', 'class-6', compared"):
         LabelTable.restore(manifest, tmp_path / "again", class_names=names(7))
-    with pytest.raises(TableMismatchError, match="another order: class 0 is 'class-0', not 'class-4'"):
+    with pytest.raises(PencilError, match="another order: class 0 is 'class-0', not 'class-4'"):
         LabelTable.restore(manifest, tmp_path / "again", class_names=names(5)[::-1])
     lying = replace(manifest, layout=replace(manifest.layout, num_classes=6))
-    with pytest.raises(TableMismatchError, match="columns are not those of the manifest's class count"):
+    with pytest.raises(PencilError, match="columns are not those of the manifest's class count"):
         LabelTable.restore(lying, tmp_path / "again")
 
 
@@ -283,10 +280,10 @@ def test_snapshots_on_s3_are_whole_written_once_and_swept(
     assert_same_table(LabelTable.restore(second, tmp_path / "again"), table)
 
     assert len(sweep(bucket, second.run, [second])) == 2  # labels and ledger of the part that moved
-    with pytest.raises(TableDamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+/\w+\.arrow: missing"):
+    with pytest.raises(DamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+/\w+\.arrow: missing"):
         LabelTable.restore(Manifest.load(f"{bucket}/night-1.json"), tmp_path / "gone")
     files.invalidate_cache()
     name = files.find("lake/labels/parts")[0]
     files.pipe_file(name, files.cat_file(name)[:-1])
-    with pytest.raises(TableDamagedError, match="damaged"):
+    with pytest.raises(DamagedError, match="damaged"):
         LabelTable.restore(second, tmp_path / "damaged")

@@ -9,7 +9,7 @@ from label_making import names
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.start_labels import manifests_of, sweep_run
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import LabelTableError
+from pencil_scale.storage.errors import PencilError
 
 NUM_CLASSES = 3
 # Runs may be called as our own folders are.
@@ -82,6 +82,6 @@ def test_parts_that_only_another_run_names_stay(lake: Path) -> None:
 def test_a_file_that_may_have_been_a_manifest_keeps_everything(lake: Path) -> None:
     (lake / "labels" / "published" / "two.json").write_text('{"kind": "pencil_scale labels", "par')
     before = parts_of(lake, "mine")
-    with pytest.raises(LabelTableError, match=r"two\.json: not an intact JSON file .* nothing is swept"):
+    with pytest.raises(PencilError, match=r"two\.json: not an intact JSON file .* nothing is swept"):
         sweep_run(str(lake), "mine")
     assert parts_of(lake, "mine") == before

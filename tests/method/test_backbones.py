@@ -9,7 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 from torchvision import models
 
-from pencil_scale.method.backbones import BackboneError, build_backbone
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -106,7 +107,7 @@ def test_a_factory_of_the_users_own_is_called() -> None:
     ],
 )
 def test_a_network_nobody_knows_is_refused(name: str, says: str) -> None:
-    with pytest.raises(BackboneError, match=says):
+    with pytest.raises(PencilError, match=says):
         build_backbone(name, 10)
 
 
@@ -136,9 +137,7 @@ def test_a_head_of_another_class_count_is_left_out(tmp_path: Path) -> None:
 
 def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
     url = saved(tmp_path, build_backbone("preact_resnet32", 10).state_dict())
-    with pytest.raises(
-        BackboneError, match=r"weights.pt does not fit the network: \d+ unlike ours \(1.norm1"
-    ):
+    with pytest.raises(PencilError, match=r"weights.pt does not fit the network: \d+ unlike ours \(1.norm1"):
         build_backbone("small_convnet", 10, url)
 
 
@@ -149,18 +148,18 @@ class Trap:
 
 def test_nothing_in_a_weights_file_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "weights.pt").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(BackboneError, match="no file of plain weights"):
+    with pytest.raises(PencilError, match="no file of plain weights"):
         build_backbone("small_convnet", 10, str(tmp_path / "weights.pt"))
-    with pytest.raises(BackboneError, match="no file of plain weights"):
+    with pytest.raises(PencilError, match="no file of plain weights"):
         build_backbone("small_convnet", 10, saved(tmp_path, {"0.weight": Trap()}))
     assert "executed" not in capsys.readouterr().out
 
 
 def test_files_that_are_no_weights_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(BackboneError, match=r"absent.pt cannot be read"):
+    with pytest.raises(PencilError, match=r"absent.pt cannot be read"):
         build_backbone("small_convnet", 10, str(tmp_path / "absent.pt"))
-    with pytest.raises(BackboneError, match="holds a list"):
+    with pytest.raises(PencilError, match="holds a list"):
         build_backbone("small_convnet", 10, saved(tmp_path, [1, 2]))
     (tmp_path / "empty.pt").touch()
-    with pytest.raises(BackboneError, match="no file of plain weights"):
+    with pytest.raises(PencilError, match="no file of plain weights"):
         build_backbone("small_convnet", 10, str(tmp_path / "empty.pt"))

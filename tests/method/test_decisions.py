@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.method.decisions import DecisionError, decide, label_distribution
+from pencil_scale.method.decisions import decide, label_distribution
+from pencil_scale.storage.errors import PencilError
 
 
 def logits_of(*shares: list[float]) -> np.ndarray:
@@ -40,7 +41,7 @@ def test_no_rows_are_no_error() -> None:
 
 
 def test_logits_that_are_no_numbers_are_named() -> None:
-    with pytest.raises(DecisionError, match="of 1 rows, the first at position 1,"):
+    with pytest.raises(PencilError, match="of 1 rows, the first at position 1,"):
         decide(np.array([[0, 1], [np.nan, 1]], np.float32), np.array([0, 0]))
 
 

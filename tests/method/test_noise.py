@@ -3,13 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.method.noise import (
-    CIFAR10_FLIPS,
-    NoiseError,
-    asymmetric_noise,
-    next_class_flips,
-    symmetric_noise,
-)
+from pencil_scale.method.noise import CIFAR10_FLIPS, asymmetric_noise, next_class_flips, symmetric_noise
+from pencil_scale.storage.errors import PencilError
 
 LABELS = np.arange(100_000) % 10
 
@@ -72,5 +67,5 @@ def test_no_labels_are_no_error() -> None:
     ],
 )
 def test_labels_or_rates_that_cannot_be_are_named(labels: list[float], rate: float, says: str) -> None:
-    with pytest.raises(NoiseError, match=says):
+    with pytest.raises(PencilError, match=says):
         symmetric_noise(labels, rate, num_classes=10, seed=0)

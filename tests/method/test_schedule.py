@@ -8,9 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from pencil_scale.config.loader import load_config
-from pencil_scale.method.outlook import OutlookError, check_outlook, label_scale
+from pencil_scale.method.outlook import check_outlook, label_scale
 from pencil_scale.method.pencil import classification_loss, move_labels, pencil_loss
 from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage.errors import PencilError
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
@@ -112,7 +113,7 @@ def test_before_a_run_it_says_when_labels_change() -> None:
 
 def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
     short = "stages.pencil.epochs=5"
-    with pytest.raises(OutlookError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
+    with pytest.raises(PencilError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
         check_outlook(schedule(short), 10)
     tried = re.search(r"try (\S+) or (\S+), or set stages.pencil.allow_fixed_labels", str(refused.value))
     assert tried is not None
@@ -125,7 +126,7 @@ def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_
 @pytest.mark.parametrize("curve", ['{"start":400,"end":0}', "[[0,400],[6,40]]", "[[0,40],[3,4000]]"])
 def test_advice_for_a_short_stage_holds_for_a_lambda_that_varies(curve: str) -> None:
     short = f"stages.pencil.epochs=3 stages.pencil.lambda={curve}"
-    with pytest.raises(OutlookError) as refused:
+    with pytest.raises(PencilError) as refused:
         check_outlook(schedule(short), 10)
     settings = re.findall(r"stages.pencil.(?:lambda|epochs)=\S+\b", str(refused.value))
     assert settings
@@ -135,7 +136,7 @@ def test_advice_for_a_short_stage_holds_for_a_lambda_that_varies(curve: str) -> 
 
 @pytest.mark.slow
 def test_numbers_that_change_no_label_are_refused_with_numbers_that_do() -> None:
-    with pytest.raises(OutlookError, match=r"try stages.pencil.alpha=0.01, or set .*allow_fixed_labels"):
+    with pytest.raises(PencilError, match=r"try stages.pencil.alpha=0.01, or set .*allow_fixed_labels"):
         check_outlook(schedule(CIFAR100, 100), 100)
     assert "changes after" in check_outlook(schedule(f"{CIFAR100} stages.pencil.alpha=0.01", 100), 100)
 
@@ -151,17 +152,17 @@ def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
         (CIFAR10_50, "stays at 0.49"),
         (f"{CLOTHING} stages.pencil.lambda=3000", "oscillates"),
     ):
-        with pytest.raises(OutlookError, match=f"{why}.*; try stages.pencil.compatibility=released"):
+        with pytest.raises(PencilError, match=f"{why}.*; try stages.pencil.compatibility=released"):
             check_outlook(schedule(f"{overrides} stages.pencil.compatibility=printed"), 10)
 
 
 def test_labels_that_stand_still_are_refused_with_a_pace_that_moves_them() -> None:
-    with pytest.raises(OutlookError, match=r"try stages.pencil.lambda=320,"):
+    with pytest.raises(PencilError, match=r"try stages.pencil.lambda=320,"):
         check_outlook(schedule("stages.pencil.lambda=0"), 10)
 
 
 def test_a_start_confidence_sets_the_scale() -> None:
     stage = schedule("stages.pencil.start_confidence=0.99").stages.pencil
     assert label_scale(stage, 1000) == pytest.approx(11.5, abs=0.01)  # ln(99 * 999)
-    with pytest.raises(OutlookError, match="no more than chance among 10 classes"):
+    with pytest.raises(PencilError, match="no more than chance among 10 classes"):
         label_scale(schedule("stages.pencil.start_confidence=0.1").stages.pencil, 10)

@@ -12,10 +12,11 @@ from night_making import Nights
 
 from pencil_scale.export.files import MANIFEST, ExportManifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
-from pencil_scale.nights.record import Night, NightError, Plan, night_name
+from pencil_scale.nights.record import Night, Plan, night_name
 from pencil_scale.nights.retention import remove_old
 from pencil_scale.nights.start import adopt, resumable
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import LeaseHeldError, LeaseLostError
 
 EXPORT = ExportManifest("labels", "a1b2", 1, "run", ("a", "b"), 0, 0, ())
@@ -39,13 +40,13 @@ def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
     nights.move_current(nights.must_find("night-0002"), expected="night-0001")
     nights.move_current(nights.must_find("night-0002"), expected="night-0001")  # again, after a kill
     with pytest.raises(
-        NightError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
+        PencilError, match=r"was moved to night-0002 while night-0003 was made from night-0001"
     ):
         nights.move_current(nights.must_find("night-0003"), expected="night-0001")
     current = nights.current()
     assert current is not None
     assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
-    with pytest.raises(NightError, match="no finished night of this name; kept are night-0001, night-0002"):
+    with pytest.raises(PencilError, match="no finished night of this name; kept are night-0001, night-0002"):
         nights.must_find("night-0007")
 
 
@@ -72,7 +73,9 @@ def test_current_that_another_job_moved_between_the_look_and_the_move_stays_ther
             bench.nights.move_current(nights.must_find("night-0002"), expected="night-0001")
 
         monkeypatch.setattr(nights._lease, "check", overtaken)
-        with pytest.raises(NightError, match="moved to night-0002 while night-0003 was made from night-0001"):
+        with pytest.raises(
+            PencilError, match="moved to night-0002 while night-0003 was made from night-0001"
+        ):
             nights.move_current(nights.must_find("night-0003"), expected="night-0001")
     current = bench.nights.current()
     assert current is not None
@@ -83,7 +86,7 @@ def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
     first = night(1, None)
     with bench.nights.held() as nights:
         nights.save(first)
-        PartStore(f"{bench.storage}/nights").delete("lease")  # another job takes over
+        Folder(f"{bench.storage}/nights").delete("lease")  # another job takes over
         with bench.nights.held():
             for write in (
                 lambda: nights.begin(Plan("night-0002", "id-2", 2, None, 1, {})),
@@ -146,15 +149,15 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
         nights.save(night(number, night_name(number - 1)))
         run = RunRecord(night_name(number), f"id-{number}", {}, 1, ("a", "b"), {}, "")
         write_record(bench.storage, run)
-        PartStore(f"{bench.storage}/exports/{night_name(number)}").put(MANIFEST, EXPORT.encode())
-        PartStore(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
+        Folder(f"{bench.storage}/exports/{night_name(number)}").put(MANIFEST, EXPORT.encode())
+        Folder(f"{bench.storage}/models").put(f"{night_name(number)}.pt", b"")
     nights.move_current(nights.must_find("night-0003"), expected=None)
     assert remove_old(nights, keep=2) == ["night-0001", "night-0004", "night-0005"]
     kept = ["night-0002", "night-0003", "night-0006", "night-0007"]
     assert [one.name for one in nights.nights()] == kept
-    assert PartStore(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
-    assert PartStore(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
-    assert PartStore(bench.storage).names("runs") == [f"runs/{name}" for name in kept]
+    assert Folder(bench.storage).names("exports") == [f"exports/{name}" for name in kept]
+    assert Folder(bench.storage).names("models") == [f"models/{name}.pt" for name in kept]
+    assert Folder(bench.storage).names("runs") == [f"runs/{name}" for name in kept]
     assert remove_old(nights, keep=2) == []
 
 
@@ -163,17 +166,17 @@ def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nigh
     nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
     nights.begin(Plan("night-0002", "id-2", 2, None, 1, {}))
     write_record(bench.storage, theirs)
-    PartStore(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
+    Folder(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
     for run in ("theirs", "id-1"):
-        PartStore(f"{bench.storage}/checkpoints/night-0001/{run}-0001").put("weights.pt", b"")
-    PartStore(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
-    PartStore(f"{bench.storage}/exports/night-0001").put(MANIFEST, EXPORT.encode())
+        Folder(f"{bench.storage}/checkpoints/night-0001/{run}-0001").put("weights.pt", b"")
+    Folder(f"{bench.storage}/exports/night-0001").put("notes.txt", b"theirs")
+    Folder(f"{bench.storage}/exports/night-0001").put(MANIFEST, EXPORT.encode())
     assert remove_old(nights, keep=1) == ["night-0001"]
     assert read_record(bench.storage, "night-0001") == theirs
     checkpoints = "checkpoints/night-0001"
-    assert PartStore(bench.storage).names(checkpoints) == [f"{checkpoints}/theirs-0001"]
-    assert PartStore(bench.storage).names("models") == ["models/night-0001.pt"]
-    assert PartStore(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
+    assert Folder(bench.storage).names(checkpoints) == [f"{checkpoints}/theirs-0001"]
+    assert Folder(bench.storage).names("models") == ["models/night-0001.pt"]
+    assert Folder(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
 
 
 def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
@@ -186,8 +189,8 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
             bench.storage, RunRecord(name, "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status=status)
         )
         facts = json.dumps({"test_accuracy": 0.75}).encode()
-        PartStore(f"{bench.storage}/runs/{name}").put("summary.json", facts)
-    with pytest.raises(NightError, match=r"half is no finished run of .*; finished are big"):
+        Folder(f"{bench.storage}/runs/{name}").put("summary.json", facts)
+    with pytest.raises(PencilError, match=r"half is no finished run of .*; finished are big"):
         adopt(nights, "half")
     taken = adopt(nights, None)
     assert taken is not None
@@ -200,5 +203,5 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
     write_record(
         bench.storage, RunRecord("small", "id", {}, 1, ("ant", "bee", "cat"), {}, "labels", status="finished")
     )
-    with pytest.raises(NightError, match=r"nightly.start_from: which run"):
+    with pytest.raises(PencilError, match=r"nightly.start_from: which run"):
         adopt(nights, None)

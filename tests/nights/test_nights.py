@@ -21,9 +21,10 @@ from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.nights.carry_over import carry_over
 from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.prepare import prepare, remapped_head
-from pencil_scale.nights.record import Night, NightError, Plan
+from pencil_scale.nights.record import Night, Plan
 from pencil_scale.nights.start import adopt, clean_set
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 
 SAME = [[0], [1], [2]]
 
@@ -182,9 +183,9 @@ def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> 
     assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": "bee"}) == [[0], [1, 2]]
     assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": None}) == [[0], [1]]
     assert class_mapping(["ant", "bee"], ["ant", "bee"], {"bee": "ant"}) == [[0], [1]]  # still listed
-    with pytest.raises(NightError, match=r"'cat' left the class list .* nightly.remap=\{cat: ant\}"):
+    with pytest.raises(PencilError, match=r"'cat' left the class list .* nightly.remap=\{cat: ant\}"):
         class_mapping(["ant", "cat"], ["ant", "kat"], {})
-    with pytest.raises(NightError, match=r"'cat' became 'kat', which data.classes does not name"):
+    with pytest.raises(PencilError, match=r"'cat' became 'kat', which data.classes does not name"):
         class_mapping(["ant", "cat"], ["ant", "bee"], {"cat": "kat"})
 
 
@@ -195,7 +196,7 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
     labels = published_url(bench.storage, "first")
     bench.labels(before).save(labels)
     weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
-    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    Folder(f"{bench.storage}/models").put("first.pt", _saved(weights))
     names = ("ant", "bee", "cat")
     model = f"{bench.storage}/models/first.pt"
     bench.nights.save(Night("first", 0, None, before.version, names, labels, model, "first"))
@@ -225,7 +226,7 @@ def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night,
         published_url(bench.storage, "first")
     )
     weights = {"1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
-    PartStore(f"{bench.storage}/models").put("first.pt", _saved(weights))
+    Folder(f"{bench.storage}/models").put("first.pt", _saved(weights))
     night = Night(
         "first",
         0,
@@ -310,7 +311,7 @@ def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
         RunRecord("bad", "a1b2", {}, 1, (), {}, "", status="held", held_because=("cat vanished",)),
     )
     assert adopt(bench.nights, None) is None
-    with pytest.raises(NightError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
+    with pytest.raises(PencilError, match=r"start_from: bad is held: cat vanished.*promote CONFIG bad"):
         adopt(bench.nights, "bad")
 
 
@@ -330,7 +331,7 @@ def _saved(weights: dict[str, torch.Tensor]) -> bytes:
 
 def _file(url: str) -> Any:
     folder, _, name = url.rpartition("/")
-    return io.BytesIO(PartStore(folder).get(name))
+    return io.BytesIO(Folder(folder).get(name))
 
 
 def _aliases(bench: Nights) -> str:

@@ -12,12 +12,11 @@ from catalogue_making import CLASSES, Bench, sample, samples
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.published import NotPublishedError, published_url
+from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import label_store
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.urls import ShardError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.subset.candidates import Rule, candidates, merge_picks, no_limits, place_limits
-from pencil_scale.subset.choice import SubsetError
 from pencil_scale.subset.files import read_members
 from pencil_scale.train.preflight import check_run
 from pipelines.balance_subset import Summary, main, run
@@ -93,7 +92,7 @@ def test_a_grown_catalogue_pushes_out_no_more_members_than_newcomers_take(bench:
 def test_a_class_with_too_few_samples_is_named_or_gives_all(bench: SubsetBench) -> None:
     bench.shard("c.tar", [member for number in (60, 61, 62) for member in sample(number, label=0)])
     bench.index()
-    with pytest.raises(SubsetError, match=r"class 1 \(bee\) has 20 of 23, class 2 \(cat\) has 20 of 23"):
+    with pytest.raises(PencilError, match=r"class 1 \(bee\) has 20 of 23, class 2 \(cat\) has 20 of 23"):
         bench.draw("subset.per_class=23")
     taken = bench.draw("subset.per_class=23", "subset.on_shortage=take_all")
     assert taken.words.class_counts == (23, 20, 20)
@@ -133,10 +132,10 @@ def test_by_corrected_class_and_above_a_confidence(bench: SubsetBench) -> None:
 
 
 def test_labels_nobody_published_are_named_with_those_that_are_there(bench: SubsetBench) -> None:
-    with pytest.raises(NotPublishedError, match="no published labels; train first"):
+    with pytest.raises(PencilError, match="no published labels; train first"):
         bench.draw("subset.per_class=3", "subset.by=corrected")
     bench.publish([0] * 60, [0.9] * 60, name="night-1")
-    with pytest.raises(NotPublishedError, match="published are night-1"):
+    with pytest.raises(PencilError, match="published are night-1"):
         bench.draw("subset.per_class=3", "subset.by=corrected")
     assert bench.draw(
         "subset.per_class=3", "subset.by=corrected", "subset.labels=night-1", "subset.on_shortage=take_all"
@@ -194,7 +193,7 @@ def test_thin_members_get_shards_of_their_own_without_being_asked(bench: SubsetB
 
 def test_a_shard_that_changed_since_it_was_indexed_is_not_copied_from(bench: SubsetBench) -> None:
     bench.shard("b.tar", samples(range(30, 61)))
-    with pytest.raises(ShardError, match="changed since it was indexed"):
+    with pytest.raises(PencilError, match="changed since it was indexed"):
         bench.draw("subset.per_class=15", "subset.shards=always")
 
 
@@ -209,9 +208,9 @@ def test_the_trainer_takes_the_subset_and_refuses_one_of_elsewhere(
     other = SubsetBench(_made(tmp_path / "other"))
     other.shard("a.tar", samples(range(9)))
     other.index()
-    with pytest.raises(SubsetError, match="was drawn from memory://"):
+    with pytest.raises(PencilError, match="was drawn from memory://"):
         check_run(other.config(f"data.subset={summary.folder}"))
-    with pytest.raises(SubsetError, match="holds no subset"):
+    with pytest.raises(PencilError, match="holds no subset"):
         check_run(other.config("data.subset=memory://nowhere"))
 
 
@@ -219,7 +218,7 @@ def test_a_subset_of_a_newer_catalogue_is_refused(bench: SubsetBench) -> None:
     bench.shard("c.tar", samples(range(60, 66)))
     bench.index()
     summary = bench.draw("subset.per_class=5")
-    with pytest.raises(SubsetError, match="catalogue version 2, this run has version 1"):
+    with pytest.raises(PencilError, match="catalogue version 2, this run has version 1"):
         read_members(summary.folder, Catalogue.open(bench.storage, version=1), bench.storage)
 
 

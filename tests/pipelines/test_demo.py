@@ -26,7 +26,9 @@ def test_what_somebody_made_in_the_folder_of_the_demo_is_not_removed(theirs: str
     for name in ("shards/train-000000.tar", "runs/demo/run.json", theirs):
         (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "demo" / name).write_text("{}")
-    with pytest.raises(demo.DemoError, match=f"holds {theirs.rpartition('/')[0]}; the demo would remove it"):
+    with pytest.raises(
+        demo.PencilError, match=f"holds {theirs.rpartition('/')[0]}; the demo would remove it"
+    ):
         demo.clear(tmp_path / "demo")
     assert (tmp_path / "demo" / theirs).exists()
 

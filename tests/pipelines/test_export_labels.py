@@ -16,12 +16,12 @@ from night_making import pins_of
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.export.files import ExportError, ExportManifest, read_manifest, same_content
-from pencil_scale.labels.part_files import TableMismatchError
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.report import HISTORY, history_folder
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease, LeaseLostError
 from pipelines import export_labels
 
@@ -305,7 +305,7 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
     bench.shard("a.tar", samples(range(6, 12)))  # comes first now
     bench.index()
-    with pytest.raises(TableMismatchError, match="row 0 is another sample than the one these labels"):
+    with pytest.raises(PencilError, match="row 0 is another sample than the one these labels"):
         bench.export()
 
 
@@ -346,7 +346,7 @@ def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_plac
     (tmp_path / "2.tar").rename(tmp_path / "1.tar")
     (tmp_path / "x.tar").rename(tmp_path / "2.tar")
     bench.index()
-    with pytest.raises(TableMismatchError, match=r"row 1,024 is another sample"):
+    with pytest.raises(PencilError, match=r"row 1,024 is another sample"):
         bench.export()
 
 

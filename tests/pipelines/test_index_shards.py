@@ -17,7 +17,7 @@ from catalogue_making import REST, Bench, accounted_for, sample, samples
 from tar_making import python_tar
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease, LeaseHeldError
 from pencil_scale.storage.objects import PlainObjects
 from pipelines.index_shards import main
@@ -56,11 +56,11 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
     before = bench.rows(bench.index())
     bench.shard("a.tar", samples([3, 4, 9]))
     bench.shard("b.tar", [*samples([1, 6]), ("x.cls", b"1")])
-    real_put, real_conditional_put = PartStore.put, PlainObjects._put
+    real_put, real_conditional_put = Folder.put, PlainObjects._put
     died_at = set()
     for last in range(100):
         num_puts = 0
-        store = PartStore(f"{bench.storage}/catalogue")
+        store = Folder(f"{bench.storage}/catalogue")
         for name in store.names("staging"):
             store.delete(name)  # so that every attempt writes everything
 
@@ -71,7 +71,7 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
                 died_at.add(name.partition("/")[0])
                 raise Died
 
-        def put(self: PartStore, name: str, data: bytes, count: Callable[[str], None] = count) -> None:
+        def put(self: Folder, name: str, data: bytes, count: Callable[[str], None] = count) -> None:
             count(name)
             real_put(self, name, data)
 
@@ -82,7 +82,7 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
                 count(name)
             return real_conditional_put(self, name, *more)
 
-        monkeypatch.setattr(PartStore, "put", put)
+        monkeypatch.setattr(Folder, "put", put)
         monkeypatch.setattr(PlainObjects, "_put", conditional_put)
         try:
             bench.index()
@@ -109,7 +109,7 @@ def test_a_version_whose_job_died_before_it_became_the_newest_does_not_block_the
     bench.shard("b.tar", samples([2]))
     newer = bench.index().catalogue.manifest
     bench.shard("c.tar", samples([3]))
-    PartStore(f"{bench.storage}/catalogue").put("manifest.json", json.dumps(old).encode())  # as it was left
+    Folder(f"{bench.storage}/catalogue").put("manifest.json", json.dumps(old).encode())  # as it was left
     summary = bench.index()
     assert summary.catalogue.version == 3
     assert [row["sample_id"] for row in bench.rows(summary)] == ["000001", "000002", "000003"]

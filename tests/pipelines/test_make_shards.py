@@ -13,9 +13,10 @@ import pytest
 from shard_sources import class_folders, image, job_of, parquet, refusal, written_here
 
 from pencil_scale.method.noise import symmetric_noise
+from pencil_scale.storage.errors import PencilError
 from pipelines import make_shards
 from pipelines.shard_making.shard_options import jobs_of, parse_arguments
-from pipelines.shard_making.shard_writing import OutError, OutFolder
+from pipelines.shard_making.shard_writing import OutFolder
 
 
 def test_a_folder_tree_keeps_every_image_bit_for_bit(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_shards_made_before_keys_carried_the_prefix_are_not_mixed_with_those_tha
     before = {name: value for name, value in job.arguments.items() if name != "key_prefix"}
     labels, out = job.source.labels(), OutFolder(job.out)
     make_shards.claim(out, replace(job, arguments=before), labels)
-    with pytest.raises(OutError, match="keys that do not begin with the prefix, now test-; repeat"):
+    with pytest.raises(PencilError, match="keys that do not begin with the prefix, now test-; repeat"):
         make_shards.claim(out, job, labels)
 
 

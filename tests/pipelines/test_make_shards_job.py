@@ -47,7 +47,7 @@ def test_bytes_of_no_known_format_are_copied_and_counted(tmp_path: Path) -> None
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(make_shards.OutError, match="1 samples were found where 2 were counted"):
+    with pytest.raises(make_shards.PencilError, match="1 samples were found where 2 were counted"):
         write_shard(plan_of(image(1), num_labels=2), ["cat"], str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -115,7 +115,7 @@ def test_shards_that_only_another_machine_can_see_are_not_called_made(
     monkeypatch.setattr(
         make_shards, "write_missing", lambda job, *rest: write(dataclasses.replace(job, out=elsewhere), *rest)
     )
-    with pytest.raises(make_shards.OutError, match=r"1 shards such as train-000000.tar"):
+    with pytest.raises(make_shards.PencilError, match=r"1 shards such as train-000000.tar"):
         make_shards.run(job)
 
 

@@ -13,10 +13,11 @@ from catalogue_making import Bench, samples
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.labels.pins import PinsError, read_pins
+from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.errors import PencilError
 from pipelines import export_labels
 from pipelines.pin_labels import Summary, main, run
 
@@ -70,7 +71,7 @@ def test_the_newest_word_wins_and_entries_without_a_class_are_counted(bench: Pin
     ],
 )
 def test_a_file_that_cannot_be_taken_whole_pins_nothing(bench: PinBench, content: str, said: str) -> None:
-    with pytest.raises(PinsError, match=said):
+    with pytest.raises(PencilError, match=said):
         bench.pin("d.csv", content)
     assert bench.pins() == []
 
@@ -84,7 +85,7 @@ def test_a_file_that_is_no_json_is_an_error_of_one_line(
 
 
 def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None:
-    with pytest.raises(PinsError, match=r"gone\.json: no such file"):
+    with pytest.raises(PencilError, match=r"gone\.json: no such file"):
         run(load_config(bench.folder / "config.yaml", [f"pin.file={bench.folder}/gone.json"]))
 
 
@@ -143,8 +144,8 @@ def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench
     bench.shard("0.tar", samples(range(6, 12)))  # comes first now
     catalogue = bench.index().catalogue
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    with pytest.raises(PinsError, match="row 1 is another sample now"):
+    with pytest.raises(PencilError, match="row 1 is another sample now"):
         start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
-    with pytest.raises(PinsError, match="row 1 is another sample now"):
+    with pytest.raises(PencilError, match="row 1 is another sample now"):
         bench.pin("e.csv", "sample_id,class\n000007,ant\n")  # has row 1 now
     assert [pin["sample_id"] for pin in read_pins(bench.storage).table.to_pylist()] == ["000001"]

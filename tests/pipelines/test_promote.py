@@ -20,7 +20,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.nights.record import Night, NightFiles, Plan, night_name
 from pencil_scale.nights.retention import remove_taken_down
-from pencil_scale.storage.files import PartStore
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.train import summary
 from pipelines import promote as promoting
@@ -58,7 +58,7 @@ def made_night(bench: Nights, number: int, parent: str | None) -> Night:
     bench.labels(catalogue).save(published_url(bench.storage, name))
     sink = io.BytesIO()
     torch.save(build_backbone("small_convnet", 3).state_dict(), sink)
-    PartStore(f"{bench.storage}/models").put(f"{name}.pt", sink.getvalue())
+    Folder(f"{bench.storage}/models").put(f"{name}.pt", sink.getvalue())
     model, labels = f"{bench.storage}/models/{name}.pt", published_url(bench.storage, name)
     return Night(name, number, parent, 1, catalogue.class_names, labels, model, "run")
 
@@ -157,7 +157,7 @@ def held(nights: NightFiles, tmp_path: Path) -> str:
         RunRecord("tiny", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",)),
     )
     facts = {"run": "tiny", "status": "held", "held_because": ["b vanished"], "warnings": {}, "samples": 2}
-    PartStore(f"{nights.storage}/runs/tiny").put("summary.json", json.dumps(facts).encode())
+    Folder(f"{nights.storage}/runs/tiny").put("summary.json", json.dumps(facts).encode())
     return nights.storage
 
 
@@ -165,7 +165,7 @@ def held(nights: NightFiles, tmp_path: Path) -> str:
 def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
     nights: NightFiles, held: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = [(Lease, "put"), (PartStore, "delete"), (summary, "write_facts"), (promoting, "write_record")]
+    steps = [(Lease, "put"), (Folder, "delete"), (summary, "write_facts"), (promoting, "write_record")]
     for holder, name in steps:
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, _killed)

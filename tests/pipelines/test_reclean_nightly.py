@@ -17,8 +17,9 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.guard_rails import Findings
-from pencil_scale.nights.record import Night, NightError, NightFiles, Plan
+from pencil_scale.nights.record import Night, NightFiles, Plan
 from pencil_scale.nights.start import run_facts
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import LeaseHeldError
 from pencil_scale.subset.files import read_table, read_words
 from pipelines import night_outputs, promote, reclean_nightly
@@ -309,7 +310,7 @@ def test_a_night_that_was_refused_does_not_block_the_next(
 
     def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
         tried.append((plan.name, plan.catalogue_version))
-        raise NightError("too many images cannot be decoded")
+        raise PencilError("too many images cannot be decoded")
 
     monkeypatch.setattr(reclean_nightly, "_make", refuse)
     crawl.add(0)
@@ -328,7 +329,7 @@ def test_a_night_never_takes_a_name_under_which_something_is_stored(
 
     def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
         tried.append(plan.name)
-        raise NightError("enough")
+        raise PencilError("enough")
 
     monkeypatch.setattr(reclean_nightly, "_make", refuse)
     crawl.add(0)

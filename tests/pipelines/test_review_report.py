@@ -14,13 +14,13 @@ from review_making import ReviewBench, shown_in
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.history import read_traces
-from pencil_scale.labels.published import NotPublishedError, find_published
+from pencil_scale.labels.published import find_published
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.page import as_json, content_policy
 from pencil_scale.review.scan import DOUBT, candidates, pick
-from pencil_scale.storage.errors import TableDamagedError
+from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.tracking.tracker import copy_page
-from pipelines.review_report import ReportError, main
+from pipelines.review_report import main
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_history_file_that_was_cut_short_is_named(bench: ReviewBench) -> None:
 
     with fsspec.open(f"{bench.storage}/labels/history/t/epoch-00003.arrow", "wb", auto_mkdir=True) as file:
         file.write(b"ARROW1\0\0 and no more")
-    with pytest.raises(TableDamagedError, match=r"epoch-00003.arrow: no whole history file .*; remove it"):
+    with pytest.raises(DamagedError, match=r"epoch-00003.arrow: no whole history file .*; remove it"):
         bench.report()
 
 
@@ -132,7 +132,7 @@ def test_the_page_tells_what_changed_since_the_night_before(bench: ReviewBench) 
     assert shown["since"] == "before"
     place = shown["samples"]["id"].index("000007")
     assert numbers(shown["samples"]["before"])[place] == 1
-    with pytest.raises(NotPublishedError, match="nobody"):
+    with pytest.raises(PencilError, match="nobody"):
         bench.report("report.since=nobody")
 
 
@@ -317,7 +317,7 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
 def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
     bench.publish({1: 2})
     bench.page.write_text("<html>my own page</html>")
-    with pytest.raises(ReportError, match="is there, and no review page; nothing was overwritten"):
+    with pytest.raises(PencilError, match="is there, and no review page; nothing was overwritten"):
         bench.report()
     assert bench.page.read_text() == "<html>my own page</html>"
     bench.page.unlink()

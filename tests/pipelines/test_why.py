@@ -11,7 +11,7 @@ from review_making import ReviewBench
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.nights.record import Night, NightFiles
-from pencil_scale.review.story import UnknownSampleError
+from pencil_scale.storage.errors import PencilError
 from pipelines import export_labels, pin_labels
 from pipelines.why import main, run
 
@@ -134,9 +134,9 @@ def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
 
 
 def test_an_id_nobody_knows_is_answered_with_those_alike(bench: WhyBench) -> None:
-    with pytest.raises(UnknownSampleError, match=r"'00004': no sample of this id .* mean '000004'\?"):
+    with pytest.raises(PencilError, match=r"'00004': no sample of this id .* mean '000004'\?"):
         run(load_config(bench.config), "00004")
-    with pytest.raises(UnknownSampleError, match="index again if it is new"):
+    with pytest.raises(PencilError, match="index again if it is new"):
         run(load_config(bench.config), "nobody")
 
 

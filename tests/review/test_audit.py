@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pencil_scale.review.audit import Findings, JudgedError, Stratum, draw, interval, read_judged, study
+from pencil_scale.review.audit import Findings, Stratum, draw, interval, read_judged, study
+from pencil_scale.storage.errors import PencilError
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(JudgedError, match=r"gone\.json: no such file"):
+    with pytest.raises(PencilError, match=r"gone\.json: no such file"):
         read_judged(str(tmp_path / "gone.json"))
 
 
@@ -102,8 +103,8 @@ def test_right_is_what_ends_at_the_suggested_class_and_only_the_audit_counts(tmp
 def test_a_file_from_which_no_audit_follows_is_refused(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
-    with pytest.raises(JudgedError, match=said):
+    with pytest.raises(PencilError, match=said):
         read_judged(saved(tmp_path, **changes))
     (tmp_path / "decisions.json").write_text("[{")
-    with pytest.raises(JudgedError, match="no whole JSON"):
+    with pytest.raises(PencilError, match="no whole JSON"):
         read_judged(str(tmp_path / "decisions.json"))

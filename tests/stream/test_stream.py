@@ -23,10 +23,10 @@ from stream_making import (
 )
 from tar_making import python_tar
 
-from pencil_scale.storage.urls import ShardError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.batches import Prefetch
 from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Stream
-from pencil_scale.stream.window_reader import StreamError, read_piece
+from pencil_scale.stream.window_reader import read_piece
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_subset_is_read_alone_whether_given_as_rows_or_as_a_mask(shards: Shard
 
 
 def test_a_subset_of_another_catalogue_is_refused(shards: Shards) -> None:
-    with pytest.raises(StreamError, match=r"does not fit a catalogue of 500; .* run balance_subset again"):
+    with pytest.raises(PencilError, match=r"does not fit a catalogue of 500; .* run balance_subset again"):
         Stream(shards.spec(subset=np.array([3, 500])), in_process=True)
 
 
@@ -117,7 +117,7 @@ def test_an_image_that_does_not_decode_weighs_nothing_and_is_named(tmp_path: Pat
 
 def test_a_changed_shard_stops_the_stream_by_name(tmp_path: Path) -> None:
     stream = Stream(touched(tmp_path).spec(resize=4), in_process=True)
-    with pytest.raises(ShardError, match=CHANGED):
+    with pytest.raises(PencilError, match=CHANGED):
         list(stream.batches(0))
 
 
@@ -135,7 +135,7 @@ def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(
     stream = Stream(bench.spec(), in_process=True)
     visited = np.arange(21) == 20  # of a class nobody knows, so never trained on
     with pytest.raises(
-        StreamError, match="a window was planned with 19 rows, 20 are there; the visited rows"
+        PencilError, match="a window was planned with 19 rows, 20 are there; the visited rows"
     ):
         list(stream.batches(0, visited))
 
@@ -144,7 +144,7 @@ def test_an_empty_catalogue_is_refused_by_name(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     bench.shard("0.tar", [("a.png", image(1)), ("a.cls", b"77")])
     bench.index()
-    with pytest.raises(StreamError, match="no row to read"):
+    with pytest.raises(PencilError, match="no row to read"):
         Stream(bench.spec(), in_process=True)
 
 
@@ -274,9 +274,10 @@ def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_pat
         assert_own_pixels(batch)
     s3.pipe_file("crawl/1.tar", python_tar(samples(range(150, 200))))  # equally long, other products
     with pytest.raises(
-        ShardError, match=r"^shard s3://crawl/1.tar changed since it was indexed: etag:\S+ then, etag:\S+ now"
+        PencilError,
+        match=r"^shard s3://crawl/1.tar changed since it was indexed: etag:\S+ then, etag:\S+ now",
     ):
         list(stream.batches(1))
     s3.rm_file("crawl/1.tar")
-    with pytest.raises(ShardError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
+    with pytest.raises(PencilError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
         list(stream.batches(2))

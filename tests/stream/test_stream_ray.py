@@ -19,7 +19,7 @@ from stream_making import (
     touched,
 )
 
-from pencil_scale.storage.urls import ShardError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
 
 
@@ -95,6 +95,6 @@ def test_through_ray_damage_is_named_and_a_changed_shard_stops_the_run_in_one_li
     assert_damage_named(list(stream.batches(0)), tmp_path / "a")
     stream.close()
     stream = Stream(touched(tmp_path / "b").spec(resize=4))
-    with pytest.raises(ShardError, match=CHANGED):
+    with pytest.raises(PencilError, match=CHANGED):
         list(stream.batches(0))
     stream.close()

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.storage.errors import sample_key
-from pencil_scale.subset.choice import SubsetError, allocate, pick, seeded_order
+from pencil_scale.storage.errors import PencilError, sample_key
+from pencil_scale.subset.choice import allocate, pick, seeded_order
 
 
 def keys(*sample_ids: object) -> np.ndarray:
@@ -77,14 +77,14 @@ def test_the_order_uses_every_bit_of_a_key() -> None:
 
 def test_a_short_class_is_named_or_gives_all_it_has() -> None:
     remedy = "; ask for fewer, or set subset.on_shortage: take_all"
-    with pytest.raises(SubsetError, match=f"class 1 has 5 of 10{remedy}"):
+    with pytest.raises(PencilError, match=f"class 1 has 5 of 10{remedy}"):
         allocate([20, 5], per_class=10)
-    with pytest.raises(SubsetError, match=rf"class 1 \(bee\) has 5 of 10{remedy}"):
+    with pytest.raises(PencilError, match=rf"class 1 \(bee\) has 5 of 10{remedy}"):
         allocate([20, 5], per_class=10, names=["ant", "bee"])
     assert allocate([20, 5], per_class=10, on_shortage="take_all").tolist() == [10, 5]
 
 
 @pytest.mark.parametrize("asked", [{}, {"per_class": 1, "total": 1}, {"per_class": -1}, {"total": -1}])
 def test_an_allocation_that_means_nothing_is_refused(asked: dict[str, int]) -> None:
-    with pytest.raises(SubsetError, match="expected"):
+    with pytest.raises(PencilError, match="expected"):
         allocate([5, 5], **asked)

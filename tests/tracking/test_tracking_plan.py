@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 from mlflow_server import NAMES, free_port, plan_of, tracker_of, wait_for
 
-from pencil_scale.config.command import VersionError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.tracking.receiver import check_server
 from pencil_scale.tracking.tracked_run import TrackingError, git_commit
 
@@ -33,7 +33,7 @@ def answering(text: str) -> HTTPServer:
 def test_a_server_outside_the_range_stops_the_job(version: str) -> None:
     server = answering(version)
     uri = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(VersionError, match=rf"MLflow server {uri} {version} found; .*>=3.17,<4 is supported"):
+    with pytest.raises(PencilError, match=rf"MLflow server {uri} {version} found; .*>=3.17,<4 is supported"):
         check_server(uri)
     server.shutdown()
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from catalogue_making import Bench, samples
 
-from pencil_scale.catalogue.rules import ExcludeError
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.train.preflight import RunRefusedError, require_agreement
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.preflight import require_agreement
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def config(bench: Bench, *overrides: str) -> Config:
 def test_a_config_changed_since_indexing_is_refused_by_its_key(
     bench: Bench, override: str, says: str
 ) -> None:
-    with pytest.raises(RunRefusedError, match=says) as refused:
+    with pytest.raises(PencilError, match=says) as refused:
         require_agreement(config(bench, override.format(bench.folder)))
     assert "run pipelines.index_shards again" in str(refused.value)
 
@@ -76,7 +76,7 @@ def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench:
     bench.index(exclude=str(gone))
     require_agreement(config(bench))
     gone.write_text("000003\n000004\n")
-    with pytest.raises(RunRefusedError, match="not the list the catalogue was indexed with"):
+    with pytest.raises(PencilError, match="not the list the catalogue was indexed with"):
         require_agreement(config(bench))
-    with pytest.raises(ExcludeError, match="no such file"):
+    with pytest.raises(PencilError, match="no such file"):
         require_agreement(config(bench, f"data.exclude={bench.folder}/nowhere.txt"))

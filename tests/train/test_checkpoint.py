@@ -7,14 +7,8 @@ from label_making import names
 
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.train.checkpoint import (
-    CheckpointError,
-    Origin,
-    Progress,
-    Saved,
-    read_checkpoint,
-    write_checkpoint,
-)
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.checkpoint import Origin, Progress, Saved, read_checkpoint, write_checkpoint
 
 ORIGIN = Origin("a1b2", 2, "f00d", 3, ("ant", "bee"), {"test": 5})
 
@@ -53,7 +47,7 @@ def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
     with pytest.raises(Exception, match="whole") as caught:
         read_checkpoint(tmp_path / "checkpoint")
     path.unlink()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(PencilError, match="no whole checkpoint"):
         read_checkpoint(tmp_path / "checkpoint")
     assert "\n" not in str(caught.value)
 
@@ -69,7 +63,7 @@ def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(change: dict[str, object], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(PencilError, match=said):
         replace(ORIGIN, **change).require(ORIGIN, "checkpoint")  # type: ignore[arg-type]
 
 

@@ -10,7 +10,8 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.train.preflight import RunRefusedError, check_clean, check_run
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.preflight import check_clean, check_run
 from pencil_scale.train.run import _own_weights
 
 
@@ -36,9 +37,7 @@ def test_a_run_resumes_only_with_the_class_list_of_its_own_catalogue(bench: Chec
     (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
     config = bench.indexed()
     assert check_run(config).class_names == ("cat", "ant", "bee")
-    with pytest.raises(
-        RunRefusedError, match=r"same names in another order.*put back the list of .* version 1"
-    ):
+    with pytest.raises(PencilError, match=r"same names in another order.*put back the list of .* version 1"):
         check_run(config, version=1)
 
 
@@ -48,7 +47,7 @@ def test_a_clean_set_of_another_class_list_is_refused(bench: CheckBench) -> None
     (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
     config = bench.indexed(test=None)
     with pytest.raises(
-        RunRefusedError, match=r"data.test: the class list of its catalogue, version 1, has the same"
+        PencilError, match=r"data.test: the class list of its catalogue, version 1, has the same"
     ):
         check_clean(config, {"test": 1}, check_run(config).class_names)
 

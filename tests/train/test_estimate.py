@@ -9,11 +9,12 @@ from label_making import names
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import StreamSpec
 from pencil_scale.train import estimate as estimating
 from pencil_scale.train.checkpoint import Origin, Progress, Saved
 from pencil_scale.train.estimate import Trial, count, estimate, estimate_beside_outcome, joined_rate
-from pencil_scale.train.preflight import RunRefusedError, check_run
+from pencil_scale.train.preflight import check_run
 
 
 def test_a_cpu_reads_and_computes_in_turn_and_a_gpu_at_once() -> None:
@@ -45,7 +46,7 @@ def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
     bench.shard("a.tar", samples(range(4)))
     bench.index()
     none = [f"stages.{name}.epochs=0" for name in ("backbone", "pencil", "finetune")]
-    with pytest.raises(RunRefusedError, match="0 epochs; nothing would be trained"):
+    with pytest.raises(PencilError, match="0 epochs; nothing would be trained"):
         check_run(load_config(tmp_path / "config.yaml", [*none, "images.crop=4"]))
 
 

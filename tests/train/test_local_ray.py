@@ -4,7 +4,8 @@ import pytest
 import ray
 
 from pencil_scale.config.settings import Workers
-from pencil_scale.train.local_ray import LocalRayError, require_room, what_is_missing
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.local_ray import require_room, what_is_missing
 
 pytestmark = pytest.mark.ray
 
@@ -16,7 +17,7 @@ def test_workers_that_fit_are_not_spoken_of(ray_session: None) -> None:
 
 def test_more_processors_than_there_are_is_refused_with_both_numbers(ray_session: None) -> None:
     there = ray.cluster_resources()["CPU"]
-    with pytest.raises(LocalRayError, match=f"workers: 50 need 100 CPUs, {there:g} are there; lower"):
+    with pytest.raises(PencilError, match=f"workers: 50 need 100 CPUs, {there:g} are there; lower"):
         require_room(Workers(count=50, cpus=2.0))
 
 

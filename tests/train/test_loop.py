@@ -15,8 +15,9 @@ from pencil_scale.images.augment import centre
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.decisions import decide
 from pencil_scale.method.noise import symmetric_noise
-from pencil_scale.train.checkpoint import NotFiniteError, Progress
-from pencil_scale.train.loop import Clock, Pace, TooManyUnreadableError
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.loop import Clock, Pace
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
 ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
@@ -196,9 +197,7 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
 def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     run.unreadable = set(range(100))
-    with pytest.raises(
-        TooManyUnreadableError, match=r"epoch 1: [34] of 200 images .*allows: row \d+; row \d+"
-    ):
+    with pytest.raises(PencilError, match=r"epoch 1: [34] of 200 images .*allows: row \d+; row \d+"):
         run.run()
     assert run.table.count_visited(0) < 20  # a hundred steps make the epoch
 
@@ -219,7 +218,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
     run = short_run(tmp_path, save_every=1)
     ruin(run, epoch=0, nth=3)
     with pytest.raises(
-        NotFiniteError, match=r"epoch 1 \(backbone\), around steps 1 to 3: not finite: the loss"
+        PencilError, match=r"epoch 1 \(backbone\), around steps 1 to 3: not finite: the loss"
     ) as told:
         run.run()
     assert [point.step for point in run.saved] == [1, 2]
@@ -230,7 +229,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
 def test_a_loss_that_is_not_finite_is_found_within_some_steps_though_nothing_is_saved(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     ruin(run, epoch=0, nth=20)
-    with pytest.raises(NotFiniteError, match=r"around steps 1 to 50"):
+    with pytest.raises(PencilError, match=r"around steps 1 to 50"):
         run.run()
     assert run.table.count_visited(0) < 140
 
@@ -238,7 +237,7 @@ def test_a_loss_that_is_not_finite_is_found_within_some_steps_though_nothing_is_
 def test_a_network_that_fails_while_labels_move_leaves_them_finite_and_unsaved(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     ruin(run, epoch=1, nth=2)
-    with pytest.raises(NotFiniteError, match=r"epoch 2 \(pencil\).*the loss, the labels of 136 samples"):
+    with pytest.raises(PencilError, match=r"epoch 2 \(pencil\).*the loss, the labels of 136 samples"):
         run.run()
     assert np.isfinite(run.table.read(range(200))).all()
     assert [point.epoch for point in run.saved] == [1]
@@ -246,7 +245,7 @@ def test_a_network_that_fails_while_labels_move_leaves_them_finite_and_unsaved(t
 
 def test_labels_that_move_too_far_end_the_run_before_they_are_saved(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *SHORT[1:], "stages.backbone.epochs=0", "stages.pencil.lambda=1e45")
-    with pytest.raises(NotFiniteError, match=r"\(pencil\).*not finite: the labels of 200 samples"):
+    with pytest.raises(PencilError, match=r"\(pencil\).*not finite: the labels of 200 samples"):
         run.run()
     assert run.saved == []
 
@@ -263,7 +262,7 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path) -> 
             run.optimizer.state[weight]["momentum_buffer"].view(-1)[0] = torch.inf
 
     run.optimizer.step = spoiled
-    with pytest.raises(NotFiniteError, match=f"not finite: momentum_buffer of {name};"):
+    with pytest.raises(PencilError, match=f"not finite: momentum_buffer of {name};"):
         run.run()
     assert run.saved == []
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pencil_scale.config.loader import ConfigError, load_config
+from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.step import Stepper
 from pencil_scale.train.step_graph import StepGraph
 
@@ -83,5 +84,5 @@ def test_weights_and_labels_end_where_plain_steps_bring_them(repeatable: None, b
 )
 def test_what_cannot_be_recorded_is_refused(override: str) -> None:
     overrides = ["workers.gpu=true", "optimizer.cuda_graph=true", override]
-    with pytest.raises(ConfigError, match="cuda_graph"):
+    with pytest.raises(PencilError, match="cuda_graph"):
         load_config("configs/cifar10.yaml", overrides)

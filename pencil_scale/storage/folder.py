@@ -1,14 +1,14 @@
-"""Part store: where snapshots live, a local folder or any fsspec URL.
+"""Folder: files under a local folder or any fsspec URL, each complete or not there at all.
 
-A file there is written once, whole, under its final name, and never changes: locally it is written beside,
-fsynced and renamed; on an object store it is one put. A name that exists is a finished file.
+Locally a file is written under a temporary name, fsynced and renamed; on an object store it is one put.
 
-    store = PartStore("s3://lake/labels")
-    store.put("parts/ab12.arrow", data)
-    data = store.get("parts/ab12.arrow")
+    folder = Folder("s3://lake/labels")
+    folder.put("parts/ab12.arrow", data)
+    data = folder.get("parts/ab12.arrow")
 """
 
 import errno
+import json
 import os
 import time
 import uuid
@@ -21,18 +21,10 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from pencil_scale.storage.errors import LabelTableError, TableDamagedError
+from pencil_scale.storage.errors import DamagedError, PencilError
 
 BESIDE = ".unfinished"
 LOCK = ".lock"  # a file of a local folder that is locked while an object beside it is compared and replaced
-
-
-class StorageRefusedError(LabelTableError):
-    """The disk or the object store would not take a file: full, read-only, or not allowed."""
-
-
-class StorageFullError(StorageRefusedError):
-    """There is no room left."""
 
 
 @contextmanager
@@ -43,11 +35,11 @@ def named_storage_errors(path: str | Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StorageFullError(
+            raise PencilError(
                 f"{path}: {reason}; nothing unfinished was kept: free some space, or choose another folder"
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
-            raise StorageRefusedError(
+            raise PencilError(
                 f"{path}: cannot be written ({reason}); choose a folder this user may write to"
             ) from error
         raise
@@ -90,8 +82,8 @@ def _age_s(info: dict[str, Any]) -> float:
     return 0.0 if written is None else time.time() - float(written)
 
 
-class PartStore:
-    """Immutable files under one folder or URL."""
+class Folder:
+    """Files under one folder or URL."""
 
     def __init__(self, url: str | Path):
         self._files, self._root = fsspec.core.url_to_fs(str(url).rstrip("/"))
@@ -128,14 +120,33 @@ class PartStore:
             with named_storage_errors(self.path(name)):
                 self._files.pipe_file(f"{self._root}/{name}", bytes(data))
 
-    def get(self, name: str) -> bytes:
-        """Read a file."""
+    def find(self, name: str) -> bytes | None:
+        """Read a file; None if there is none."""
         try:
             return bytes(self._files.cat_file(f"{self._root}/{name}"))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise TableDamagedError(
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def get(self, name: str) -> bytes:
+        """Read a file that must be there."""
+        data = self.find(name)
+        if data is None:
+            raise DamagedError(
                 f"{self.path(name)}: missing, though a manifest names it; restore another manifest"
-            ) from error
+            )
+        return data
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; None if there is none, and an error if it is damaged."""
+        data = self.find(name)
+        try:
+            return None if data is None else json.loads(data)
+        except ValueError as error:
+            raise DamagedError(f"{self.path(name)}: damaged JSON ({error}); restore it") from error
+
+    def put_json(self, name: str, value: Any) -> None:
+        """Write a JSON file, completely or not at all."""
+        self.put(name, json.dumps(value, indent=2).encode())
 
     def names(self, folder: str) -> list[str]:
         """The files of one folder of the store, unfinished ones too."""
