@@ -1,7 +1,6 @@
-"""A real MLflow server, and what a run tells it: what the tests of tracking share."""
+"""A real MLflow server, and runs that report to it: what the tests of tracking share."""
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -10,14 +9,12 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.tracking.tracked_run import TrackedRun, plan_tracking
-from pencil_scale.tracking.tracker import Tracker
+from pencil_scale.tracking.tracker import TrackedRun, Tracker, plan_tracking
 
 
 def free_port() -> int:
@@ -80,14 +77,13 @@ stages:
     return load_config(folder / "run.yaml", list(overrides))
 
 
-def plan_of(folder: Path, server: Server | None = None, *overrides: str, **more: Any) -> TrackedRun:
+def plan_of(folder: Path, server: Server | None = None, *overrides: str) -> TrackedRun:
     where = [f"tracking.uri={server.uri}", f"tracking.experiment={folder.name}"] if server else []
-    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version="7", run_id="a1b2", **more)
+    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version=7, run_id="a1b2")
 
 
-def tracker_of(folder: Path, plan: TrackedRun) -> Tracker:
-    # As it is handed to another process.
-    return Tracker(pickle.loads(pickle.dumps(plan)), str(folder / "outbox"), every_s=0.1)
+def tracker_of(plan: TrackedRun) -> Tracker:
+    return Tracker(plan, every_s=0.1)
 
 
 def steps_of(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:

@@ -8,14 +8,11 @@ Words wait on disk like all others while the server is away, so CURRENT never wa
 """
 
 from dataclasses import asdict, replace
-from typing import Any
 
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night
-from pencil_scale.tracking.tracked_run import TrackedRun, plan_tracking
-from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.run import outbox_folder
+from pencil_scale.tracking.tracker import Tracker, plan_tracking
 
 ALIAS = "current"
 
@@ -58,16 +55,14 @@ def tell_released(config: Config, record: RunRecord) -> RunRecord:
 
 
 def _tracker(config: Config, record: RunRecord) -> Tracker:
+    """Track the same MLflow run again, with what was known of it when it was trained."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": record.name})})
-    return Tracker(_plan(named, record), outbox_folder(named, record.id))
-
-
-def _plan(config: Config, record: RunRecord) -> TrackedRun:
-    """The same MLflow run as before, with what was known of it then."""
-    settings: dict[str, Any] = dict(record.settings)
-    params = {name: text for name, text in settings.items() if " " not in name}
-    version = str(record.catalogue_version)
-    plan = plan_tracking(config, catalogue_version=version, run_id=record.id, state=record.tracking)
-    named = settings.get("tracking.experiment")
-    experiment = record.name if named in (None, "None") else named
-    return replace(plan, experiment=experiment, params=params)
+    plan = plan_tracking(named, record.catalogue_version, record.id)
+    experiment = record.settings.get("tracking.experiment", "None")
+    return Tracker(
+        replace(
+            plan,
+            experiment=record.name if experiment == "None" else experiment,
+            params={name: text for name, text in record.settings.items() if " " not in name},
+        )
+    )

@@ -3,9 +3,7 @@
 import hashlib
 import shlex
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -27,8 +25,7 @@ from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
 from pencil_scale.stream.stream import StreamSpec
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
-from pencil_scale.tracking.tracked_run import plan_tracking
-from pencil_scale.tracking.tracker import Tracker
+from pencil_scale.tracking.tracker import Tracker, plan_tracking
 from pencil_scale.train.checkpoint import Origin
 from pencil_scale.train.checkpoint_store import CheckpointStore
 from pencil_scale.train.control import start_control
@@ -85,12 +82,7 @@ def _train_locked(
         config = _with_weights(config, record.weights)
     else:
         print(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
-    tracker = Tracker(
-        plan_tracking(
-            config, catalogue_version=str(record.catalogue_version), run_id=record.id, state=record.tracking
-        ),
-        outbox_folder(config, record.id),
-    )
+    tracker = Tracker(plan_tracking(config, record.catalogue_version, record.id))
     record = write_record(config.run.storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
     outcome = _train(config, record, checked, clean, control, narrator, tracker, lease)
@@ -256,15 +248,6 @@ def _clean_versions(config: Config) -> dict[str, int]:
     given = {"validation": config.data.validation, "test": config.data.test}
     parts = [part for part, shards in given.items() if shards]
     return {part: Catalogue.open(config.run.storage, part=part).version for part in parts}
-
-
-def outbox_folder(config: Config, run: str) -> str:
-    """Where records for MLflow wait until they are delivered: beside the run, or on this machine."""
-    folder = f"{run_folder(config.run.storage, config.run.name)}/outbox/{run}"
-    if is_local(filesystem_of(folder)[0]):
-        return folder
-    name = hashlib.blake2b(folder.encode(), digest_size=8).hexdigest()
-    return str(Path(config.workers.scratch or tempfile.gettempdir()) / f"pencil_scale-outbox-{name}")
 
 
 def _say(text: str) -> None:

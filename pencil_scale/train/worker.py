@@ -169,6 +169,7 @@ class Worker:
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
+        self.tell("saving")
         self._report(progress, self._snapshot())
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on."""
+"""What a person reads during a run, and what the tracker gets."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ FIGURES = {
 
 
 class Listener:
-    """Keeps what a tracker would be told."""
+    """Keeps what a tracker would report."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -61,7 +61,7 @@ def test_a_warning_is_said_once_and_tracked_every_time() -> None:
     assert [name for name, _ in tracker.told].count("set_warning") == 2
 
 
-def test_a_run_that_goes_on_says_from_where_and_tells_again_what_may_be_missing() -> None:
+def test_a_resumed_run_says_from_where_and_reports_again_what_may_be_missing() -> None:
     tracker = Listener()
     telling, said = narrator(tracker)
     record = [FIGURES | {"epoch": number} for number in range(3)]
@@ -70,7 +70,18 @@ def test_a_run_that_goes_on_says_from_where_and_tells_again_what_may_be_missing(
     assert [what[1] for name, what in tracker.told if name == "log_epoch"] == [0, 1, 2]
 
 
-def test_a_worker_that_died_is_told_with_its_reason() -> None:
+def test_records_are_written_as_soon_as_a_checkpoint_is_being_saved() -> None:
+    for news in ({"kind": "saving"}, epoch(transitions=np.array([[3, 1], [0, 4]]))):
+        tracker = Listener()
+        telling, _ = narrator(tracker)
+        telling.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
+        telling.hear(news)
+        names = [name for name, _ in tracker.told]
+        assert names[0] == "log_step"
+        assert names[-1] == "flush"
+
+
+def test_a_worker_that_died_is_reported_with_its_reason() -> None:
     telling, said = narrator()
     telling.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
     assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
@@ -89,7 +100,7 @@ def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary()
     telling, said = narrator()
     for _ in range(2):
         telling.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
-    text = "images that cannot be decoded, and weigh nothing: 3: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
+    text = "3 images cannot be decoded and have weight 0: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
     assert said == [f"WARNING: {text}"]
     assert telling.warnings == {"unreadable_images": text}
 

@@ -1,9 +1,12 @@
-"""A run as a real MLflow server holds it afterwards, however often server or job went away in between."""
+"""What a real MLflow server shows of a run, however often the server or the job stopped in between."""
 
 import json
 import math
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -14,7 +17,7 @@ from mlflow_server import NAMES, Server, plan_of, steps_of, tracker_of, wait_for
 
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.tracking.receiver import check_server
-from pencil_scale.tracking.tracked_run import git_commit
+from pencil_scale.tracking.tracker import git_commit
 
 pytestmark = pytest.mark.usefixtures("mlflow_of_tests")
 
@@ -35,12 +38,12 @@ def test_the_server_we_were_tested_with_is_taken(
 
 
 @pytest.mark.slow
-def test_a_run_is_a_parent_and_a_child_a_stage_and_all_reads_back(
+def test_a_run_is_a_parent_with_a_child_per_stage_and_all_reads_back(
     real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     long = "data.shards=[" + ", ".join(f"s3://crawl/{number:06}.tar" for number in range(500)) + "]"
     plan = plan_of(tmp_path, real_server, long)
-    tracker = tracker_of(tmp_path, plan)
+    tracker = tracker_of(plan)
     for step in range(1500):
         tracker.log_step("backbone", step, {"loss": 1 / (step + 1), "odd $name#": step})
     tracker.log_epoch("backbone", 0, {"label_accuracy": 0.64, "broken": "no number"})  # type: ignore[dict-item]
@@ -83,17 +86,16 @@ def test_a_run_is_a_parent_and_a_child_a_stage_and_all_reads_back(
 
 
 @pytest.mark.slow
-def test_a_resumed_job_goes_on_in_the_same_runs_and_repeats_no_step(
+def test_a_resumed_job_continues_in_the_same_runs_and_repeats_no_step(
     real_server: Server, tmp_path: Path
 ) -> None:
-    first = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    first = tracker_of(plan_of(tmp_path, real_server))
     for step in range(20):
         first.log_step("pencil", step, {"loss": float(step)})
     assert first.finish("KILLED", wait_s=60) == 0
-    state = json.loads(json.dumps(first.state()))
+    state = first.state()
 
-    plan = plan_of(tmp_path, real_server, "workers.count=2", state=state)
-    second = tracker_of(tmp_path, plan)
+    second = tracker_of(plan_of(tmp_path, real_server, "workers.count=2"))
     for step in range(10, 30):  # the checkpoint was older than the last step
         second.log_step("pencil", step, {"loss": float(step)})
     second.log_step("finetune", 30, {"loss": 30.0})
@@ -113,28 +115,26 @@ def test_a_resumed_job_goes_on_in_the_same_runs_and_repeats_no_step(
 def test_runs_are_found_again_without_their_ids_and_replaced_where_they_are_gone(
     real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    first = tracker_of(plan_of(tmp_path, real_server))
     first.start_stage("pencil")
     assert first.finish(wait_s=60) == 0
     state, client = first.state(), MlflowClient(real_server.uri)
 
-    elsewhere = tmp_path / "another-node"  # no outbox there, and a state from before the server answered
-    elsewhere.mkdir()
-    plan = plan_of(tmp_path, real_server, state={"track": state["track"], "runs": {}})
-    second = tracker_of(elsewhere, plan)
+    plan = plan_of(tmp_path, real_server)
+    second = tracker_of(replace(plan, journal=str(tmp_path / "another")))  # whose journal knows no ids
     second.start_stage("pencil")
     assert second.finish(wait_s=60) == 0
     assert second.state() == state
 
     client.delete_run(state["runs"]["pencil"])
-    third = tracker_of(tmp_path, plan_of(tmp_path, real_server, state=state))
+    third = tracker_of(plan)
     third.log_step("pencil", 1, {"loss": 1.0})
     assert third.finish(wait_s=60) == 0
     runs = third.state()["runs"]
     assert runs["parent"] == state["runs"]["parent"]
     assert runs["pencil"] != state["runs"]["pencil"]
     assert client.get_run(runs["pencil"]).data.tags["pencil_scale.continues"] == state["runs"]["pencil"]
-    assert f"knows run {state['runs']['pencil']} of demo-pencil no longer" in caplog.text
+    assert f"no longer has run {state['runs']['pencil']} of demo-pencil" in caplog.text
 
 
 @pytest.mark.slow
@@ -142,19 +142,19 @@ def test_runs_are_found_again_without_their_ids_and_replaced_where_they_are_gone
 def test_a_server_that_goes_away_gets_everything_in_order_and_once(
     how: str, real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    tracker = tracker_of(plan_of(tmp_path, real_server))
     for step in range(300):
         tracker.log_step("backbone", step, {"loss": float(step), "rate": 0.1})
         if step == 100:
             wait_for(lambda: "backbone" in tracker.state()["runs"])
             real_server.signal(signal.SIGSTOP) if how == "frozen" else real_server.kill()
     tracker.log_step("pencil", 300, {"loss": 300.0})
-    wait_for(lambda: "is away" in caplog.text)
+    wait_for(lambda: "is unreachable" in caplog.text)
     assert tracker.finish(wait_s=1) > 0
     assert "did not reach MLflow" in caplog.text
     real_server.signal(signal.SIGCONT) if how == "frozen" else real_server.start()
 
-    again = tracker_of(tmp_path, plan_of(tmp_path, real_server, state=tracker.state()))
+    again = tracker_of(plan_of(tmp_path, real_server))
     for step in range(301, 310):
         again.log_step("pencil", step, {"loss": float(step)})
     assert again.finish(wait_s=60) == 0
@@ -163,18 +163,18 @@ def test_a_server_that_goes_away_gets_everything_in_order_and_once(
         assert steps_of(client, runs["backbone"], key) == [(step, value(step)) for step in range(300)]
     assert steps_of(client, runs["pencil"], "step/loss") == [(step, float(step)) for step in range(300, 310)]
     assert len(client.search_runs([client.get_run(runs["parent"]).info.experiment_id])) == 3
-    assert sum("is away" in message for message in caplog.messages) == 1
+    assert sum("is unreachable" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.slow
 def test_the_same_process_says_that_the_server_is_back(
     real_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, real_server))
+    tracker = tracker_of(plan_of(tmp_path, real_server))
     real_server.signal(signal.SIGSTOP)
     for step in range(50):
         tracker.log_step("backbone", step, {"loss": float(step)})
-    wait_for(lambda: "is away" in caplog.text)
+    wait_for(lambda: "is unreachable" in caplog.text)
     real_server.signal(signal.SIGCONT)
     wait_for(lambda: "is back" in caplog.text)
     assert tracker.finish(wait_s=60) == 0
@@ -190,7 +190,7 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
     network = build_backbone("small_convnet", 10)
     network(torch.randn(64, 3, 8, 8) * 3 + 1)  # so that the batch norms hold something
     network.eval()
-    tracker = tracker_of(tmp_path, plan)
+    tracker = tracker_of(plan)
     for _ in range(2):  # said twice, as after a crash: one version
         tracker.log_model("small_convnet", network.state_dict(), NAMES, 8, mean=[0.1, 0.2, 0.3])
     assert tracker.finish(wait_s=100) == 0
@@ -198,7 +198,7 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
     version = client.get_model_version_by_alias("digits", "current")
     assert int(version.version) == 1
     assert len(client.search_model_versions("name = 'digits'")) == 1
-    assert not list((tmp_path / "outbox").glob("weights-*"))
+    assert list(Path(plan.journal).glob("blobs/*")) == []
     monkeypatch.setattr(mlflow.tracking._tracking_service.utils, "_tracking_uri", real_server.uri)
     images = torch.randn(5, 3, 8, 8)
     loaded = mlflow.pytorch.load_model("models:/digits@current")
@@ -217,7 +217,7 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
 @pytest.mark.slow
 def test_without_a_server_a_database_and_artifacts_stand_under_the_storage(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, None, "tracking.register_as=digits")
-    tracker = tracker_of(tmp_path, plan)
+    tracker = tracker_of(plan)
     tracker.log_step("pencil", 1, {"loss": 0.5})
     tracker.log_picture("transitions", b"picture")
     tracker.log_model("small_convnet", build_backbone("small_convnet", 10).state_dict(), NAMES, 8)
@@ -251,15 +251,30 @@ def choosy(num_classes: int) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-def test_a_run_begun_anew_ends_the_one_it_finds_unfinished(real_server: Server, tmp_path: Path) -> None:
-    dead = tracker_of(tmp_path, plan_of(tmp_path, real_server))
-    dead.log_step("backbone", 1, {"loss": 1.0})
-    wait_for(lambda: "backbone" in dead.state()["runs"])
-    dead._delivery.finish(30)  # what a kill leaves: delivered, never finished
-    anew = tracker_of(tmp_path, plan_of(tmp_path, real_server))
-    anew.log_step("backbone", 1, {"loss": 2.0})
-    assert anew.finish(wait_s=60) == 0
-    client, runs = MlflowClient(real_server.uri), anew.state()["runs"]
-    assert runs["parent"] != dead.state()["runs"]["parent"]
-    assert {client.get_run(run).info.status for run in dead.state()["runs"].values()} == {"KILLED"}
-    assert steps_of(client, runs["backbone"], "step/loss") == [(1, 2.0)]
+def test_another_process_delivers_what_a_killed_one_left_in_the_storage(
+    real_server: Server, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from mlflow_server import plan_of, tracker_of\n"
+        "plan = plan_of(Path(sys.argv[1]), None, 'tracking.uri=http://127.0.0.1:1', sys.argv[3])\n"
+        "tracker = tracker_of(plan)\n"
+        "tracker.log_step('pencil', 1, {'loss': 0.5})\n"
+        "tracker.log_picture('p', b'picture'); tracker.flush()\n"
+        "print('flushed', flush=True); sys.stdin.read()"
+    )
+    experiment = f"tracking.experiment={tmp_path.name}"
+    words = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parents[1]), experiment]
+    killed = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "flushed\n"
+    killed.kill()
+    killed.wait()
+    resumed = tracker_of(plan_of(tmp_path, real_server))
+    resumed.log_step("pencil", 1, {"loss": 0.5})
+    resumed.log_step("pencil", 2, {"loss": 0.25})
+    assert resumed.finish(wait_s=60) == 0
+    client, runs = MlflowClient(real_server.uri), resumed.state()["runs"]
+    assert steps_of(client, runs["pencil"], "step/loss") == [(1, 0.5), (2, 0.25)]
+    picture = client.download_artifacts(runs["parent"], "pictures/p.png", str(tmp_path))
+    assert Path(picture).read_bytes() == b"picture"

@@ -1,4 +1,4 @@
-"""Before and without a server: where a run is tracked, what of it, and servers that are refused or away."""
+"""Before and without a server: where a run is tracked, what is tracked, and which servers are refused."""
 
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,7 +10,7 @@ from mlflow_server import NAMES, free_port, plan_of, tracker_of, wait_for
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.tracking.receiver import check_server
-from pencil_scale.tracking.tracked_run import TrackingError, git_commit
+from pencil_scale.tracking.tracker import git_commit
 
 pytestmark = pytest.mark.usefixtures("mlflow_of_tests")
 
@@ -38,9 +38,9 @@ def test_a_server_outside_the_range_stops_the_job(version: str) -> None:
     server.shutdown()
 
 
-def test_a_server_that_is_away_is_logged_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_server_is_logged_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
     check_server(f"http://me:hush-hush@127.0.0.1:{free_port()}")
-    assert "did not tell its version" in caplog.text
+    assert "did not report its version" in caplog.text
     assert "hush" not in caplog.records[-1].getMessage()
 
 
@@ -51,9 +51,7 @@ def test_a_database_is_asked_for_no_version(caplog: pytest.LogCaptureFixture) ->
 
 def test_remote_storage_without_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = "run.storage=memory://lake/demo"
-    with pytest.raises(
-        TrackingError, match=r"memory://lake/demo is no local folder.*tracking\.uri or MLFLOW"
-    ):
+    with pytest.raises(PencilError, match=r"memory://lake/demo is no local folder.*tracking\.uri or MLFLOW"):
         plan_of(tmp_path, None, remote)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     plan = plan_of(tmp_path, None, remote)
@@ -62,7 +60,7 @@ def test_remote_storage_without_a_server_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_a_folder_is_no_place_for_runs(tmp_path: Path) -> None:
-    with pytest.raises(TrackingError, match=r"tracking\.uri: './mlruns' is neither a server nor a database"):
+    with pytest.raises(PencilError, match=r"tracking\.uri: './mlruns' is neither a server nor a database"):
         plan_of(tmp_path, None, "tracking.uri=./mlruns")
 
 
@@ -85,20 +83,20 @@ def test_the_commit_is_absent_outside_a_checkout_and_without_git(
 
 @pytest.mark.parametrize("alias", ["latest", "Latest", "v3", "two words", ""])
 def test_an_alias_that_mlflow_keeps_for_itself_is_refused_at_once(alias: str, tmp_path: Path) -> None:
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, None, "tracking.uri=http://127.0.0.1:1"))
-    with pytest.raises(TrackingError, match="MLflow keeps for itself"):
+    tracker = tracker_of(plan_of(tmp_path, None, "tracking.uri=http://127.0.0.1:1"))
+    with pytest.raises(PencilError, match="MLflow keeps for itself"):
         tracker.log_model("small_convnet", {}, NAMES, 8, alias=alias)
     assert tracker.finish(wait_s=0) == 3  # start, config, end
 
 
-def test_training_never_waits_for_a_server_that_is_away(
+def test_training_never_waits_for_an_unreachable_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = f"http://me:hush-hush@127.0.0.1:{free_port()}"
-    tracker = tracker_of(tmp_path, plan_of(tmp_path, None, f"tracking.uri={uri}"))
+    tracker = tracker_of(plan_of(tmp_path, None, f"tracking.uri={uri}"))
     for step in range(200):
         tracker.log_step("backbone", step, {"loss": 1.0})
-    wait_for(lambda: "is away" in caplog.text)
+    wait_for(lambda: "is unreachable" in caplog.text)
     assert tracker.finish(wait_s=0.1) == 205  # start and config, start and steps, two ends
     assert tracker.state()["runs"] == {}
     assert "hush" not in caplog.text

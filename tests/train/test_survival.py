@@ -101,7 +101,7 @@ def test_every_worker_that_died_is_told_with_its_reason(battered: dict[str, Any]
 def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
     battered: dict[str, Any],
 ) -> None:
-    told = rf"images that cannot be decoded, and weigh nothing: 1: .*{SPOILT:05d}"
+    told = rf"1 images cannot be decoded and have weight 0: .*{SPOILT:05d}"
     assert len(re.findall(f"^WARNING: {told}", battered["first"], re.M)) == 1, battered["first"]
     assert re.match(told, battered["data"].summary()["warnings"]["unreadable_images"])
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pencil_scale.tracking.figures import Point, accuracy_picture, transition_picture
+from pencil_scale.tracking.narrator import Point, accuracy_picture, transition_picture
 
 
 def pixels(png: bytes) -> NDArray[np.uint8]:
