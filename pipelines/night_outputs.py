@@ -1,17 +1,26 @@
-"""What a night shows of its labels: an export for other tools, and a page for people.
+"""What a night shows of its labels: an export for other tools, a page for people, and its verdict in MLflow.
 
-night = shown_again(config, nights, night)        # re-creates an export or a page that is gone
+    night = shown_again(config, nights, night)        # re-creates an export or a page that is gone
+    track_night(config, night, "held")
+    track_current(config, night, before)              # also moves the registered model's alias
+    track_released(config, run)                       # of a held training run that a person promotes
+
+Records for MLflow wait in the run's journal while its server is unreachable, so CURRENT never waits for it.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.export.files import ExportError, read_manifest
+from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.tracking.tracker import Tracker, plan_tracking
 from pipelines import export_labels, review_report
+
+ALIAS = "current"
 
 
 def export_night(config: Config, name: str) -> str:
@@ -21,15 +30,15 @@ def export_night(config: Config, name: str) -> str:
 
 
 def report_night(config: Config, name: str, since: str | None) -> str | None:
-    """Render the page of a night, with what changed since the one before; return where it is."""
+    """Render the page of a night, with what changed since its parent; return its URL."""
     job = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
     return review_report.run(config.model_copy(update={"report": job})).page
 
 
 def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
-    """Make sure that all a night names is there: a removed export or page is made again, or refuse.
+    """Make an export or a page again that was removed, or made before ids were excluded.
 
-    Those made before ids were taken down are made again too.
+    A night whose labels or model are gone is refused.
     """
     for what in (night.labels, night.model):
         if not _is_there(what):
@@ -44,7 +53,7 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
         return night
     print(f"{night.name}: its export or page is gone or outdated, and is made again", flush=True)
     export, report = export_night(config, night.name), report_night(config, night.name, None)
-    return nights.save(replace(night, export=export, report=report, overlay=overlay))
+    return nights.save(night, export=export, report=report, overlay=overlay)
 
 
 def _holds_export(folder: str, night: Night) -> bool:
@@ -59,3 +68,52 @@ def _is_there(url: str) -> bool:
     filesystem, path = filesystem_of(url)
     filesystem.invalidate_cache()
     return bool(filesystem.exists(path))
+
+
+# --- MLflow ------------------------------------------------------------------------------------------
+
+
+def track_current(config: Config, night: Night, before: Night | None) -> None:
+    """Report that a night is in use now, and that the one before no longer is."""
+    track_night(config, night, ALIAS)
+    if before is not None and before.trained_by != night.trained_by:
+        track_night(config, before, "former")
+
+
+def track_night(config: Config, night: Night, status: str) -> None:
+    """Tag the MLflow run that made a night's model; a night that is in use gets the alias."""
+    run = read_record(config.run.storage, night.trained_by)
+    if run is None or not run.tracking:
+        return  # adopted from elsewhere: MLflow has no run of it
+    tracker = _tracker(config, run)
+    tracker.set_tag("night", status)
+    tracker.set_tag("night.name", night.name)
+    tracker.set_tag("night.parent", night.parent or "")
+    if night.reasons:
+        tracker.set_tag("night.reasons", "; ".join(night.reasons))
+    tracker.log_json("night", asdict(night))
+    if status == ALIAS:
+        tracker.move_alias(ALIAS)
+    tracker.finish()
+    write_record(config.run.storage, run, tracking=tracker.state())
+
+
+def track_released(config: Config, run: RunRecord) -> RunRecord:
+    """Tag the MLflow run of a held run that is released, and give its model the alias; return its record."""
+    if not run.tracking:
+        return run
+    tracker = _tracker(config, run)
+    tracker.set_tag("labels", "released")
+    tracker.move_alias(ALIAS)
+    tracker.finish()
+    return write_record(config.run.storage, run, tracking=tracker.state())
+
+
+def _tracker(config: Config, run: RunRecord) -> Tracker:
+    """Track the same MLflow run again, with what was known of it when it was trained."""
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": run.name})})
+    plan = plan_tracking(named, run.catalogue_version, run.id)
+    experiment = run.settings.get("tracking.experiment", "None")
+    experiment = run.name if experiment == "None" else experiment
+    params = {name: text for name, text in run.settings.items() if " " not in name}
+    return Tracker(replace(plan, experiment=experiment, params=params))

@@ -3,10 +3,10 @@
     python -m pipelines.promote configs/clothing1m.yaml clothing1m
     python -m pipelines.promote configs/nightly.yaml night-0012
 
-Of a held run it publishes the labels. Of a night, any that is kept, it moves <storage>/nights/CURRENT there;
-the next night starts from it. If the export or the page of that night was removed since, it is made again
-first. Both move the registered model's alias. The job may be run again. Look first: pipelines.review_report
-shows held labels too.
+The labels of a held run are published. To any night that is kept, <storage>/nights/CURRENT is moved, and the
+next night starts from it; an export or a page of it that was removed is made again first. Both move the
+registered model's alias. The job may be run again. Review the labels first: pipelines.review_report also
+shows held ones.
 """
 
 import sys
@@ -21,12 +21,12 @@ from rich.table import Table
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.files import ExportError, read_manifest
-from pencil_scale.labels.published import find_published, held_names, published_url
+from pencil_scale.labels.published import find_published, held_names
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.storage import Storage
 
 if TYPE_CHECKING:
     from pencil_scale.train.summary import Summary as RunSummary
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """Which night is in use now, and which was before."""
+    """Which night is in use now, and which one was before."""
 
     night: Night
     before: str | None
-    export: str | None  # of these labels, by the night itself or by hand
+    export: str | None  # of its labels, made by the night or by hand
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: Config, name: str) -> "Summary | RunSummary":
-    """Release a held run, or move CURRENT to a night, whatever its verdict was."""
+    """Release a held run, or move CURRENT to a night, held or not."""
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
     record = _held_run(nights, name)
     if record is not None:
         what = f"run {name} is being trained or released"
-        with Lease.hold(nights.storage, f"runs/{name}/lease", what=what) as lease:
+        with Lease.hold(nights.storage, Storage(nights.storage).run(name, "lease"), what=what) as lease:
             return _release(config, record, lease)
     with nights.held() as nights:
         summary = _promote(config, nights, nights.must_find(name))
@@ -89,22 +89,23 @@ def _known(nights: NightFiles) -> str:
 
 
 def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
-    """Publish the labels of a held run; a step that was done before an interruption is done again."""
+    """Publish the labels of a held run; steps that were done before an interruption are repeated."""
     from pencil_scale.nights.start import run_facts
-    from pencil_scale.nights.tracking import tell_released
     from pencil_scale.train.summary import Summary as RunSummary
     from pencil_scale.train.summary import write_facts
+    from pipelines.night_outputs import track_released
 
-    storage, name = config.run.storage, record.name
-    published = published_url(storage, name)
+    storage, name = Storage(config.run.storage), record.name
+    published = storage.path(storage.published(name))
     if record.status == "finished":
-        say(f"{name} was released already, its labels are {published}; nothing is changed")
-        return RunSummary(run_facts(storage, name))
-    lease.put(f"labels/published/{name}.json", find_published(storage, name, held=True).manifest.encode())
-    Folder(f"{storage}/labels").delete_if_there(f"held/{name}.json")
-    summary = RunSummary({**run_facts(storage, name), "status": "finished", "labels": published})
-    write_facts(storage, name, summary.facts, lease)
-    write_record(storage, tell_released(config, record), lease, status="finished")
+        say(f"{name} was released before, its labels are {published}; nothing is changed")
+        return RunSummary(run_facts(storage.url, name))
+    labels = find_published(storage.url, name, held=True).manifest
+    lease.put(storage.published(name), labels.encode())
+    storage.delete_if_there(storage.held(name))
+    summary = RunSummary({**run_facts(storage.url, name), "status": "finished", "labels": published})
+    write_facts(storage.url, name, summary.facts, lease)
+    write_record(storage.url, track_released(config, record), lease, status="finished")
     print(f"released: the labels of {name} are published")
     for reason in record.held_because:
         print(f"  held because {reason}")
@@ -117,25 +118,26 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
 
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
-    from pencil_scale.nights.tracking import tell_current
-    from pipelines.night_outputs import shown_again
+    from pipelines.night_outputs import shown_again, track_current
 
     before = nights.current()
     name = None if before is None else before.name
     night = shown_again(config, nights, night)
     # A night that was killed before its last step would otherwise take CURRENT back when it resumes.
     for other in nights.nights():
-        nights.close(other.name, other.verdict)
+        if not other.closed:
+            nights.save(other, closed=True)
     nights.move_current(night, expected=name)
-    tell_current(config, night, before)
+    track_current(config, night, before)
     return Summary(night, name, _find_export(config, night))
 
 
 def _find_export(config: Config, night: Night) -> str | None:
-    """A training run that nights continue made no export itself; somebody may have made one since."""
-    folders = (night.export, f"{config.run.storage}/exports/{night.name}", config.export.folder)
+    """Find an export of a night; that of a training run that nights continue was made by hand, if at all."""
+    storage = Storage(config.run.storage)
+    folders = (night.export, storage.path(storage.export(night.name)), config.export.folder)
     for folder in filter(None, folders):
-        with suppress(ExportError):  # CURRENT has moved: what else lies there is no reason to fail
+        with suppress(ExportError):  # CURRENT has moved: other files there are no reason to fail
             found = read_manifest(folder)
             if found is not None and found.labels == night.labels:
                 return folder
@@ -147,7 +149,7 @@ def print_summary(summary: Summary) -> None:
     night = summary.night
     table = Table(title=f"CURRENT is {night.name}", show_header=False)
     table.add_row("before", summary.before or "-")
-    table.add_row("verdict of that night", night.verdict)
+    table.add_row("verdict of that night", night.status)
     for reason in night.reasons:
         table.add_row("  held because", reason)
     Console(markup=False, highlight=False).print(table)

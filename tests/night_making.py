@@ -1,4 +1,4 @@
-"""For tests of the nights: a catalogue in memory that nobody trains on, and a crawl that grows nightly."""
+"""For tests of the nights: a catalogue in memory without training, and a crawl that grows every night."""
 
 import io
 from pathlib import Path
@@ -17,7 +17,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import PINS, now
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.nights.record import NightFiles
+from pencil_scale.nights.record import Night, NightFiles, night_name
 from pencil_scale.storage.errors import sample_key
 
 COLOURS = {"red": (200, 60, 60), "green": (60, 200, 60), "blue": (60, 60, 200), "yellow": (180, 180, 60)}
@@ -87,6 +87,11 @@ def shard(numbers: range, noise: float = 0.25, renamed: dict[str, str] | None = 
         text = (renamed or {}).get(given, given)
         members += [(f"{number:06d}.png", buffer.getvalue()), (f"{number:06d}.txt", text.encode())]
     return python_tar(members)
+
+
+def started(number: int, parent: str | None = None, version: int = 1, **more: Any) -> Night:
+    """The record of a night that has just started."""
+    return Night(night_name(number), number, parent, version, id=f"id-{number}", **more)
 
 
 class Nights(Bench):

@@ -1,10 +1,10 @@
-"""Carrying over: the labels of one night as those the next one begins with.
+"""Carry over: the labels of one night become those that the next one starts with.
 
-Every known row keeps its logits bit for bit, whatever shard it lies in now. New rows follow, as given; rows
-that were given another class start again; what people pinned since is laid over all. A row that was pinned to
-a class that has left the list gets the class the catalogue gives it.
+Every known row keeps its logits bit for bit, whatever shard it is in now. New rows start as given; rows whose
+given class has changed start again; pins that people made since then come last. A row that was pinned to a
+class that has left the list gets the class that the catalogue gives it.
 
-    labels = carry_over(parent_manifest, crawl, catalogue, mapping, pins, run=plan.id, scratch=None)
+    labels = carry_over(parent_manifest, crawl, catalogue, mapping, pins, run=night.id, scratch=None)
 """
 
 import tempfile
@@ -50,14 +50,16 @@ def carry_over(
     if labels.class_names != after.class_names:
         labels = _remapped(labels, mapping, after, scratch)
     if after.num_rows > crawl.first_row:
-        labels = grow(labels, _classes(after, crawl.first_row), _keys(after, crawl.first_row))
+        classes = (column.fill_null(-1).to_numpy() for column in _new(after, crawl.first_row, "noisy_class"))
+        keys = (column.combine_chunks() for column in _new(after, crawl.first_row, "sample_key"))
+        labels = grow(labels, classes, keys)
     labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
     void = np.sort(pins.void["row"].to_numpy())
     return release(pin(labels, pins), void, _given(after, void))
 
 
 def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
-    """Keep what every label was before a night: its history tells what changed in it, and nothing older."""
+    """Keep every label as it was before a night: the history of a night shows only its own changes."""
     with (
         fsspec.open(f"{folder}/{START}", "wb", auto_mkdir=True) as file,
         pa.ipc.new_file(file, HISTORY) as writer,
@@ -66,7 +68,7 @@ def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
 
 
 def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str | None) -> Manifest:
-    """The one step that reads every label: another class list changes the width of all of them."""
+    """The only step that reads every label: a new class list changes the width of all of them."""
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
         table = LabelTable.restore(labels, Path(folder) / "old")
         rows = np.arange(table.layout.num_rows)
@@ -77,21 +79,12 @@ def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str
 
 
 def _given(catalogue: Catalogue, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The classes that the catalogue gives some rows; -1 where it gives none."""
+    """The classes that the catalogue gives some rows; -1 if it gives none."""
     found = [catalogue.read(row, row + 1, ["noisy_class"])["noisy_class"][0].as_py() for row in rows.tolist()]
     return np.array([-1 if number is None else number for number in found], np.int32)
 
 
-def _classes(catalogue: Catalogue, first_row: int) -> Iterator[npt.NDArray[np.int32]]:
-    for table in _new_rows(catalogue, first_row, "noisy_class"):
-        yield table["noisy_class"].fill_null(-1).to_numpy()
-
-
-def _keys(catalogue: Catalogue, first_row: int) -> Iterator[pa.Array]:
-    for table in _new_rows(catalogue, first_row, "sample_key"):
-        yield table["sample_key"].combine_chunks()
-
-
-def _new_rows(catalogue: Catalogue, first_row: int, column: str) -> Iterator[pa.Table]:
+def _new(catalogue: Catalogue, first_row: int, column: str) -> Iterator[pa.ChunkedArray]:
+    """A column of the new rows, some at a time."""
     for first in range(first_row, catalogue.num_rows, STRETCH):
-        yield catalogue.read(first, min(first + STRETCH, catalogue.num_rows), [column])
+        yield catalogue.read(first, min(first + STRETCH, catalogue.num_rows), [column])[column]

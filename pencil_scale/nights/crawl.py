@@ -1,19 +1,16 @@
-"""Class changes: from the class list of one night to that of the next.
+"""Crawl: what is new since the night before, in samples and in classes, and which rows a night trains on.
 
-    mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
-
-For every new class the old ones it is made of. Names decide, so a list may be put into another order. A class
-that left the list must be accounted for: a mistyped name must not cost its samples their labels. Of a class
-that is still listed `moved` says nothing, so it may stay in the config for the nights to come.
-
-Crawl: what the shards brought since the night before, and which rows a night trains on.
-
-Rows that the catalogue gained are new; so is a known row whose class as given is another now, or usable for
-the first time. Everything else keeps the label it has. Beside the new rows a night trains on some old ones, a
-number that follows from that of the new, so that its cost grows with the crawl and not with the archive.
+Rows that the catalogue gained are new; so are known rows whose given class has changed, or is usable for the
+first time. All others keep their labels. Besides the new rows a night trains on some old ones, in proportion,
+so that its cost grows with the crawl and not with the archive.
 
     crawl = find_crawl(before, after, mapping)            # two versions of the catalogue
     rows = crawl.fresh["row"], old_rows(after, crawl, num=5000, key=mixed_key(seed, night))
+
+A mapping lists the old classes of each new one. Classes are matched by name, so a list may be reordered. A
+class that left the list must be accounted for: a mistyped name must not cost its samples their labels.
+
+    mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +31,15 @@ Classes = Sequence[Sequence[int]]
 
 
 def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, str | None]) -> list[list[int]]:
-    """Say what each new class is made of, or which class nobody has accounted for."""
+    """List the old classes of each new class; refuse an old class that is not accounted for.
+
+    `moved` is ignored for classes that are still listed, so it may stay in the config of later nights.
+    """
     lost = [name for name in old if name not in new and name not in moved]
     if lost:
         raise PencilError(
-            f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; say "
-            f"what became of it, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
+            f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; set "
+            f"what it became, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
         )
     became = {name: name if name in new else moved[name] for name in old}
     odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
@@ -51,12 +51,12 @@ def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, st
 
 
 def is_same(mapping: Classes, num_old: int) -> bool:
-    """Whether the classes are what they were."""
+    """Whether the classes have not changed."""
     return [list(olds) for olds in mapping] == [[number] for number in range(num_old)]
 
 
 def new_numbers(mapping: Classes, num_old: int) -> list[int]:
-    """The new number of every old class, and of none at the end; -1 where there is no longer one."""
+    """The new number of every old class, -1 if it was dropped; the last entry is for rows without a class."""
     found = [-1] * (num_old + 1)
     for number, olds in enumerate(mapping):
         for old in olds:
@@ -67,9 +67,9 @@ def new_numbers(mapping: Classes, num_old: int) -> list[int]:
 Int64s = npt.NDArray[np.int64]
 COLUMNS = ["row", "sample_key", "noisy_class", "status"]
 REGIVEN = pa.schema([("row", pa.int64()), ("class", pa.int32())])
-SPREAD = 4  # old rows come from chunks that hold so many times more: fewer would be neighbours, all alike
+SPREAD = 4  # old rows are drawn out of this many times more: neighbouring rows are too similar
 
-# A sample that is there, whose label cannot be used: what a crawler leaves that renames a class.
+# A sample whose label cannot be used, as after a crawler has renamed a class.
 WITHOUT_LABEL = (
     "unlabelled",
     "several_labels",
@@ -85,9 +85,9 @@ class Crawl:
     """What is new since a version of the catalogue."""
 
     first_row: int  # rows from here on are new
-    fresh: pa.Table  # row, sample_key, class of every ok row to learn anew, rising
-    regiven: pa.Table  # row, class of known rows that begin anew; -1: no usable label any more
-    given_counts: Int64s  # [C + 1]: new and regiven samples of each class as given; last: without a label
+    fresh: pa.Table  # row, sample_key, class of every ok row that is new or starts again, ascending
+    regiven: pa.Table  # row, class of known rows that start again; -1: no usable label any more
+    given_counts: Int64s  # [C + 1]: new and regiven samples per given class; last: without a label
     num_new: int
     num_vanished: int
     num_returned: int
@@ -97,14 +97,14 @@ class Crawl:
         return len(self.regiven)
 
     def is_fresh(self, rows: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of these rows begin anew tonight."""
+        """Which of these rows are new or start again tonight."""
         return np.isin(rows, self.fresh["row"].to_numpy())
 
 
 def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
-    """Compare two versions; `mapping` says what each class of the newer list is made of."""
+    """Compare two versions; `mapping` lists the old classes of each new one."""
     renamed = np.array(new_numbers(mapping, before.num_classes))
-    begun: list[pa.Table] = []  # rows with newer words that begin anew, then all new ones
+    fresh: list[pa.Table] = []  # changed rows that start again, then all new ones
     regiven = [REGIVEN.empty_table()]
     num_vanished = num_returned = 0
     for was, now in _changed(before, after):
@@ -113,15 +113,17 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
         num_returned += int((was_gone & ~gone).sum())
         differs = (_classes(now) != renamed[_classes(was)]) & ~gone
         usable_now = _has(now, "ok") & ~(_has(was, "ok") | was_gone)
-        begun.append(now.filter(pa.array(differs | usable_now)))
+        fresh.append(now.filter(pa.array(differs | usable_now)))
         some = now.filter(pa.array(differs))
         regiven.append(pa.table([some["row"], pa.array(_classes(some), pa.int32())], schema=REGIVEN))
-    begun += _stretches(after, before.num_rows)
+    step = 64 * CHUNK_ROWS
+    for first in range(before.num_rows, after.num_rows, step):
+        fresh.append(after.read(first, min(first + step, after.num_rows), COLUMNS))
     return Crawl(
         first_row=before.num_rows,
-        fresh=pa.concat_tables([MEMBERS.empty_table(), *map(_members, begun)]).combine_chunks(),
+        fresh=pa.concat_tables([MEMBERS.empty_table(), *map(_members, fresh)]).combine_chunks(),
         regiven=pa.concat_tables(regiven).combine_chunks(),
-        given_counts=_counted(begun, after.num_classes),
+        given_counts=_counted(fresh, after.num_classes),
         num_new=after.num_rows - before.num_rows,
         num_vanished=num_vanished,
         num_returned=num_returned,
@@ -129,7 +131,7 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
 
 
 def archive_counts(before: Catalogue, mapping: Classes) -> Int64s:
-    """Samples of each class as given before, in the newer classes; last: without a usable label."""
+    """Samples per given class before, in the new classes; last: without a usable label."""
     old = np.array(before.manifest["class_counts"], np.int64)
     statuses = before.manifest["status"]
     without = sum(statuses.get(status, 0) for status in WITHOUT_LABEL)
@@ -137,7 +139,7 @@ def archive_counts(before: Catalogue, mapping: Classes) -> Int64s:
 
 
 def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
-    """Draw ok rows that were known before, other ones for every key, reading only as much as is needed."""
+    """Draw ok rows that were known before, different ones for each key, from as few chunks as possible."""
     chunks = np.arange(-(-crawl.first_row // CHUNK_ROWS))
     num_ok = after.chunks().num_ok[: len(chunks)]
     order = chunks[np.argsort(hashes(chunks, ~key), kind="stable")]
@@ -153,18 +155,12 @@ def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
 
 
 def _changed(before: Catalogue, after: Catalogue) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """The rows with newer words, as they were and as they are, a chunk at a time."""
+    """The rows that changed, as they were and as they are, one chunk at a time."""
     rows = after.changed_rows(before)
     for chunk in np.unique(rows // CHUNK_ROWS).tolist():
         first, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, before.num_rows)
         here = pa.array(rows[slice(*np.searchsorted(rows, [first, stop]).tolist())] - first)
         yield before.read(first, stop, COLUMNS).take(here), after.read(first, stop, COLUMNS).take(here)
-
-
-def _stretches(after: Catalogue, first_row: int) -> Iterator[pa.Table]:
-    step = 64 * CHUNK_ROWS
-    for first in range(first_row, after.num_rows, step):
-        yield after.read(first, min(first + step, after.num_rows), COLUMNS)
 
 
 def _members(table: pa.Table) -> pa.Table:

@@ -1,15 +1,10 @@
-"""Guard rails: what a night did to the labels, and whether it may be used before a person has looked.
+"""Guard rails: what a night did to the labels, and whether it must be held for a person to review.
 
-What moved is counted in the parts of the label table that the night wrote, and nowhere else. Old rows that
-were trained on again are a fair sample of the archive, so new samples are compared with them.
+    findings = check_night(config.nightly, prepared, labels, accuracy=0.93, clean=night.clean)
+    findings.reasons                                             # none: CURRENT may move
 
-    moves = count_moves(carried, labels, rows, is_new)
-    reasons = judge(limits, moves, balance, accuracy)            # none: CURRENT may move
-
-Examining: a night's figures, what it changed since the night before, and whether it must be held.
-
-findings = examine(config.nightly, prepared, labels, accuracy=0.93, clean=night.clean)
-findings.reasons                  # none: CURRENT may move
+Changes are counted only in the parts of the label table that the night wrote. Old rows that were trained on
+again are a fair sample of the archive, so new samples are compared with them.
 """
 
 import math
@@ -30,8 +25,8 @@ from pencil_scale.nights.crawl import archive_counts
 from pencil_scale.nights.prepare import Prepared
 from pencil_scale.storage.folder import Folder
 
-SURELY = 3.0  # standard deviations by which chance is left out of account
-SHOWN = 3
+SURELY = 3.0  # standard deviations that chance is allowed
+SHOWN = 3  # classes in a reason, and changes from class to class in the summary
 NONE = Share(0, 0)
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -39,15 +34,15 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Moves:
-    """What became of the rows that a night trained on; pinned ones are left out."""
+    """The label changes of the rows that a night trained on, without pinned ones."""
 
-    old_changed: Share = NONE  # old rows whose label is another than the night before
-    old_repaired: Share = NONE  # old rows whose label was another than given, the night before
-    new_repaired: Share = NONE  # new rows whose label is another than given
+    old_changed: Share = NONE  # old rows whose label differs from that of the night before
+    old_repaired: Share = NONE  # old rows whose label differed from the given one the night before
+    new_repaired: Share = NONE  # new rows whose label differs from the given one
     between: Mapping[tuple[int, int], int] = field(default_factory=dict)  # old rows, from class to class
 
     def figures(self) -> dict[str, float]:
-        """The counts, as a night's manifest keeps them."""
+        """The counts for a night's record."""
         return {
             "old_trained": self.old_changed.of,
             "old_changed": self.old_changed.num,
@@ -58,24 +53,24 @@ class Moves:
 
 @dataclass(frozen=True)
 class Balance:
-    """How many samples of each class were given, before and tonight; behind the last: without a label."""
+    """Samples per given class, before and tonight; the last count is of those without a usable label."""
 
     class_names: Sequence[str]
     before: Int64s  # [C + 1]
     tonight: Int64s  # [C + 1]
-    added: frozenset[int] = frozenset()  # classes that are new in the list: nothing to compare with
+    added: frozenset[int] = frozenset()  # classes that are new in the list, with nothing to compare
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on the clean set, where both nights have it and it was the same set."""
+    """Accuracy on the clean set, if both nights have it and it was the same set."""
 
     before: float | None
     tonight: float | None
 
 
 def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
-    """Compare the labels a night began with and those it ended with, over the rows it trained on."""
+    """Compare the labels that a night started and ended with, over the rows it trained on."""
     before, after = Folder(carried.store), Folder(labels.store)
     counts: Counter[str] = Counter()
     between: Counter[tuple[int, int]] = Counter()
@@ -101,28 +96,25 @@ def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask)
 
 
 def _decided(batch: pa.RecordBatch, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
-    """Of some rows of a part: the class as given, the class as it stands, and which are not pinned."""
+    """Of some rows of a part: the given class, the class now, and which are not pinned."""
     given = batch.column("noisy_class").to_numpy()[places]
     logits = batch.column("label_logits").flatten().to_numpy().reshape(len(batch), -1)[places]
     return given, decide(logits, given).corrected_class, batch.column("pinned").to_numpy()[places] == 0
 
 
 def judge(limits: NightlyJob, moves: Moves, balance: Balance, accuracy: Accuracy) -> tuple[str, ...]:
-    """Say why a night must wait for a person; nothing where it need not."""
+    """The reasons to hold a night; none if it may be used."""
     found = [
-        _fallen(limits.max_accuracy_fall, accuracy),
-        _restless(limits.max_changed_share, moves),
-        _repaired(limits.max_repair_jump, moves),
+        _accuracy_fell(limits.max_accuracy_fall, accuracy),
+        _old_changed(limits.max_changed_share, moves),
+        _new_repaired(limits.max_repair_jump, moves),
         _unbalanced(limits.max_class_ratio, balance),
     ]
     return tuple(reason for reason in found if reason)
 
 
-def _fallen(limit: float, accuracy: Accuracy) -> str:
-    if accuracy.before is None or accuracy.tonight is None:
-        return ""
-    fall = accuracy.before - accuracy.tonight
-    if fall <= limit:
+def _accuracy_fell(limit: float, accuracy: Accuracy) -> str:
+    if accuracy.before is None or accuracy.tonight is None or accuracy.before - accuracy.tonight <= limit:
         return ""
     return (
         f"accuracy on the clean set fell from {accuracy.before:.4f} to {accuracy.tonight:.4f} "
@@ -130,7 +122,7 @@ def _fallen(limit: float, accuracy: Accuracy) -> str:
     )
 
 
-def _restless(limit: float, moves: Moves) -> str:
+def _old_changed(limit: float, moves: Moves) -> str:
     changed = moves.old_changed
     if changed.num <= limit * changed.of + SURELY * math.sqrt(limit * changed.of):
         return ""
@@ -140,7 +132,7 @@ def _restless(limit: float, moves: Moves) -> str:
     )
 
 
-def _repaired(limit: float, moves: Moves) -> str:
+def _new_repaired(limit: float, moves: Moves) -> str:
     new, old = moves.new_repaired, moves.old_repaired
     if not new.of or not old.of:
         return ""
@@ -154,12 +146,12 @@ def _repaired(limit: float, moves: Moves) -> str:
 
 
 def _unbalanced(limit: float, balance: Balance) -> str:
-    """A class is judged by what chance allows around its share before, stretched by the limit both ways."""
+    """Compare the share of each class with its share before, times or divided by the limit, and chance."""
     num_before, num = int(balance.before.sum()), int(balance.tonight.sum())
     if not num_before or not num:
         return ""
     names = [*balance.class_names, "no usable label"]
-    # One more than was seen: a class of which there was none may come by one or two.
+    # One more than was seen: a class without samples so far may get one or two.
     expected = (balance.before + 1) / (num_before + len(names)) * num
     odd: list[str] = []
     for number, (mean, found) in enumerate(zip(expected.tolist(), balance.tonight.tolist(), strict=True)):
@@ -173,19 +165,16 @@ def _unbalanced(limit: float, balance: Balance) -> str:
     return f"the class balance jumped: {', '.join(odd[:SHOWN])}{more} (nightly.max_class_ratio {limit:g})"
 
 
-MOVES_TOLD = 3
-
-
 @dataclass(frozen=True)
 class Findings:
-    """What a night came to."""
+    """The figures of a night, why it must be held, and what changed, as text for its summary."""
 
     figures: Mapping[str, float]
     reasons: tuple[str, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)  # what changed, in words
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
-def examine(
+def check_night(
     limits: NightlyJob, prepared: Prepared, labels: Manifest, accuracy: float | None, clean: str
 ) -> Findings:
     """Compare a night with its parent; `clean` names the set on which accuracy was measured."""
@@ -206,12 +195,12 @@ def examine(
     return Findings(
         {**counts, **moves.figures(), **known},
         judge(limits, moves, balance, Accuracy(before, accuracy)),
-        _told(counts, moves, names) | _accuracy_told(accuracy, before, comparable),
+        _summary(counts, moves, names) | {"clean accuracy": _accuracy_text(accuracy, before, comparable)},
     )
 
 
 def shard_counts(prepared: Prepared) -> dict[str, int]:
-    """How many shards came, changed and went between two versions of the catalogue."""
+    """Count the shards that are new, changed and gone between two versions of the catalogue."""
     before = {entry.url: entry for entry in prepared.before.shards if entry.state == "indexed"}
     after = {entry.url: entry for entry in prepared.catalogue.shards if entry.state == "indexed"}
     both = before.keys() & after.keys()
@@ -222,21 +211,21 @@ def shard_counts(prepared: Prepared) -> dict[str, int]:
     }
 
 
-def _told(counts: Mapping[str, int], moves: Moves, names: Sequence[str]) -> dict[str, str]:
+def _summary(counts: Mapping[str, int], moves: Moves, names: Sequence[str]) -> dict[str, str]:
     shards = [f"{counts[f'{what}_shards']:,} {what}" for what in ("new", "changed", "vanished")]
     samples = [f"{counts[f'{what}_samples']:,} {what}" for what in ("new", "regiven", "vanished")]
-    told = {"shards": ", ".join(shards), "samples": ", ".join(samples)}
-    told["new labels repaired"] = f"{moves.new_repaired.num:,} of {moves.new_repaired.of:,} trained on"
-    told["old labels changed"] = f"{moves.old_changed.num:,} of {moves.old_changed.of:,} trained on again"
-    for (was, now), num in list(moves.between.items())[:MOVES_TOLD]:
-        told[f"  {names[was]} -> {names[now]}"] = f"{num:,}"
-    return told
+    return {
+        "shards": ", ".join(shards),
+        "samples": ", ".join(samples),
+        "new labels repaired": f"{moves.new_repaired.num:,} of {moves.new_repaired.of:,} trained on",
+        "old labels changed": f"{moves.old_changed.num:,} of {moves.old_changed.of:,} trained on again",
+        **{f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in [*moves.between.items()][:SHOWN]},
+    }
 
 
-def _accuracy_told(accuracy: float | None, before: float | None, comparable: bool) -> dict[str, str]:
+def _accuracy_text(accuracy: float | None, before: float | None, comparable: bool) -> str:
     if accuracy is None:
-        return {"clean accuracy": "not known: no validation or test shards"}
+        return "not known: no validation or test shards"
     if before is not None:
-        return {"clean accuracy": f"{accuracy:.4f}, {before:.4f} the night before"}
-    why = "" if comparable else ", not compared: the classes or the clean set are others now"
-    return {"clean accuracy": f"{accuracy:.4f}{why}"}
+        return f"{accuracy:.4f}, {before:.4f} the night before"
+    return f"{accuracy:.4f}" + ("" if comparable else ", not compared: classes or clean set have changed")

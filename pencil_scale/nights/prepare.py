@@ -1,12 +1,13 @@
-"""Preparing: all that a night's training begins with, made once and found again after a kill.
+"""Prepare: all that a night's training starts with, made once and found again after a kill.
 
-prepared = prepare(config, nights, plan)            # what is new, labels carried over, rows, weights
-train(night_config(config, plan, prepared), labels=prepared.labels)
+prepared = prepare(config, nights, night)        # what is new, labels carried over, rows, weights
+train(night_config(config, night, prepared), labels=prepared.labels)
 """
 
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,12 @@ from pencil_scale.config.settings import Config, Stages
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
-from pencil_scale.labels.report import history_folder
 from pencil_scale.nights.carry_over import carry_over, write_start
 from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, is_same, old_rows
-from pencil_scale.nights.record import CARRIED, Night, NightFiles, Plan
+from pencil_scale.nights.record import CARRIED, Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.storage.storage import Storage
 from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
 
@@ -36,7 +36,7 @@ ROWS, WEIGHTS = "rows", "start.pt"
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a night begins with that has a night before it."""
+    """What a night starts with that has a parent."""
 
     parent: Night
     before: Catalogue  # the parent's
@@ -44,7 +44,7 @@ class Prepared:
     mapping: Classes  # what each class is made of, in the parent's classes
     crawl: Crawl
     labels: Manifest
-    rows: npt.NDArray[np.int64]  # to train on, rising
+    rows: npt.NDArray[np.int64]  # to train on, in ascending order
     subset: str  # the same rows, as the trainer takes them
     weights: str
 
@@ -57,13 +57,13 @@ class Prepared:
         return self.parent.class_names == self.catalogue.class_names
 
 
-def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
-    """Make what a night begins with; None for a first night, which begins from nothing."""
-    if plan.parent is None:
+def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None:
+    """Make what a night starts with; None for a first night, which starts from nothing."""
+    if night.parent is None:
         return None
-    parent, storage = nights.must_find(plan.parent), nights.storage
-    after = Catalogue.open(storage, plan.catalogue_version)
-    before = Catalogue.open(storage, parent.catalogue_version)
+    parent, storage = nights.must_find(night.parent), Storage(nights.storage)
+    after = Catalogue.open(storage.url, night.catalogue_version)
+    before = Catalogue.open(storage.url, parent.catalogue_version)
     old = Manifest.load(parent.labels)
     if old.class_names != before.class_names:
         raise PencilError(
@@ -72,55 +72,54 @@ def prepare(config: Config, nights: NightFiles, plan: Plan) -> Prepared | None:
         )
     mapping = class_mapping(old.class_names, after.class_names, config.nightly.remap)
     crawl = find_crawl(before, after, mapping)
-    folder = nights.folder(plan.name)
-    if not _is_there(folder, CARRIED):
+    if storage.find(storage.night(night.name, CARRIED)) is None:
         require_same_rows(old, after)
-        pins = read_pins(storage).resolve(after.class_names, config.nightly.remap)
+        pins = read_pins(storage.url).resolve(after.class_names, config.nightly.remap)
         if warning := pins.void_warning():
             print(f"WARNING: {warning}", flush=True)
-        carried = carry_over(old, crawl, after, mapping, pins, plan.id, config.workers.scratch)
+        carried = carry_over(old, crawl, after, mapping, pins, night.id, config.workers.scratch)
         if config.checkpoint.history:
-            write_start(carried, after, history_folder(storage, plan.id))
+            write_start(carried, after, storage.path(storage.history(night.id)))
         carried.require_whole()
-        nights.put(f"nights/{plan.name}/{CARRIED}", carried.encode())
-    rows = _rows(config, plan, crawl, after, f"{folder}/{ROWS}")
-    rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # taken down since it started
-    weights = _weights(parent, mapping, folder)
-    labels = Manifest.load(nights.carried(plan.name))
-    return Prepared(parent, before, after, mapping, crawl, labels, rows, f"{folder}/{ROWS}", weights)
+        nights.put(storage.night(night.name, CARRIED), carried.encode())
+    subset = nights.path(night.name, ROWS)
+    rows = _rows(config, night, crawl, after, subset)
+    rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # excluded since it started
+    weights = _weights(parent, mapping, Folder(nights.path(night.name)))
+    labels = Manifest.load(nights.path(night.name, CARRIED))
+    return Prepared(parent, before, after, mapping, crawl, labels, rows, subset, weights)
 
 
-def night_config(config: Config, plan: Plan, prepared: Prepared | None) -> Config:
+def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
     """The config that a night trains with: its own name, rows and weights."""
-    run = config.run.model_copy(update={"name": plan.name})
+    run = config.run.model_copy(update={"name": night.name})
     experiment = config.tracking.experiment or config.run.name
     tracking = config.tracking.model_copy(update={"experiment": experiment})
-    night = config.model_copy(update={"run": run, "tracking": tracking})
+    changed: dict[str, Any] = {"run": run, "tracking": tracking}
     if prepared is None:
-        return night.model_copy(update={"stages": _first_stages(config)})
-    data = config.data.model_copy(update={"subset": prepared.subset})
-    model = config.model.model_copy(update={"weights": prepared.weights})
-    return night.model_copy(update={"data": data, "model": model})
+        changed["stages"] = _first_stages(config)
+    else:
+        changed["data"] = config.data.model_copy(update={"subset": prepared.subset})
+        changed["model"] = config.model.model_copy(update={"weights": prepared.weights})
+    return config.model_copy(update=changed)
 
 
 def _first_stages(config: Config) -> Stages:
-    epochs = dict(zip(("backbone", "pencil", "finetune"), config.nightly.first_epochs or (), strict=True))
-    stages = {
-        name: getattr(config.stages, name).model_copy(update={"epochs": num}) for name, num in epochs.items()
-    }
+    epochs = zip(("backbone", "pencil", "finetune"), config.nightly.first_epochs or (), strict=True)
+    stages = {name: getattr(config.stages, name).model_copy(update={"epochs": num}) for name, num in epochs}
     return config.stages.model_copy(update=stages)
 
 
-def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: str) -> npt.NDArray[np.int64]:
-    """Draw the rows to train on, and keep them as a subset; no row where nothing is new."""
+def _rows(config: Config, night: Night, crawl: Crawl, after: Catalogue, folder: str) -> npt.NDArray[np.int64]:
+    """Draw the rows to train on, and keep them as a subset; no row if nothing is new."""
     words = read_words(folder)
     if words is not None:
         return np.sort(read_table(folder, words)["row"].to_numpy())
     num_old = round(config.nightly.old_per_new * len(crawl.fresh))
-    drawn = old_rows(after, crawl, num_old, mixed_key(config.run.seed, plan.number))
+    drawn = old_rows(after, crawl, num_old, mixed_key(config.run.seed, night.number))
     members = pa.concat_tables([crawl.fresh, drawn]).sort_by("row")
     counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
-    how = {"seed": config.run.seed, "night": plan.number, "new": len(crawl.fresh), "old": len(drawn)}
+    how = {"seed": config.run.seed, "night": night.number, "new": len(crawl.fresh), "old": len(drawn)}
     words = SubsetWords(
         config.run.storage, after.id, after.version, len(members), after.class_names, tuple(counts), how
     )
@@ -129,27 +128,22 @@ def _rows(config: Config, plan: Plan, crawl: Crawl, after: Catalogue, folder: st
     return rows
 
 
-def _weights(parent: Night, mapping: Classes, folder: str) -> str:
-    """The parent's network; under another class list with a last layer to match."""
+def _weights(parent: Night, mapping: Classes, folder: Folder) -> str:
+    """The parent's network; if the class list has changed, with a last layer to match."""
     num_old = len(parent.class_names)
     if is_same(mapping, num_old):
         return parent.model
-    if not _is_there(folder, WEIGHTS):
+    if folder.find(WEIGHTS) is None:
         home, _, name = parent.model.rpartition("/")
         found = torch.load(io.BytesIO(Folder(home).get(name)), map_location="cpu", weights_only=True)
         sink = io.BytesIO()
         torch.save(remapped_head(found, mapping, num_old), sink)
-        Folder(folder).put(WEIGHTS, sink.getvalue())
-    return f"{folder}/{WEIGHTS}"
-
-
-def _is_there(folder: str, name: str) -> bool:
-    filesystem, path = filesystem_of(f"{folder}/{name}")
-    return bool(filesystem.exists(path))
+        folder.put(WEIGHTS, sink.getvalue())
+    return folder.path(WEIGHTS)
 
 
 def remapped_head(weights: Mapping[str, Tensor], mapping: Classes, num_old: int) -> dict[str, Tensor]:
-    """Give a network's last layer the new classes: a merged one is the mean of its parts, a new one zeros."""
+    """Give the last layer the new classes: a merged class is the mean of its parts, a new one is zeros."""
     head = list(weights)[-1].rpartition(".")[0] + "."
     moved = dict(weights)
     for name, tensor in weights.items():

@@ -1,10 +1,16 @@
 """How a night starts: from the night in use, from a finished training run, or where a killed job left it.
 
-parent = nights.current() or adopt(nights, named=None)       # None: nothing was ever trained here
-plan = resumable(nights, settings, class_names, say) or nights.begin(...)
+    parent = nights.current() or adopt(nights, named=None)       # None: nothing was trained here yet
+    night = resumable(nights, settings, class_names, say) or nights.start(...)
+
+And how it is removed: never the night in use, nor its parent. Only what a night itself made is removed, which
+its id shows: a run, a model or labels that somebody else called `night-0007` stay, and so do other files in
+the folder of its export.
+
+    removed = remove_old(nights, keep=14)          # CURRENT, its parent, and the newest 14 stay
+    remove_taken_down(nights, overlay)             # exports and pages that still show excluded ids
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import PurePosixPath
@@ -14,72 +20,69 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.published import published_url
-from pencil_scale.labels.run_record import FREE, RunRecord, read_record, run_folder, why_held
-from pencil_scale.nights.record import CURRENT, LEASE, Night, NightFiles, Plan, now
-from pencil_scale.nights.retention import remove_made
-from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.urls import versions_of
+from pencil_scale.export.files import remove_export
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.run_record import FREE, RunRecord, read_record, why_held
+from pencil_scale.labels.start_labels import sweep_run
+from pencil_scale.nights.record import CARRIED, CURRENT, LEASE, Night, NightFiles, now
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of, versions_of
 
 Say = Callable[[str], None]
 
 
 def decisive_settings(config: Config) -> dict[str, str]:
-    """The settings that decide what a night computes: with others it is another night."""
+    """The settings that decide what a night computes: a night is not resumed with others."""
     return {name: text for name, text in describe(config).items() if not name.startswith(FREE)}
 
 
 def adopt(nights: NightFiles, named: str | None) -> Night | None:
-    """Take a finished training run for the night before the first; None where none is finished.
+    """Make a finished training run the night before the first; None if no run is finished.
 
-    A held run is not finished: nights start from it only once a person has promoted it.
+    A held run is not finished: a person must promote it before nights start from it.
     """
-    storage = nights.storage
-    runs = [record for record in _runs(storage) if nights.plan(record.name) is None]
-    records = {record.name: record for record in runs if record.status == "finished"}
-    if named is not None and named not in records:
-        record = read_record(storage, named)
-        if record is not None and record.status == "held":
-            raise PencilError(f"nightly.start_from: {named} is held: {why_held(named, record.held_because)}")
-        raise PencilError(f"nightly.start_from: {named} is no finished run of {storage}; {_listed(records)}")
-    if named is None and len(records) > 1:
-        raise PencilError(f"nightly.start_from: which run? {_listed(records)}")
-    if not records:
+    storage = Storage(nights.storage)
+    names = [PurePosixPath(name).name for name in storage.names("runs")]
+    runs = [run for name in names if (run := read_record(storage.url, name)) is not None]
+    numbers = {night.name: night.number for night in nights.records()}
+    finished = {run.name: run for run in runs if run.status == "finished" and not numbers.get(run.name)}
+    known = f"finished are {', '.join(sorted(finished))}" if finished else "none is finished"
+    if named is not None and named not in finished:
+        held = next((run for run in runs if run.name == named and run.status == "held"), None)
+        if held is not None:
+            raise PencilError(f"nightly.start_from: {named} is held: {why_held(named, held.held_because)}")
+        raise PencilError(f"nightly.start_from: {named} is no finished run of {storage.url}; {known}")
+    if named is None and len(finished) > 1:
+        raise PencilError(f"nightly.start_from: which run? {known}")
+    if not finished:
         return None
-    record = records[named or next(iter(records))]
-    if record.name in (CURRENT, LEASE):
-        raise PencilError(f"nightly.start_from: a run called {record.name} cannot be followed by nights")
-    night = nights.save(_as_night(storage, record))
+    run = finished[named or next(iter(finished))]
+    if run.name in (CURRENT, LEASE):
+        raise PencilError(f"nightly.start_from: a run called {run.name} cannot be followed by nights")
+    night = nights.save(_as_night(storage, run))
     nights.move_current(night, expected=None)
     return night
 
 
-def _as_night(storage: str, record: RunRecord) -> Night:
-    catalogue = Catalogue.open(storage, record.catalogue_version)
+def _as_night(storage: Storage, run: RunRecord) -> Night:
+    catalogue = Catalogue.open(storage.url, run.catalogue_version)
     return Night(
-        name=record.name,
+        name=run.name,
         number=0,
         parent=None,
-        catalogue_version=record.catalogue_version,
+        catalogue_version=run.catalogue_version,
+        status="passed",
+        closed=True,
         class_names=catalogue.class_names,
-        labels=published_url(storage, record.name),
-        model=f"{storage}/models/{record.name}.pt",
-        trained_by=record.name,
-        figures=clean_accuracy(run_facts(storage, record.name)),
-        clean=clean_set(storage, record.clean),
+        labels=storage.path(storage.published(run.name)),
+        model=storage.path(storage.model(run.name)),
+        trained_by=run.name,
+        figures=clean_accuracy(run_facts(storage.url, run.name)),
+        clean=clean_set(storage.url, run.clean),
         overlay=catalogue.manifest["overlay"],
         finished=now(),
     )
-
-
-def _runs(storage: str) -> list[RunRecord]:
-    names = [PurePosixPath(name).name for name in Folder(storage).names("runs")]
-    return [record for name in names if (record := read_record(storage, name)) is not None]
-
-
-def _listed(records: Mapping[str, RunRecord]) -> str:
-    return f"finished are {', '.join(sorted(records))}" if records else "none is finished"
 
 
 # --- after a kill ------------------------------------------------------------------------------------
@@ -87,47 +90,44 @@ def _listed(records: Mapping[str, RunRecord]) -> str:
 
 def resumable(
     nights: NightFiles, settings: Mapping[str, str], class_names: Sequence[str], say: Say
-) -> Plan | None:
-    """Find the night that was started and not finished; one that can no longer be finished is abandoned."""
-    plan = nights.unclosed()
-    if plan is None:
+) -> Night | None:
+    """Find the night that was started and not closed; one that can no longer be finished is abandoned."""
+    night = nights.unclosed()
+    if night is None:
         return None
-    reason = _outdated(nights, plan, settings, class_names)
+    reason = _outdated(nights, night, settings, class_names)
     if reason:
-        abandon(nights, plan, reason, say)
+        abandon(nights, night, reason, say)
         return None
-    say(f"{plan.name} resumes")
-    return plan
+    say(f"{night.name} resumes")
+    return night
 
 
-def abandon(nights: NightFiles, plan: Plan, reason: str, say: Say) -> None:
-    """Give up a night that was not finished, with all that it made; its number is not given again."""
-    say(f"{plan.name} was not finished, and is abandoned: {reason}")
-    remove_made(nights, plan)
-    nights.close(plan.name, "abandoned")
+def abandon(nights: NightFiles, night: Night, reason: str, say: Say) -> None:
+    """Give up a night that was not finished, and remove all it made; its number is not given again."""
+    say(f"{night.name} was not finished, and is abandoned: {reason}")
+    remove_made(nights, night)
+    nights.save(night, status="abandoned", closed=True)
 
 
-def _outdated(nights: NightFiles, plan: Plan, settings: Mapping[str, str], class_names: Sequence[str]) -> str:
+def _outdated(
+    nights: NightFiles, night: Night, settings: Mapping[str, str], class_names: Sequence[str]
+) -> str:
+    if night.is_made:  # only its last step is missing
+        return ""
     current = nights.current()
     name = None if current is None else current.name
-    if nights.find(plan.name) is not None:  # all but the last step is done
-        return ""
-    if name != plan.parent:
-        return f"it started from {plan.parent}, and CURRENT is {name} now"
-    changed = [key for key in {**plan.settings, **settings} if plan.settings.get(key) != settings.get(key)]
+    if name != night.parent:
+        return f"it started from {night.parent}, and CURRENT is {name} now"
+    changed = [key for key in {**night.settings, **settings} if night.settings.get(key) != settings.get(key)]
     if changed:
         return f"{sorted(changed)[0]} has changed"
-    catalogue = Catalogue.open(nights.storage, plan.catalogue_version)
+    catalogue = Catalogue.open(nights.storage, night.catalogue_version)
     if differs := difference(class_names, catalogue.class_names):
         return f"the class list has changed: it {differs}"
-    return _changed_shard(catalogue)
-
-
-def _changed_shard(catalogue: Catalogue) -> str:
-    """Bytes that were written anew cannot be read by offsets of the version before."""
+    # The offsets of a catalogue version are useless for a shard that was written again.
     entries = [entry for entry in catalogue.shards if entry.state == "indexed"]
-    versions = versions_of([entry.url for entry in entries])
-    for entry, version in zip(entries, versions, strict=True):
+    for entry, version in zip(entries, versions_of([entry.url for entry in entries]), strict=True):
         if version != entry.version:
             return f"{entry.url} changed since it was indexed"
     return ""
@@ -137,13 +137,16 @@ def _changed_shard(catalogue: Catalogue) -> str:
 
 
 def run_facts(storage: str, name: str) -> dict[str, Any]:
-    """What a finished run says of itself."""
-    facts: dict[str, Any] = json.loads(Folder(run_folder(storage, name)).get("summary.json"))
+    """The summary of a finished run."""
+    store = Storage(storage)
+    facts: dict[str, Any] | None = store.read_json(store.run(name, "summary.json"))
+    if facts is None:
+        raise DamagedError(f"{store.path(store.run(name, 'summary.json'))}: missing; restore it")
     return facts
 
 
 def clean_accuracy(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Accuracy on the clean set: validation's, else test's; empty where there is none."""
+    """The accuracy on the validation set, else on the test set; empty if there is neither."""
     known = [facts[name] for name in ("validation_accuracy", "test_accuracy") if name in facts]
     return {"clean_accuracy": float(known[0])} if known else {}
 
@@ -156,8 +159,76 @@ def clean_set(storage: str, versions: Mapping[str, int]) -> str:
     part = next((part for part in ("validation", "test") if part in versions), "")
     if not part:
         return ""
-    # Not the version: an id taken down from the training shards alone gives the clean set a new one too, and
-    # that night would not be compared. Segments hold all that is said of the rows.
+    # Not by its version: a takedown from the training shards gives the clean set a new version too, and that
+    # night would not be compared. The segments hold all that is known of the rows.
     segments = Catalogue.open(storage, versions[part], part).manifest["segments"]
     files = "\n".join(segment["file"] for segment in segments)
     return f"{part} {sha256(files.encode()).hexdigest()[:16]}"
+
+
+# --- removing ----------------------------------------------------------------------------------------
+
+
+def remove_old(nights: NightFiles, keep: int) -> list[str]:
+    """Remove the nights that need not be kept, also abandoned ones; return their names."""
+    current = nights.current()
+    in_use = {current.name, current.parent} if current else set()
+    started = [night for night in nights.records() if night.number]
+    old = [night for night in started[:-keep] if night.name not in in_use]
+    for night in old:
+        # First the status, for what a finished night names must be there; its record goes last, so that an
+        # interrupted removal is repeated.
+        nights.save(night, status="abandoned", closed=True)
+        remove_made(nights, night)
+        _remove(nights.path(night.name))
+    return [night.name for night in old]
+
+
+def remove_made(nights: NightFiles, night: Night) -> None:
+    """Remove all that a night made but its record; label parts last, when nothing names them any more."""
+    storage, name = Storage(nights.storage), night.name
+    remove_shown(storage, name)
+    run, published = read_record(storage.url, name), published_run(storage, name)
+    if published == night.id or (published is None and run is not None and run.id == night.id):
+        _remove(storage.path(storage.published(name)))
+        _remove(storage.path(storage.model(name)))
+    for folder in storage.names(storage.checkpoints(name)):
+        if PurePosixPath(folder).name.startswith(f"{night.id}-"):
+            _remove(storage.path(folder))
+    if run is not None and run.id == night.id:
+        _remove(storage.path(storage.run(name)))
+    _remove(storage.path(storage.history(night.id)))
+    _remove(nights.path(name, CARRIED))
+    sweep_run(storage.url, night.id)
+
+
+def published_run(storage: Storage, name: str) -> str | None:
+    """The id of the run whose labels are published under a name; None if there are none."""
+    try:
+        return Manifest.load(storage.path(storage.published(name))).run
+    except DamagedError:
+        return None
+
+
+def remove_taken_down(nights: NightFiles, overlay: str) -> list[str]:
+    """Remove exports and pages made before ids were excluded or included again; return of which nights."""
+    current, storage = nights.current(), Storage(nights.storage)
+    others = [night for night in nights.nights() if current is None or night.name != current.name]
+    outdated = [night.name for night in others if night.number and night.overlay != overlay]
+    return [name for name in outdated if remove_shown(storage, name)]
+
+
+def remove_shown(storage: Storage, name: str) -> bool:
+    """Remove the export and the page of a night; return whether there were any."""
+    exported = remove_export(storage.path(storage.export(name)))
+    return _remove(storage.path(storage.report(name))) or exported
+
+
+def _remove(url: str) -> bool:
+    """Remove a file or folder; return whether it was there."""
+    filesystem, path = filesystem_of(url)
+    filesystem.invalidate_cache()
+    if not filesystem.exists(path):
+        return False
+    filesystem.rm(path, recursive=True)
+    return True

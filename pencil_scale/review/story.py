@@ -156,7 +156,7 @@ def _chapter(storage: str, published: Published, night: Night | None, standing: 
     label, share, pinned, visited = _label(published, row)
     return Chapter(
         name=published.name,
-        standing=standing or (night.verdict if night else ""),
+        standing=standing or (night.status if night else ""),
         catalogue_version=night.catalogue_version if night else record.catalogue_version if record else None,
         model=model if filesystem.exists(path) else None,
         trained_by=trained_by,

@@ -1,4 +1,4 @@
-"""Nights and CURRENT: begun, found again or abandoned, used, rolled back, and removed when they are old."""
+"""Nights and CURRENT: started, found again or abandoned, used, rolled back, and removed when they are old."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from catalogue_making import CLASSES, samples
-from night_making import Nights
+from night_making import Nights, started
 
 from pencil_scale.export.files import MANIFEST, ExportManifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
-from pencil_scale.nights.record import Night, Plan, night_name
-from pencil_scale.nights.retention import remove_old
-from pencil_scale.nights.start import adopt, resumable
+from pencil_scale.nights import start
+from pencil_scale.nights.record import Night, night_name
+from pencil_scale.nights.start import adopt, remove_old, resumable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import LeaseHeldError, LeaseLostError
@@ -28,7 +28,8 @@ def bench(tmp_path: Path) -> Nights:
 
 
 def night(number: int, parent: str | None, **more: Any) -> Night:
-    return Night(night_name(number), number, parent, number, ("a", "b"), "labels", "model", "run", **more)
+    made = {"class_names": ("a", "b"), "labels": "labels", "model": "model", "trained_by": "run"}
+    return started(number, parent, number, **{"status": "passed", **made, **more})
 
 
 def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
@@ -50,14 +51,14 @@ def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
         nights.must_find("night-0007")
 
 
-def test_two_nights_begun_at_once_get_different_numbers(bench: Nights) -> None:
-    plans = [Plan("night-0001", f"id-{job}", 1, None, 1, {"run.seed": "1"}) for job in range(4)]
+def test_two_nights_started_at_once_get_different_numbers(bench: Nights) -> None:
+    records = [replace(started(1, settings={"run.seed": "1"}), id=f"id-{job}") for job in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        begun = list(pool.map(bench.nights.begin, plans))
-    assert sorted((one.name, one.number) for one in begun) == [
+        found = list(pool.map(bench.nights.start, records))
+    assert sorted((one.name, one.number) for one in found) == [
         (night_name(number), number) for number in range(1, 5)
     ]
-    assert [bench.nights.plan(one.name) for one in begun] == begun
+    assert [bench.nights.record(one.name) for one in found] == found
     assert bench.nights.next_number() == 5
 
 
@@ -89,9 +90,8 @@ def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
         Folder(f"{bench.storage}/nights").delete("lease")  # another job takes over
         with bench.nights.held():
             for write in (
-                lambda: nights.begin(Plan("night-0002", "id-2", 2, None, 1, {})),
-                lambda: nights.save(replace(first, model="another")),
-                lambda: nights.close("night-0001", "passed"),
+                lambda: nights.start(started(2)),
+                lambda: nights.save(first, model="another"),
                 lambda: nights.move_current(first, expected=None),
             ):
                 with pytest.raises(LeaseLostError):
@@ -109,43 +109,41 @@ def test_the_nights_have_one_job_at_a_time(bench: Nights) -> None:
         pass
 
 
-def test_a_night_that_was_begun_is_found_again_until_it_is_closed(bench: Nights) -> None:
+def test_a_night_that_was_started_is_found_again_until_it_is_closed(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(3)))
     bench.version()
     nights, said = bench.nights, []
-    plan = nights.begin(Plan("night-0001", "id-1", 1, None, 1, {"run.seed": "1"}))
-    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) == plan
+    first = nights.start(started(1, settings={"run.seed": "1"}))
+    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) == first
     assert "night-0001 resumes" in said[-1]
-    nights.close(plan.name, "passed")
+    assert nights.find("night-0001") is None  # it has made nothing that could be used
+    made = nights.save(first, status="passed", labels="labels")
+    assert resumable(nights, {"run.seed": "2"}, CLASSES, said.append) == made  # its last step is missing
+    nights.save(made, closed=True)
     assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) is None
     assert nights.next_number() == 2
 
 
 @pytest.mark.parametrize("why", ["settings", "parent", "shard", "classes"])
-def test_a_night_that_cannot_be_finished_as_it_was_begun_is_abandoned(bench: Nights, why: str) -> None:
+def test_a_night_that_cannot_be_finished_as_it_was_started_is_abandoned(bench: Nights, why: str) -> None:
     bench.shard("a.tar", samples(range(3)))
     bench.version()
     nights, said = bench.nights, []
-    nights.save(night(1, None))
-    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
-    nights.close("night-0001", "passed")
-    nights.move_current(nights.must_find("night-0001"), expected=None)
-    nights.begin(
-        Plan("night-0002", "id-2", 2, "night-0001" if why != "parent" else None, 1, {"run.seed": "1"})
-    )
+    nights.move_current(nights.save(night(1, None, closed=True)), expected=None)
+    nights.start(started(2, "night-0001" if why != "parent" else None, settings={"run.seed": "1"}))
     if why == "shard":
         bench.shard("a.tar", samples(range(4)))
     names = CLASSES[::-1] if why == "classes" else CLASSES
     assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, names, said.append) is None
     assert "abandoned" in said[-1]
     assert nights.unclosed() is None
+    assert [one.status for one in nights.records()] == ["passed", "abandoned"]
     assert nights.next_number() == 3  # no name means two nights
 
 
 def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
     nights = bench.nights
     for number in range(1, 8):
-        nights.begin(Plan(night_name(number), f"id-{number}", number, None, 1, {}))
         nights.save(night(number, night_name(number - 1)))
         run = RunRecord(night_name(number), f"id-{number}", {}, 1, ("a", "b"), {}, "")
         write_record(bench.storage, run)
@@ -163,8 +161,8 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
 
 def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nights) -> None:
     nights, theirs = bench.nights, RunRecord("night-0001", "theirs", {}, 1, ("a", "b"), {}, "")
-    nights.begin(Plan("night-0001", "id-1", 1, None, 1, {}))
-    nights.begin(Plan("night-0002", "id-2", 2, None, 1, {}))
+    nights.start(started(1))
+    nights.start(started(2))
     write_record(bench.storage, theirs)
     Folder(f"{bench.storage}/models").put("night-0001.pt", b"theirs")
     for run in ("theirs", "id-1"):
@@ -205,3 +203,30 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
     )
     with pytest.raises(PencilError, match=r"nightly.start_from: which run"):
         adopt(nights, None)
+
+
+def test_a_removal_that_was_interrupted_is_repeated_and_its_night_is_never_used(
+    bench: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights = bench.nights
+    for number in (1, 2, 3):
+        nights.save(night(number, night_name(number - 1) if number > 1 else None, closed=True))
+    nights.move_current(nights.must_find("night-0003"), expected=None)
+
+    def interrupt(*_: object) -> None:
+        raise OSError("the store is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "sweep_run", interrupt)
+        with pytest.raises(OSError, match="the store is gone"):
+            remove_old(nights, keep=1)
+    assert [one.name for one in nights.nights()] == ["night-0002", "night-0003"]
+    assert remove_old(nights, keep=1) == ["night-0001"]
+    assert nights.names() == ["night-0002", "night-0003"]
+
+
+@pytest.mark.parametrize("text", [b"[]", b'{"format": 1}'])
+def test_a_record_of_another_format_is_refused(bench: Nights, text: bytes) -> None:
+    Folder(bench.storage).put("nights/night-0001/night.json", text)
+    with pytest.raises(PencilError, match=r"night-0001/night.json: a night of format .* reads format 2"):
+        bench.nights.nights()

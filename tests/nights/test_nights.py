@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue_making import Bench, sample, samples
-from night_making import Nights, pins_of
+from night_making import Nights, pins_of, started
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
@@ -21,7 +21,7 @@ from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.nights.carry_over import carry_over
 from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.prepare import prepare, remapped_head
-from pencil_scale.nights.record import Night, Plan
+from pencil_scale.nights.record import Night
 from pencil_scale.nights.start import adopt, clean_set
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -50,7 +50,7 @@ def test_rows_that_the_catalogue_gained_are_new_and_no_other(bench: Nights) -> N
     assert crawl.given_counts.tolist() == [1, 1, 1, 0]
 
 
-def test_a_known_sample_begins_anew_if_it_was_given_another_class_or_a_first_one(bench: Nights) -> None:
+def test_a_known_sample_starts_again_if_it_was_given_another_class_or_a_first_one(bench: Nights) -> None:
     unlabelled = [member for member in sample(2) if not member[0].endswith(".cls")]
     bench.shard("a.tar", samples(range(2)) + unlabelled + samples(range(3, 6)))
     before = bench.version()
@@ -112,7 +112,7 @@ def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(
     assert found[1] != found[2]  # one of its own
 
 
-def test_old_rows_are_others_every_night_and_the_same_if_a_night_begins_again(bench: Nights) -> None:
+def test_old_rows_are_others_every_night_and_the_same_if_a_night_starts_again(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(60)))
     before = bench.version()
     bench.shard("b.tar", samples(range(60, 70)))
@@ -130,7 +130,7 @@ def test_old_rows_are_others_every_night_and_the_same_if_a_night_begins_again(be
 # --- labels carried over -----------------------------------------------------------------------------
 
 
-def test_every_known_label_comes_along_bit_for_bit_and_new_rows_begin_as_given(bench: Nights) -> None:
+def test_every_known_label_comes_along_bit_for_bit_and_new_rows_start_as_given(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version()
     table = bench.table(bench.labels(before))
@@ -147,7 +147,7 @@ def test_every_known_label_comes_along_bit_for_bit_and_new_rows_begin_as_given(b
     assert not labels.visited(0).any()
 
 
-def test_a_row_given_another_class_begins_anew_unless_people_pinned_it(bench: Nights) -> None:
+def test_a_row_given_another_class_starts_again_unless_people_pinned_it(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     table = bench.table(bench.labels(bench.version()))
     table.pin([1], [2])
@@ -197,15 +197,13 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
     bench.labels(before).save(labels)
     weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
     Folder(f"{bench.storage}/models").put("first.pt", _saved(weights))
-    names = ("ant", "bee", "cat")
-    model = f"{bench.storage}/models/first.pt"
-    bench.nights.save(Night("first", 0, None, before.version, names, labels, model, "first"))
+    bench.nights.save(first_night(bench, before))
     (bench.folder / "classes.txt").write_text("cat\nant\ndog\n")  # bee became ant, dog is new
     after = bench.version(label="json:name", aliases=_aliases(bench))
-    plan = Plan("night-0001", "id-1", 1, "first", after.version, {})
+    night = started(1, "first", after.version)
     config = load_config(bench.folder / "config.yaml", ["nightly.remap={bee: ant}"])
     for _ in range(2):  # a second time after a kill
-        prepared = prepare(config, bench.nights, plan)
+        prepared = prepare(config, bench.nights, night)
         assert prepared is not None
         assert prepared.mapping == [[2], [0, 1], []]
         assert found(prepared.crawl) == ([], [])  # nobody's label is another but for its number
@@ -215,6 +213,21 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
         head = torch.load(_file(prepared.weights), weights_only=True)
         assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
         assert head["0.weight"].tolist() == weights["0.weight"].tolist()
+
+
+def first_night(bench: Nights, catalogue: Catalogue) -> Night:
+    """A finished run that the first night continues."""
+    return Night(
+        "first",
+        0,
+        None,
+        catalogue.version,
+        status="passed",
+        class_names=catalogue.class_names,
+        labels=published_url(bench.storage, "first"),
+        model=f"{bench.storage}/models/first.pt",
+        trained_by="first",
+    )
 
 
 def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night, Catalogue, Config]:
@@ -227,16 +240,7 @@ def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night,
     )
     weights = {"1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
     Folder(f"{bench.storage}/models").put("first.pt", _saved(weights))
-    night = Night(
-        "first",
-        0,
-        None,
-        before.version,
-        before.class_names,
-        published_url(bench.storage, "first"),
-        f"{bench.storage}/models/first.pt",
-        "first",
-    )
+    night = first_night(bench, before)
     bench.nights.save(night)
     (bench.folder / "classes.txt").write_text(names)
     after = bench.version(label="json:name")
@@ -247,8 +251,8 @@ def test_a_pin_keeps_its_class_however_many_nights_of_a_new_class_list_are_held(
     _, after, config = reordered_after_night(bench, "cat\nant\nbee\n", "{}")
     add_pins(bench.storage, pins_of({0: "cat"}))
     for number in (1, 2, 3):  # each is held, so the next one starts from the first night again
-        plan = Plan(f"night-000{number}", f"id-{number}", number, "first", after.version, {})
-        prepared = prepare(config, bench.nights, plan)
+        night = started(number, "first", after.version)
+        prepared = prepare(config, bench.nights, night)
         assert prepared is not None
         assert prepared.labels.class_names == ("cat", "ant", "bee")
         assert bench.table(prepared.labels).read_class([0, 1]).tolist() == [0, 2]
@@ -259,7 +263,7 @@ def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
 ) -> None:
     add_pins(bench.storage, pins_of({0: "cat", 1: "ant"}))  # given ant and bee
     _, after, config = reordered_after_night(bench, "bee\nant\n", "{cat: null}")
-    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
     assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats have no usable label any more
@@ -272,7 +276,7 @@ def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
 
 def test_a_class_that_is_renamed_in_place_takes_its_labels_along(bench: Nights) -> None:
     _, after, config = reordered_after_night(bench, "ant\nbee\nfeline\n", "{cat: feline}")
-    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     assert not prepared.same_classes
     assert prepared.labels.class_names == ("ant", "bee", "feline")
@@ -282,7 +286,7 @@ def test_a_pin_that_became_void_frees_the_row_that_an_older_pin_had_fixed(bench:
     add_pins(bench.storage, pins_of({1: "cat"}))
     _, after, config = reordered_after_night(bench, "ant\nbee\ncat\n", "{}")
     add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
-    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
     assert (table.read_class([1]).tolist(), table.read_pinned([1]).tolist()) == ([1], [False])
@@ -299,7 +303,7 @@ def test_a_pin_follows_any_number_of_renames(bench: Nights) -> None:
 def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
     add_pins(bench.storage, pins_of({0: "cat"}))
     _, after, config = reordered_after_night(bench, "feline\nant\nbee\n", "{cat: feline}")
-    prepared = prepare(config, bench.nights, Plan("night-0001", "id-1", 1, "first", after.version, {}))
+    prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     assert bench.table(prepared.labels).read_class([0]).tolist() == [0]
     assert bench.table(prepared.labels).read_pinned([0]).all()

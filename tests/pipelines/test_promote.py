@@ -2,7 +2,6 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +9,7 @@ import pytest
 import torch
 from catalogue_making import samples
 from label_making import names
-from night_making import Nights
+from night_making import Nights, started
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.export.files import read_manifest
@@ -18,8 +17,8 @@ from pencil_scale.labels.published import find_published, held_names, held_url, 
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.nights.record import Night, NightFiles, Plan, night_name
-from pencil_scale.nights.retention import remove_taken_down
+from pencil_scale.nights.record import Night, NightFiles, night_name
+from pencil_scale.nights.start import remove_taken_down
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.train import summary
@@ -43,11 +42,8 @@ def nights(bench: Nights) -> NightFiles:
     files = bench.nights
     for number in (1, 2, 3):
         parent = night_name(number - 1) if number > 1 else None
-        files.begin(Plan(night_name(number), f"id-{number}", number, parent, 1, {}))
-        verdict = "held" if number == 3 else "passed"
-        reasons = ("the class balance jumped",) if number == 3 else ()
-        files.save(replace(made_night(bench, number, parent), verdict=verdict, reasons=reasons))
-        files.close(night_name(number), verdict)
+        held = {"status": "held", "reasons": ("the class balance jumped",)} if number == 3 else {}
+        files.save(made_night(bench, number, parent), closed=True, **held)
     files.move_current(files.must_find("night-0002"), expected=None)
     return files
 
@@ -59,8 +55,10 @@ def made_night(bench: Nights, number: int, parent: str | None) -> Night:
     sink = io.BytesIO()
     torch.save(build_backbone("small_convnet", 3).state_dict(), sink)
     Folder(f"{bench.storage}/models").put(f"{name}.pt", sink.getvalue())
-    model, labels = f"{bench.storage}/models/{name}.pt", published_url(bench.storage, name)
-    return Night(name, number, parent, 1, catalogue.class_names, labels, model, "run")
+    made = {"model": f"{bench.storage}/models/{name}.pt", "labels": published_url(bench.storage, name)}
+    return started(
+        number, parent, status="passed", class_names=catalogue.class_names, trained_by="run", **made
+    )
 
 
 def promote(nights: NightFiles, *words: str) -> int:
@@ -99,9 +97,8 @@ def test_an_unknown_night_is_refused_with_the_names_of_those_kept(
 def test_a_night_killed_before_its_last_step_does_not_undo_a_rollback(
     bench: Nights, nights: NightFiles
 ) -> None:
-    nights.begin(Plan("night-0004", "id-4", 4, "night-0002", 1, {}))
     nights.save(made_night(bench, 4, "night-0002"))
-    assert nights.unclosed() is not None  # it would go on, and take CURRENT
+    assert nights.unclosed() is not None  # it would resume, and take CURRENT
     assert promote(nights, "night-0002") == 0
     assert nights.unclosed() is None
 

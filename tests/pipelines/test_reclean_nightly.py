@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.dataset as ds
 import pytest
-from night_making import Crawl
-from training_runs import started
+from night_making import Crawl, started
+from training_runs import started as started_command
 
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.guard_rails import Findings
-from pencil_scale.nights.record import Night, NightFiles, Plan
+from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.nights.start import run_facts
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import LeaseHeldError
@@ -77,7 +77,7 @@ class Week:
 
     def rows(self, name: str) -> npt.NDArray[np.int64]:
         """The rows a night trained on."""
-        folder = f"{self.crawl.nights.folder(name)}/rows"
+        folder = self.crawl.nights.path(name, "rows")
         words = read_words(folder)
         assert words is not None
         return np.sort(read_table(folder, words)["row"].to_numpy())
@@ -114,7 +114,7 @@ def week(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Week:
 def killed_in_training(week: Week) -> None:
     """The command as cron would start it, killed when it has trained an epoch."""
     words = [sys.executable, "-m", "pipelines.reclean_nightly", str(week.crawl.config)]
-    with started(words, week.crawl.folder / "killed.log") as command:
+    with started_command(words, week.crawl.folder / "killed.log") as command:
         command.wait_for("pencil    epoch 1/2")
         command.kill()
 
@@ -250,13 +250,16 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n")
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
-    steps: list[tuple[Any, str]] = [(reclean_nightly, "_examine"), (night_outputs, "report_night")]
-    steps += [(NightFiles, name) for name in ("save", "move_current", "close")]
-    for holder, name in steps:
+    steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs, "report_night")]
+    steps += [(NightFiles, "save"), (NightFiles, "move_current"), (NightFiles, "save")]
+    for holder, name in steps:  # it is saved first when it is made, and then when it is closed
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, _killed)
             with pytest.raises(Killed):
                 reclean_nightly.run(week.crawl.settings(*overrides))
+    unclosed = week.crawl.nights.unclosed()
+    assert unclosed is not None
+    assert (unclosed.status, week.crawl.current) == ("passed", "night-0006")  # all but its last step is done
     summary = reclean_nightly.run(week.crawl.settings(*overrides))
     assert (summary.status, summary.current) == ("current", "night-0006")
     assert (summary.night.trained_by, summary.night.parent) == ("night-0005", "night-0005")
@@ -271,7 +274,7 @@ def test_a_takedown_does_not_wait_for_a_night_that_is_used(
     week: Week, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n000102\n")
-    monkeypatch.setattr(reclean_nightly, "_examine", lambda *_: Findings({}, reasons=("looks wrong",)))
+    monkeypatch.setattr(reclean_nightly, "_check", lambda *_: Findings({}, reasons=("looks wrong",)))
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
     summary = reclean_nightly.run(week.crawl.settings(*overrides))
     assert (summary.status, summary.current) == ("held", "night-0006")
@@ -308,14 +311,16 @@ def test_a_night_that_was_refused_does_not_block_the_next(
 ) -> None:
     crawl, tried = Crawl(tmp_path), []
 
-    def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
-        tried.append((plan.name, plan.catalogue_version))
+    def refuse(config: Config, nights: NightFiles, night: Night) -> None:
+        tried.append((night.name, night.catalogue_version))
         raise PencilError("too many images cannot be decoded")
 
     monkeypatch.setattr(reclean_nightly, "_make", refuse)
     crawl.add(0)
     assert reclean_nightly.main([str(crawl.config)]) == 2
-    assert crawl.nights.refusal("night-0001") == "too many images cannot be decoded"
+    refused = crawl.nights.record("night-0001")
+    assert refused is not None
+    assert (refused.status, refused.reasons) == ("refused", ("too many images cannot be decoded",))
     assert reclean_nightly.main([str(crawl.config)]) == 2  # nothing has changed: tried again
     crawl.add(1)
     assert reclean_nightly.main([str(crawl.config)]) == 2
@@ -327,8 +332,8 @@ def test_a_night_never_takes_a_name_under_which_something_is_stored(
 ) -> None:
     crawl, tried = Crawl(tmp_path), []
 
-    def refuse(config: Config, nights: NightFiles, plan: Plan) -> None:
-        tried.append(plan.name)
+    def refuse(config: Config, nights: NightFiles, night: Night) -> None:
+        tried.append(night.name)
         raise PencilError("enough")
 
     monkeypatch.setattr(reclean_nightly, "_make", refuse)
@@ -345,6 +350,6 @@ def test_a_storage_whose_current_is_gone_is_refused_instead_of_starting_from_not
 ) -> None:
     crawl = Crawl(tmp_path)
     crawl.add(0)
-    crawl.nights.save(Night("night-0001", 1, None, 1, ("a", "b"), "labels", "model", "run"))
+    crawl.nights.save(started(1, status="passed", class_names=("a", "b")))
     assert reclean_nightly.main([str(crawl.config)]) == 2
     assert "nights/CURRENT is gone, but night-0001 is there" in capsys.readouterr().err

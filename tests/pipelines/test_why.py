@@ -42,7 +42,7 @@ def night(name: str, number: int, bench: WhyBench, held: bool = False) -> Night:
         labels=f"{bench.storage}/labels/published/{name}.json",
         model=f"{bench.storage}/models/{name}.pt",
         trained_by=name,
-        verdict="held" if held else "passed",
+        status="held" if held else "passed",
     )
 
 
