@@ -35,7 +35,7 @@ def test_a_folder_is_left_alone_while_its_process_lives_and_removed_when_it_was_
 
 
 def test_folders_that_are_not_scratch_are_never_swept(tmp_path: Path) -> None:
-    for name in ("pencil_scale-outbox-12", "pencil_scale-ab34", "photos"):
+    for name in ("pencil_scale-other-12", "pencil_scale-ab34", "photos"):
         (tmp_path / name).mkdir()
     assert sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 3
