@@ -74,7 +74,7 @@ def _is_there(url: str) -> bool:
 
 
 def track_current(config: Config, night: Night, before: Night | None) -> None:
-    """Report that a night is in use now, and that the one before no longer is."""
+    """Report that a night is in use now, and that the night before it no longer is."""
     track_night(config, night, ALIAS)
     if before is not None and before.trained_by != night.trained_by:
         track_night(config, before, "former")

@@ -54,7 +54,7 @@ class Summary:
     """How the night ended."""
 
     status: Status
-    night: Night  # the one made, or the newest if nothing is new
+    night: Night  # the new night, or the newest if nothing is new
     current: str | None
     facts: Mapping[str, str] = field(default_factory=dict)  # what changed since its parent
 

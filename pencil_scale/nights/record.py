@@ -2,7 +2,7 @@
 
     <storage>/nights/night-0012/night.json    its record; the status says how far it came
     <storage>/nights/CURRENT                  the night in use; written last
-    <storage>/nights/lease                    held by the one job that may change the nights
+    <storage>/nights/lease                    held by the job that may change the nights
 
 A record is written when a night starts, so a killed job finds it again, and once more when all it names is
 there. A night names its parent, and CURRENT moves to it only from there, by compare-and-swap.

@@ -94,7 +94,7 @@ class Narrator:
         """Write all records while the checkpoint is being saved: a resumed run does not repeat its steps."""
         if self._tracker:
             with self._harmless(REPORTING):
-                self._tracker.flush()
+                self._tracker.flush_soon()
 
     def _draw(self, tracker: Tracker, transitions: Any, figures: dict[str, Any]) -> None:
         with self._harmless("the picture of class transitions"):

@@ -141,7 +141,7 @@ class Tracker:
         self._plan = plan
         self._harmless = Harmless()
         self._journal = Journal(plan.journal, every_s)
-        self._stage: str | None = None  # the one that is running
+        self._stage: str | None = None  # the stage that is running
         self._num_repeated = 0
         self._start(PARENT, plan.name, params=plan.params, tags=plan.tags)
         self.log_json("config", plan.params)
@@ -153,9 +153,9 @@ class Tracker:
         """The ids of the MLflow runs by stage, as far as the server has answered, for the run's record."""
         return {"runs": dict(self._journal.runs)}
 
-    def flush(self) -> None:
-        """Write all that was reported so far to the storage."""
-        self._journal.flush()
+    def flush_soon(self) -> None:
+        """Start to write all that was reported so far, and return at once."""
+        self._journal.flush_soon()
 
     # --- figures ---------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
     assert crawl.given_counts.tolist() == [0, 0, 0, 0]
 
 
-def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(tmp_path: Path) -> None:
+def test_the_clean_set_differs_only_if_something_about_its_samples_has_changed(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(6)))
     bench.shard("clean.tar", samples(range(50, 56)))
@@ -112,7 +112,7 @@ def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(
     assert found[1] != found[2]  # one of its own
 
 
-def test_old_rows_are_others_every_night_and_the_same_if_a_night_starts_again(bench: Nights) -> None:
+def test_old_rows_differ_every_night_and_are_the_same_if_a_night_starts_again(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(60)))
     before = bench.version()
     bench.shard("b.tar", samples(range(60, 70)))
@@ -206,7 +206,7 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
         prepared = prepare(config, bench.nights, night)
         assert prepared is not None
         assert prepared.mapping == [[2], [0, 1], []]
-        assert found(prepared.crawl) == ([], [])  # nobody's label is another but for its number
+        assert found(prepared.crawl) == ([], [])  # only the numbers of the classes have changed
         table = bench.table(prepared.labels)
         assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
         assert read_pins(bench.storage).table["class"].to_pylist() == ["cat"]

@@ -179,7 +179,7 @@ def test_a_held_night_that_is_promoted_is_the_parent_of_the_next(week: Week) -> 
     assert week.nights["night-0004"].parent == "night-0003"
 
 
-def test_a_night_that_was_killed_goes_on_under_its_own_name(week: Week) -> None:
+def test_a_night_that_was_killed_resumes_under_its_name(week: Week) -> None:
     assert (week.codes["killed"], week.current["killed"]) == (0, "night-0004")
     rows = week.rows("night-0004")
     manifest = Manifest.load(week.nights["night-0004"].labels)
@@ -188,7 +188,7 @@ def test_a_night_that_was_killed_goes_on_under_its_own_name(week: Week) -> None:
     assert run_facts(week.crawl.nights.storage, "night-0004")["coverage"] == [1.0, 1.0]
 
 
-def test_after_a_rollback_the_next_night_begins_there_with_all_that_came_since(week: Week) -> None:
+def test_after_a_rollback_the_next_night_starts_there_with_all_that_came_since(week: Week) -> None:
     assert (week.current["rolled back"], week.alias["rolled back"]) == ("night-0002", "night-0002")
     assert (week.codes["after the rollback"], week.current["after the rollback"]) == (0, "night-0005")
     night = week.nights["night-0005"]
@@ -201,7 +201,7 @@ def test_after_a_rollback_the_next_night_begins_there_with_all_that_came_since(w
     assert rows[rows < 240].min() >= 80  # those that vanished cannot be read
 
 
-def test_mlflow_says_of_every_night_how_it_ended(week: Week) -> None:
+def test_mlflow_shows_for_every_night_how_it_ended(week: Week) -> None:
     found = {name: tags.get("night") for name, tags in week.tags.items() if name in week.nights}
     assert found["night-0005"] == "current"
     assert {found[f"night-000{number}"] for number in (1, 2, 3, 4)} == {"former"}
@@ -222,11 +222,11 @@ def test_what_current_names_is_there_and_old_nights_are_gone(week: Week) -> None
     assert list((lake / "checkpoints").glob("*")) == []
 
 
-def test_the_page_of_a_night_tells_what_changed_since_the_one_before(week: Week) -> None:
+def test_the_page_of_a_night_shows_what_changed_since_its_parent(week: Week) -> None:
     assert "night-0002" in Path(str(week.nights["night-0005"].report)).read_text()
 
 
-def test_an_export_tells_the_epoch_of_a_change_only_if_it_was_in_that_night(week: Week) -> None:
+def test_an_export_names_the_epoch_of_a_change_only_if_it_was_in_that_night(week: Week) -> None:
     table = exported(week.nights["night-0004"], "row", "last_change_epoch", "is_label_issue")
     changed = {row for row, epoch in zip(table["row"], table["last_change_epoch"], strict=True) if epoch == 0}
     issues = {row for row, issue in zip(table["row"], table["is_label_issue"], strict=True) if issue}

@@ -184,7 +184,10 @@ def test_what_is_added_is_written_without_being_asked(folder: str) -> None:
     large.add("picture", {"n": 3}, b"x" * (SEGMENT_BYTES + 1))
     found: list[int] = []
     until(lambda: found.extend(numbers_in(large)) or len(found) == 4)
-    assert found == [0, 1, 2, 3]
+    large.add("number", {"n": 4})
+    large.flush_soon()
+    until(lambda: found.extend(numbers_in(large)) or len(found) == 5)
+    assert found == [0, 1, 2, 3, 4]
 
 
 def test_a_blob_stays_until_its_record_is_acknowledged(folder: str) -> None:

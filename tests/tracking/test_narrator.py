@@ -43,29 +43,29 @@ def epoch(**found: Any) -> dict[str, Any]:
 
 
 def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_time_left() -> None:
-    telling, said = narrator()
-    telling.hear(epoch())
+    reporting, said = narrator()
+    reporting.hear(epoch())
     assert said == [
         "pencil    epoch 12/40   loss 0.1235   1,830 images/s   test 0.962   labels right 0.931   "
         "changed 34.5%   left 0:01:24"
     ]
 
 
-def test_a_warning_is_said_once_and_tracked_every_time() -> None:
+def test_a_warning_is_printed_once_and_tracked_every_time() -> None:
     tracker = Listener()
-    telling, said = narrator(tracker)
+    reporting, said = narrator(tracker)
     for _ in range(2):
-        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+        reporting.hear(epoch(warnings={"no_label_moved": "no label moved"}))
     assert said.count("WARNING: no label moved") == 1
-    assert telling.warnings == {"no_label_moved": "no label moved"}
+    assert reporting.warnings == {"no_label_moved": "no label moved"}
     assert [name for name, _ in tracker.told].count("set_warning") == 2
 
 
 def test_a_resumed_run_says_from_where_and_reports_again_what_may_be_missing() -> None:
     tracker = Listener()
-    telling, said = narrator(tracker)
+    reporting, said = narrator(tracker)
     record = [FIGURES | {"epoch": number} for number in range(3)]
-    telling.hear({"kind": "started", "progress": Progress(3, 5, 77), "record": record, "world": 2})
+    reporting.hear({"kind": "started", "progress": Progress(3, 5, 77), "record": record, "world": 2})
     assert said == ["training with 2 workers from epoch 4, step 5"]
     assert [what[1] for name, what in tracker.told if name == "log_epoch"] == [0, 1, 2]
 
@@ -73,36 +73,36 @@ def test_a_resumed_run_says_from_where_and_reports_again_what_may_be_missing() -
 def test_records_are_written_as_soon_as_a_checkpoint_is_being_saved() -> None:
     for news in ({"kind": "saving"}, epoch(transitions=np.array([[3, 1], [0, 4]]))):
         tracker = Listener()
-        telling, _ = narrator(tracker)
-        telling.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
-        telling.hear(news)
+        reporting, _ = narrator(tracker)
+        reporting.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
+        reporting.hear(news)
         names = [name for name, _ in tracker.told]
         assert names[0] == "log_step"
-        assert names[-1] == "flush"
+        assert names[-1] == "flush_soon"
 
 
 def test_a_worker_that_died_is_reported_with_its_reason() -> None:
-    telling, said = narrator()
-    telling.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
+    reporting, said = narrator()
+    reporting.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
     assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
 
 
 def test_moved_labels_are_drawn() -> None:
     tracker = Listener()
-    telling, _ = narrator(tracker)
-    telling.hear(epoch(transitions=np.array([[3, 1], [0, 4]])))
+    reporting, _ = narrator(tracker)
+    reporting.hear(epoch(transitions=np.array([[3, 1], [0, 4]])))
     pictures = {what[0]: what[1] for name, what in tracker.told if name == "log_picture"}
     assert set(pictures) == {"class_transitions", "label_accuracy"}
     assert all(png.startswith(b"\x89PNG") for png in pictures.values())
 
 
 def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary() -> None:
-    telling, said = narrator()
+    reporting, said = narrator()
     for _ in range(2):
-        telling.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
+        reporting.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
     text = "3 images cannot be decoded and have weight 0: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
     assert said == [f"WARNING: {text}"]
-    assert telling.warnings == {"unreadable_images": text}
+    assert reporting.warnings == {"unreadable_images": text}
 
 
 class Broken:
@@ -118,12 +118,12 @@ class Broken:
 def test_a_report_that_fails_is_logged_once_and_the_next_epochs_are_still_printed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    telling, said = narrator(Broken())
+    reporting, said = narrator(Broken())
     for _ in range(2):
-        telling.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
-        telling.hear(epoch(warnings={"no_label_moved": "no label moved"}))
+        reporting.hear({"kind": "step", "stage": "pencil", "progress": Progress(), "figures": {"loss": 1.0}})
+        reporting.hear(epoch(warnings={"no_label_moved": "no label moved"}))
     assert sum("epoch 12/40" in line for line in said) == 2
-    assert telling.warnings == {"no_label_moved": "no label moved"}
+    assert reporting.warnings == {"no_label_moved": "no label moved"}
     (message,) = caplog.messages
     assert message.startswith("reporting to MLflow failed (OSError: the disk is gone); training continues")
 
@@ -132,9 +132,9 @@ def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracker = Listener()
-    telling, _ = narrator(tracker)
+    reporting, _ = narrator(tracker)
     for _ in range(2):
-        telling.hear(epoch(transitions=np.zeros((3, 3))))  # there are two classes
+        reporting.hear(epoch(transitions=np.zeros((3, 3))))  # there are two classes
     assert [what[0] for name, what in tracker.told if name == "log_picture"] == ["label_accuracy"] * 2
     (message,) = caplog.messages
     assert "class transitions failed (ValueError: counts of shape (3, 3) for 2 class names)" in message

@@ -215,7 +215,7 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
 
 
 @pytest.mark.slow
-def test_without_a_server_a_database_and_artifacts_stand_under_the_storage(tmp_path: Path) -> None:
+def test_without_a_server_a_database_and_artifacts_are_kept_in_the_storage(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, None, "tracking.register_as=digits")
     tracker = tracker_of(plan)
     tracker.log_step("pencil", 1, {"loss": 0.5})
@@ -260,7 +260,7 @@ def test_another_process_delivers_what_a_killed_one_left_in_the_storage(
         "plan = plan_of(Path(sys.argv[1]), None, 'tracking.uri=http://127.0.0.1:1', sys.argv[3])\n"
         "tracker = tracker_of(plan)\n"
         "tracker.log_step('pencil', 1, {'loss': 0.5})\n"
-        "tracker.log_picture('p', b'picture'); tracker.flush()\n"
+        "tracker.log_picture('p', b'picture'); tracker._journal.flush()\n"
         "print('flushed', flush=True); sys.stdin.read()"
     )
     experiment = f"tracking.experiment={tmp_path.name}"
