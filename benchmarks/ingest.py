@@ -83,7 +83,7 @@ def main() -> None:
             "webdataset": partial(turn_of_loader, loader, options.epochs + 1),
         }
         print(
-            f"{len(urls)} shards, {options.epochs} epochs per turn, {options.cpus} CPUs, batch {options.batch}"
+            f"{len(urls)} shards, {options.cpus} cores, batch {options.batch}, {options.epochs} epochs per turn"
         )
         found = take_turns(readers, options.rounds, options.epochs)
         limit = options.cpus * decoding_alone(urls[0], options.size)
