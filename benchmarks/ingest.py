@@ -82,9 +82,8 @@ def main() -> None:
             "pencil_scale": partial(turn_of_stream, replace(spec, num_epochs=options.epochs + 1)),
             "webdataset": partial(turn_of_loader, loader, options.epochs + 1),
         }
-        print(
-            f"{len(urls)} shards, {options.cpus} cores, batch {options.batch}, {options.epochs} epochs per turn"
-        )
+        print(f"{len(urls)} shards, {options.cpus} cores, batch {options.batch}")
+        print(f"each reader reads {options.epochs} epochs per turn")
         found = take_turns(readers, options.rounds, options.epochs)
         limit = options.cpus * decoding_alone(urls[0], options.size)
     report(found, limit)
