@@ -57,7 +57,8 @@ class SparseSink(io.RawIOBase):
 def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
     """Make a table of zeros that takes no disk space."""
     layout = choose_layout(num_rows, num_classes)
-    header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=10.0)
+    names = tuple(str(number) for number in range(num_classes))
+    header = Header(layout, tuple(range(layout.num_parts)), 1, 10.0, names, run="benchmark")
     sizes = [len(layout.rows_of(part)) for part in header.parts]
     shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((num_classes,), np.float32)]
 
@@ -111,7 +112,7 @@ def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
     folder.mkdir()
     make_sparse(folder, num_rows, num_classes=14)
     before, started = resident_mb(), time.perf_counter()
-    table = LabelTable.open(folder, writable_parts="all", num_classes=14)
+    table = LabelTable.open(folder, writable_parts="all")
     seconds = time.perf_counter() - started
     num_touched = min(options.touched, *options.scale) // options.batch * options.batch
     rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)

@@ -262,6 +262,7 @@ def make_catalogue(storage: str, num_rows: int) -> None:
     urls = [f"s3://crawl/{number:06d}.tar" for number in range(-(-num_rows // SHARD_ROWS))]
     manifest = {
         **{"format": FORMAT, "version": 1, "num_rows": num_rows, "num_ok": num_rows},
+        **{"id": "benchmark", "classes": [f"class {number}" for number in range(NUM_CLASSES)]},
         **{"num_classes": NUM_CLASSES, "alias_tables": [], "damage_tables": [], "chunks": chunks},
         "shards": [asdict(ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {})) for url in urls],
         "segments": [asdict(segment) for segment in segments],

@@ -171,10 +171,10 @@ def measure(
     words = {"workers": options.workers, "steps": options.steps, "window_mb": options.window_mb}
     config.write_text(CONFIG.format(folder=folder, rows=num_rows, **words))
     make_catalogue(few, storage, num_rows)
-    listed = storage / "checkpoints" / "memory" / SNAPSHOT
+    checkpoints, wanted = storage / "checkpoints" / "memory", f"checkpoint-{options.steps:09d}"
     with started(config, folder / f"{num_rows}.log") as process:
         until = time.monotonic() + PATIENCE_S
-        while f"checkpoint-{options.steps:09d}" not in (listed.read_text() if listed.exists() else ""):
+        while not any(wanted in path.read_text() for path in checkpoints.glob(f"*/{SNAPSHOT}")):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{num_rows:,} rows: {(folder / f'{num_rows}.log').read_text()[-2000:]}")
             time.sleep(0.1)
