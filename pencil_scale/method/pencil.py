@@ -14,7 +14,7 @@ Every loss is one float32 value per sample, computed with log-softmax: finite fo
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,7 +122,7 @@ class LabelOutlook:
     """What happens to a label when the network is confident of another class."""
 
     changes: bool  # it ends on the network's class and stays there
-    visits: int | None  # visits until it has changed for good; None if it never does
+    visits: int | None  # visits until it has changed permanently; None if it never does
     swings: bool  # it oscillates and never settles
     share: float  # of the network's class in the label at the end
 
@@ -148,7 +148,8 @@ def label_outlook(
     class_logits, label_logits = belief.log(), initial_logits(given, num_classes, scale)
     crossings: list[int] = []
     settled, visit = False, 0
-    for visit, rate in enumerate(itertools.islice(_held(rates), _visits_to_settle(rates)), 1):
+    repeated = itertools.chain(rates, itertools.repeat(rates[-1]))
+    for visit, rate in enumerate(itertools.islice(repeated, _visits_to_settle(rates)), 1):
         moved = move_labels(class_logits, label_logits, given, rate, pull, form)
         crossings += [visit] if _crossed(moved) != _crossed(label_logits) else []
         # All logits must settle: the gap between the two rivals alone also pauses where it turns around.
@@ -165,10 +166,6 @@ def label_outlook(
 def _crossed(label_logits: Tensor) -> bool:
     """Whether the rival class is ahead of the given one."""
     return bool(label_logits[0, 1] > label_logits[0, 0])
-
-
-def _held(rates: list[float]) -> Iterator[float]:
-    return itertools.chain(rates, itertools.repeat(rates[-1]))
 
 
 def _visits_to_settle(rates: list[float]) -> int:

@@ -23,8 +23,8 @@ class StorageError(PencilError):
 def sample_key(sample_id: str) -> bytes:
     """Hash a sample id to the 128 bits that name it in tables of fixed width.
 
-    Ids from shards may hold bytes that are no valid text; they arrive as surrogates and are hashed as
-    the bytes they were.
+    Ids from shards may contain bytes that are not valid text; they arrive as surrogates and are hashed as
+    the original bytes.
     """
     return hashlib.blake2b(sample_id.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 

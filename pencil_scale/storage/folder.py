@@ -10,11 +10,9 @@ Locally a file is written under a temporary name, fsynced and renamed; on an obj
 import errno
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +77,6 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _age_s(info: dict[str, Any]) -> float:
-    """The age of a file; 0 if the store does not report it, so that nothing is mistaken for old."""
-    names = ("mtime", "LastModified", "last_modified", "updated", "created")
-    written = next((info[name] for name in names if info.get(name) is not None), None)
-    if isinstance(written, str):
-        written = datetime.fromisoformat(written)
-    if isinstance(written, datetime):
-        written = written.timestamp()
-    return 0.0 if written is None else time.time() - float(written)
-
-
 class Folder:
     """Files under one folder or URL."""
 
@@ -111,13 +98,6 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return int(info["size"]) == num_bytes
-
-    def age_s(self, name: str) -> float:
-        """How long ago a file was written; 0 if the store does not report it."""
-        try:
-            return _age_s(self._files.info(f"{self._root}/{name}"))
-        except (FileNotFoundError, NotADirectoryError):
-            return 0.0
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Write a file, completely or not at all."""

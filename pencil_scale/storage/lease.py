@@ -109,7 +109,7 @@ def _command() -> str:
 class LeaseState:
     """The content of a lease's object."""
 
-    token: str  # random: tells two holders apart
+    token: str  # random, different for every holder
     attempt: int
     holder: Holder
     since: str  # by the holder's clock, for people
@@ -197,7 +197,7 @@ class Lease:
                 self.check()
             except LeaseLostError:
                 return
-            except Exception as error:  # the libraries of stores raise classes of their own
+            except Exception as error:  # each storage library raises its own classes
                 _report(f"WARNING: {self._url}: not renewed, trying again: {error}")
 
     # --- acquiring and releasing -----------------------------------------------------------------------

@@ -265,7 +265,7 @@ class _S3Objects(Objects):
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:
-        """Botocore raises classes of its own when there are no credentials, or no server."""
+        """Turn the errors of botocore (no credentials, no server) into a StorageError."""
         try:
             yield
         except StorageError:
