@@ -27,7 +27,8 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.plan import hashes, shuffled
+from pencil_scale.storage.hashing import hashes
+from pencil_scale.stream.plan import shuffled
 from pencil_scale.subset.files import MEMBERS
 
 Classes = Sequence[Sequence[int]]

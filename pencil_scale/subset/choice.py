@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.hashing import GOLDEN, splitmix64
 
 Counts = npt.NDArray[np.int64]
 OnShortage = Literal["error", "take_all"]
@@ -60,11 +61,7 @@ def _too_few(
 
 def seeded_order(sample_keys: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     """Give every key its place in the seed's order: a mix of all 64 bits, alike on every machine."""
-    # The finaliser of splitmix64. Products wrap around at 2**64, as they should.
-    mixed = sample_keys.astype(np.uint64) + np.uint64(_mixed_seed(seed))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    return splitmix64(sample_keys.astype(np.uint64) + np.uint64((seed + 1) * GOLDEN % 2**64))
 
 
 def pick(
@@ -83,7 +80,3 @@ def pick(
     order, sorted_classes = order[known], sorted_classes[known]
     rank = np.flatnonzero(known) - starts[sorted_classes]
     return np.sort(order[rank < quotas[sorted_classes]])
-
-
-def _mixed_seed(seed: int) -> int:
-    return (seed + 1) * 0x9E3779B97F4A7C15 % 2**64
