@@ -1,120 +1,124 @@
-"""Duplicates: which new record is a new sample, which is one we know, in bounded memory.
+"""Duplicates: which records have the id of an earlier sample, and which images occur more than once.
 
-Ids are compared by their 128-bit hashes, one range of hashes at a time: a range's new hashes are sorted in
-memory, and the rows that exist stream past them. Of several records with one id the first is kept.
+Both compare 128-bit hashes, one range of hashes at a time, so memory is bounded: the new hashes of a range
+are held in memory while the known ones stream past. Of several records with one id the first is kept.
 
-Equal content: the same image under different labels, and the noise that proves.
+Equal images prove label noise: of n samples with the same bytes and different labels, at least n minus the
+count of the most frequent label are wrong.
 
-Of n samples with the same bytes and labels that disagree, at least n minus the most frequent label's count
-are wrong, whoever is right. That is a lower bound on the noise, for free. One range of content hashes is
-held in memory at a time.
+    decisions = decide(num_new, new_keys, known_rows, first_row=catalogue.num_rows)
+    decisions.kind[number], decisions.target_rows(numbers)
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-Keys = np.ndarray[Any, np.dtype[np.bytes_]]  # S16: equal lengths, so trailing zeros are compared rightly
-Rows = np.ndarray[Any, np.dtype[np.int64]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Keys = np.ndarray[Any, np.dtype[np.bytes_]]  # S16; all have the same length, so trailing zeros count
+Rows = npt.NDArray[np.int64]
+Classes = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 
 KEYS_PER_RANGE = 4_000_000
+CONTENTS_PER_RANGE = 16_000_000
 NEW, ALIAS, MOVED = 0, 1, 2
 _BLOCK = 1 << 20
 
 
 class KnownRows(NamedTuple):
-    """Some rows of the catalogue; `stands` where their bytes are still what was indexed."""
+    """Some rows of the catalogue; `stands` where their bytes are still those that were indexed."""
 
     rows: Rows
     keys: Keys
     stands: Flags
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decisions:
-    """What becomes of each new record, by its number in the order of reading.
+    """What each new record becomes; records are numbered in the order of reading.
 
-    NEW gets a row. ALIAS is a sample we know, MOVED takes over the row of one whose bytes are gone;
-    `targets` holds their row, or -1 - number where the target is itself a new record.
+    NEW gets a new row. ALIAS is a duplicate of the row in `targets`; MOVED takes over that row, whose bytes
+    are gone. Rows whose bytes are gone and that no record takes over are `orphans`.
     """
 
-    kind: np.ndarray[Any, np.dtype[np.uint8]]
-    numbers: Rows = field(default_factory=lambda: np.empty(0, np.int64))
-    targets: Rows = field(default_factory=lambda: np.empty(0, np.int64))
-    orphans: Rows = field(default_factory=lambda: np.empty(0, np.int64))  # rows whose bytes nobody replaced
+    kind: npt.NDArray[np.uint8]
+    numbers: Rows  # of all records that are not NEW, in order
+    targets: Rows  # their rows
+    orphans: Rows
 
-    def target_rows(self, numbers: Rows, first_row: int) -> Rows:
-        """Give the rows of records that are not NEW; new rows are numbered from `first_row`."""
-        targets = self.targets[np.searchsorted(self.numbers, numbers)]
-        inside = targets < 0
-        targets[inside] = first_row + self.num_new_before(-1 - targets[inside])
-        return targets
-
-    def num_new_before(self, numbers: Rows) -> Rows:
-        """Count the NEW records before each of these."""
-        counts = np.zeros(len(numbers), np.int64)
-        order = np.argsort(numbers)
-        asked = numbers[order]
-        before = 0
-        for start in range(0, len(self.kind), _BLOCK):
-            here = slice(*np.searchsorted(asked, [start, start + _BLOCK]))
-            new = np.concatenate([[0], np.cumsum(self.kind[start : start + _BLOCK] == NEW)])
-            counts[order[here]] = before + new[asked[here] - start]
-            before += int(new[-1])
-        return counts
+    def target_rows(self, numbers: Rows) -> Rows:
+        """The rows of some records that are not NEW."""
+        return self.targets[np.searchsorted(self.numbers, numbers)]
 
 
 def decide(
     num_new: int,
     new_keys: Callable[[], Iterator[Keys]],
     known: Callable[[], Iterator[KnownRows]],
+    first_row: int,
     keys_per_range: int = KEYS_PER_RANGE,
 ) -> Decisions:
-    """Decide for every new record, reading new and known keys once for each range of hashes."""
-    decisions = Decisions(np.zeros(num_new, np.uint8))
-    bits = max(0, int(num_new / keys_per_range)).bit_length()
-    found: list[tuple[Rows, Rows]] = []
-    orphans: list[Rows] = []
+    """Decide for every new record; new rows are numbered from `first_row`.
+
+    Both iterators are read once for each range of hashes.
+    """
+    kind = np.zeros(num_new, np.uint8)
+    bits = (num_new // keys_per_range).bit_length()
+    found_numbers, found_targets, orphans = [], [], []
     for part in range(1 << bits):
         keys, numbers = _in_range(new_keys(), part, bits)
-        order = np.argsort(keys, kind="stable")
-        keys, numbers = keys[order], numbers[order]
-        heads = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else order
-        match, stands, lost = _match(keys[heads], known(), part, bits)
+        unique, heads, group = np.unique(keys, return_index=True, return_inverse=True)
+        match, stands, lost = _match(unique, known(), part, bits)
+        is_head, is_known = heads[group] == np.arange(len(keys)), match[group] >= 0
+        kind[numbers[~is_head | (is_known & stands[group])]] = ALIAS
+        kind[numbers[is_head & is_known & ~stands[group]]] = MOVED
+        others = kind[numbers] != NEW
+        found_numbers.append(numbers[others])
+        # A target that is itself a new record has no row yet: keep its number as -1 - number.
+        found_targets.append(np.where(is_known, match[group], -1 - numbers[heads[group]])[others])
         orphans.append(lost)
-        found.append(_mark(decisions.kind, numbers, heads, match, stands))
-    decisions.orphans = np.sort(np.concatenate(orphans))
-    decisions.numbers = np.concatenate([numbers for numbers, _ in found])
-    order = np.argsort(decisions.numbers)
-    decisions.numbers = decisions.numbers[order]
-    decisions.targets = np.concatenate([targets for _, targets in found])[order]
-    return decisions
-
-
-def range_of(keys: Keys, bits: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Give the hash range each key falls in: its first bits."""
-    if bits == 0:
-        return np.zeros(len(keys), np.uint64)
-    return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
+    numbers, targets = np.concatenate(found_numbers), np.concatenate(found_targets)
+    inside = targets < 0
+    targets[inside] = first_row + _num_new_before(kind, -1 - targets[inside])
+    order = np.argsort(numbers)
+    return Decisions(kind, numbers[order], targets[order], np.sort(np.concatenate(orphans)))
 
 
 def contains(sorted_keys: Keys, keys: Keys) -> Flags:
-    """Tell which keys are among the sorted ones."""
+    """Whether each key is among the sorted ones."""
     if len(sorted_keys) == 0:
         return np.zeros(len(keys), np.bool_)
     places = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
     return np.asarray(sorted_keys[places] == keys, dtype=np.bool_)
 
 
+def hashes_of(keys: Any) -> Keys:
+    """View a column of 16-byte hashes as an array."""
+    array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+    if len(array) == 0:
+        return np.empty(0, "S16")
+    start = array.offset * 16
+    return np.frombuffer(array.buffers()[1], np.uint8)[start : start + len(array) * 16].view("S16")
+
+
+def _range_of(keys: Keys, bits: int) -> npt.NDArray[np.uint64]:
+    """The range of each key: its first bits."""
+    if bits == 0:
+        return np.zeros(len(keys), np.uint64)
+    return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
+
+
 def _in_range(batches: Iterator[Keys], part: int, bits: int) -> tuple[Keys, Rows]:
+    """The keys of one range, and their numbers in the order of reading."""
     chosen: list[Keys] = [np.empty(0, "S16")]
     numbers: list[Rows] = [np.empty(0, np.int64)]
     first = 0
     for keys in batches:
-        inside = np.flatnonzero(range_of(keys, bits) == part)
+        inside = np.flatnonzero(_range_of(keys, bits) == part)
         chosen.append(keys[inside])
         numbers.append(first + inside)
         first += len(keys)
@@ -122,12 +126,12 @@ def _in_range(batches: Iterator[Keys], part: int, bits: int) -> tuple[Keys, Rows
 
 
 def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
-    """Find the known row of each unique key (-1: none), and the rows that do not stand and found nobody."""
+    """Find the known row of each unique key (-1: none), and the rows without bytes that no key matches."""
     match = np.full(len(unique), -1, np.int64)
     stands = np.zeros(len(unique), np.bool_)
     lost: list[Rows] = [np.empty(0, np.int64)]
     for batch in known:
-        inside = range_of(batch.keys, bits) == part
+        inside = _range_of(batch.keys, bits) == part
         hit = inside & contains(unique, batch.keys)
         places = np.searchsorted(unique, batch.keys[hit])
         match[places] = batch.rows[hit]
@@ -136,27 +140,23 @@ def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tu
     return match, stands, np.concatenate(lost)
 
 
-def _mark(
-    kind: np.ndarray[Any, np.dtype[np.uint8]], numbers: Rows, heads: Rows, match: Rows, stands: Flags
-) -> tuple[Rows, Rows]:
-    group = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, len(numbers))))
-    is_head = np.zeros(len(numbers), np.bool_)
-    is_head[heads] = True
-    known = match[group] >= 0
-    kind[numbers[~is_head | (known & stands[group])]] = ALIAS
-    kind[numbers[is_head & known & ~stands[group]]] = MOVED
-    others = kind[numbers] != NEW
-    targets = np.where(known, match[group], -1 - numbers[heads][group] if len(heads) else 0)
-    return numbers[others], targets[others]
-
-
-CONTENTS_PER_RANGE = 16_000_000
-Classes = np.ndarray[Any, np.dtype[np.int32]]
+def _num_new_before(kind: npt.NDArray[np.uint8], numbers: Rows) -> Rows:
+    """Count the NEW records before each of these, in blocks: at 100 million records memory matters."""
+    counts = np.zeros(len(numbers), np.int64)
+    order = np.argsort(numbers)
+    asked = numbers[order]
+    before = 0
+    for start in range(0, len(kind), _BLOCK):
+        here = slice(*np.searchsorted(asked, [start, start + _BLOCK]))
+        new = start + np.flatnonzero(kind[start : start + _BLOCK] == NEW)
+        counts[order[here]] = before + np.searchsorted(new, asked[here])
+        before += len(new)
+    return counts
 
 
 @dataclass(frozen=True)
 class EqualContent:
-    """How many images are there more than once, and what their labels prove."""
+    """How many images occur more than once, and how many labels that proves wrong."""
 
     num_labelled: int = 0
     num_repeated_images: int = 0
@@ -166,7 +166,7 @@ class EqualContent:
 
     @property
     def proven_noise(self) -> float:
-        """A share of all labels that is wrong for certain; the true share is higher."""
+        """The share of all labels that is certainly wrong; the true share is higher."""
         return self.num_proven_wrong / self.num_labelled if self.num_labelled else 0.0
 
 
@@ -175,32 +175,27 @@ def find_equal_content(
     contents: Callable[[], Iterator[tuple[Keys, Classes]]],
     per_range: int = CONTENTS_PER_RANGE,
 ) -> EqualContent:
-    """Count images that come more than once; `contents` is read once for each range of hashes."""
+    """Count images that occur more than once; `contents` is read once for each range of hashes."""
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
     for part in range(1 << bits):
         keys: list[Keys] = [np.empty(0, "S16")]
         classes: list[Classes] = [np.empty(0, np.int32)]
         for some_keys, some_classes in contents():
-            inside = range_of(some_keys, bits) == part
+            inside = _range_of(some_keys, bits) == part
             keys.append(some_keys[inside])
             classes.append(some_classes[inside])
         totals += _count(np.concatenate(keys), np.concatenate(classes))
     return EqualContent(*(int(total) for total in totals))
 
 
-def _count(keys: Keys, classes: Classes) -> np.ndarray[Any, np.dtype[np.int64]]:
-    num_labelled = len(keys)
-    order = np.argsort(keys, kind="stable")
-    keys, classes = keys[order], classes[order]
-    group = np.cumsum(np.append(False, keys[1:] != keys[:-1])) if num_labelled else np.zeros(0, np.int64)
-    repeated = np.bincount(group)[group] > 1
-    group, classes = group[repeated], classes[repeated]
-    if len(group) == 0:
-        return np.array([num_labelled, 0, 0, 0, 0], np.int64)
-    # Within a group, count each label; the most frequent one may be right, the others are not.
-    pairs, counts = np.unique(np.stack([group, classes.astype(np.int64)]), axis=1, return_counts=True)
+def _count(keys: Keys, classes: Classes) -> Rows:
+    _, group, size = np.unique(keys, return_inverse=True, return_counts=True)
+    repeated = size[group] > 1
+    # Within a group, count each label: the most frequent one may be right, the others are not.
+    labels = np.stack([group[repeated], classes[repeated].astype(np.int64)])
+    pairs, counts = np.unique(labels, axis=1, return_counts=True)
     heads = np.unique(pairs[0], return_index=True)[1]
     members = np.add.reduceat(counts, heads)
     wrong = members - np.maximum.reduceat(counts, heads)
-    return np.array([num_labelled, len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()], np.int64)
+    return np.array([len(keys), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()], np.int64)

@@ -12,10 +12,11 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
 from pencil_scale.catalogue.files import put_table
+from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import DAMAGE, DAMAGED_STATUSES, SUFFIXES_SHOWN, damage_line, status_line
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.statistics import Statistics, measure
-from pencil_scale.catalogue.update import Overlay, Written
+from pencil_scale.catalogue.update import Written
 from pencil_scale.storage.folder import Folder
 
 UNKNOWN_LABELS_SHOWN = 1000

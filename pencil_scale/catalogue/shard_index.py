@@ -52,6 +52,12 @@ class LabelSource:
     source: str
     lookup: LabelLookup | None = None
 
+    @property
+    def url(self) -> str:
+        """The address of the table."""
+        place = self.source.partition(":")[2]
+        return place.rpartition("#")[0] or place
+
 
 @dataclass(frozen=True)
 class IndexRules:

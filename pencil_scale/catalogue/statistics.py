@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import Classes, EqualContent, Keys, find_equal_content
+from pencil_scale.catalogue.duplicates import Classes, EqualContent, Keys, find_equal_content, hashes_of
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES
-from pencil_scale.catalogue.update import hashes_of
 
 REFERENCE_BATCH = 256
 EXAMPLES = 5

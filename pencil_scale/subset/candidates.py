@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
-from pencil_scale.catalogue.duplicates import Keys, contains
-from pencil_scale.catalogue.update import hashes_of
+from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide

@@ -39,7 +39,7 @@ def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions
             stands = np.array([known[number] for number in part], np.bool_)
             yield KnownRows(np.arange(start, start + len(part)), hashes(part), stands)
 
-    return decide(len(new), new_keys, known_rows, per_range)
+    return decide(len(new), new_keys, known_rows, len(known), per_range)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +60,7 @@ def test_ranges_decide_as_a_dictionary_would(new: list[int], known: dict[int, bo
         expected.append((kind, row_of[number]))
     assert decisions.kind.tolist() == [kind for kind, _ in expected]
     others = np.flatnonzero(decisions.kind != NEW)
-    assert decisions.target_rows(others, len(known)).tolist() == [expected[place][1] for place in others]
+    assert decisions.target_rows(others).tolist() == [expected[place][1] for place in others]
     orphans = [row_of[number] for number, stood in known.items() if not stood and number not in new]
     assert decisions.orphans.tolist() == sorted(orphans)
 
