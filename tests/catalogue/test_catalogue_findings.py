@@ -150,7 +150,7 @@ def test_the_summary_says_what_to_do_where_to_look_and_which_label_is_not_found(
     catalogue = bench.index(label=f"table:{tmp_path}/labels.csv#id,label").catalogue
     text = summary_text(catalogue, "training")
     assert "5 of 5 samples have no label" not in text
-    assert "4 of 5 samples have no label, one of them '000000'" in text
+    assert "4 of 5 samples have no label, for example '000000'" in text
     assert "image_unreadable  1: the image does not decode; fetch it again" in text
     assert text.endswith("summary.html")
     page = summary_page(catalogue)
