@@ -57,14 +57,14 @@ class Decisions:
 
 def decide(
     num_new: int,
-    new_keys: Callable[[], Iterator[Keys]],
+    new_keys: Callable[[], Iterator[tuple[Keys, Rows]]],
     known: Callable[[], Iterator[KnownRows]],
     first_row: int,
     keys_per_range: int = KEYS_PER_RANGE,
 ) -> Decisions:
     """Decide for every new record; new rows are numbered from `first_row`.
 
-    Both iterators are read once for each range of hashes.
+    `new_keys` gives the keys and numbers of the records. Both iterators are read once per range of hashes.
     """
     kind = np.zeros(num_new, np.uint8)
     bits = (num_new // keys_per_range).bit_length()
@@ -112,17 +112,15 @@ def _range_of(keys: Keys, bits: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
 
 
-def _in_range(batches: Iterator[Keys], part: int, bits: int) -> tuple[Keys, Rows]:
-    """The keys of one range, and their numbers in the order of reading."""
+def _in_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> tuple[Keys, Rows]:
+    """The keys of one range, and their values."""
     chosen: list[Keys] = [np.empty(0, "S16")]
-    numbers: list[Rows] = [np.empty(0, np.int64)]
-    first = 0
-    for keys in batches:
-        inside = np.flatnonzero(_range_of(keys, bits) == part)
+    values: list[Any] = [np.empty(0, np.int32)]
+    for keys, some in batches:
+        inside = _range_of(keys, bits) == part
         chosen.append(keys[inside])
-        numbers.append(first + inside)
-        first += len(keys)
-    return np.concatenate(chosen), np.concatenate(numbers)
+        values.append(some[inside])
+    return np.concatenate(chosen), np.concatenate(values)
 
 
 def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
@@ -179,21 +177,15 @@ def find_equal_content(
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
     for part in range(1 << bits):
-        keys: list[Keys] = [np.empty(0, "S16")]
-        classes: list[Classes] = [np.empty(0, np.int32)]
-        for some_keys, some_classes in contents():
-            inside = _range_of(some_keys, bits) == part
-            keys.append(some_keys[inside])
-            classes.append(some_classes[inside])
-        totals += _count(np.concatenate(keys), np.concatenate(classes))
+        totals += _count(*_in_range(contents(), part, bits))
     return EqualContent(*(int(total) for total in totals))
 
 
-def _count(keys: Keys, classes: Classes) -> Rows:
+def _count(keys: Keys, classes: Rows) -> Rows:
     _, group, size = np.unique(keys, return_inverse=True, return_counts=True)
     repeated = size[group] > 1
     # Within a group, count each label: the most frequent one may be right, the others are not.
-    labels = np.stack([group[repeated], classes[repeated].astype(np.int64)])
+    labels = np.stack([group[repeated], classes[repeated]])
     pairs, counts = np.unique(labels, axis=1, return_counts=True)
     heads = np.unique(pairs[0], return_index=True)[1]
     members = np.add.reduceat(counts, heads)

@@ -103,7 +103,6 @@ class ChangedRows:
     """
 
     def __init__(self, store: Folder) -> None:
-        self.num_rows = 0
         self._store = store
         self._files: dict[str, tuple[int, int]] = {}  # name -> first and last row
         self._waiting: list[pa.Table] = []
@@ -111,7 +110,6 @@ class ChangedRows:
     def add(self, table: pa.Table) -> None:
         """Take some rows."""
         self._waiting.append(table)
-        self.num_rows += len(table)
         if sum(map(len, self._waiting)) >= SEGMENT_ROWS:
             table = pa.concat_tables(self._waiting).sort_by("row")
             name = put_table(self._store, "staging", table)

@@ -91,9 +91,6 @@ class Written:
     """The files of an update, before a manifest names them."""
 
     num_rows: int
-    num_new: int
-    num_moved: int
-    num_vanished: int
     segments: tuple[Segment, ...]
     alias_tables: tuple[str, ...]
     damage_tables: tuple[str, ...]
@@ -118,7 +115,6 @@ class CatalogueUpdate:
         self._overlay = overlay
         self._aliases = TableWriter(store, "aliases")
         self._moved = ChangedRows(store)
-        self._num_vanished = 0
 
     def write(self, damage: Sequence[pa.Table] = ()) -> Written:
         """Write all files of the new catalogue; `damage` is added to what was found in the shards."""
@@ -131,18 +127,17 @@ class CatalogueUpdate:
         segments = [self._updated(segment, orphans) for segment in (self._old.segments if self._old else ())]
         return Written(
             rows.next_row,
-            rows.num_rows,
-            self._moved.num_rows,
-            self._num_vanished,
             (*segments, *rows.segments()),
             tuple(self._aliases.finish()),
             tuple(self._write_damage(damage)),
         )
 
-    def _staged_keys(self) -> Iterator[Keys]:
+    def _staged_keys(self) -> Iterator[tuple[Keys, Rows]]:
+        number = 0
         for shard in self._staged:
             for table in staged_records(self._store, shard.name, ["sample_key"]):
-                yield hashes_of(table["sample_key"])
+                yield hashes_of(table["sample_key"]), number + np.arange(len(table))
+                number += len(table)
 
     def _known_rows(self) -> Iterator[KnownRows]:
         for table in self._old.batches(["row", "sample_key", "shard", "status"]) if self._old else ():
@@ -199,7 +194,6 @@ class CatalogueUpdate:
             return segment
         table = self._old.read(first, stop)
         gone = pc.equal(table["status"], "vanished").to_numpy()
-        self._num_vanished += int(np.count_nonzero(~gone[orphans]))
         gone[orphans] = True
         status = self._overlay.statuses(table["found_status"], table["sample_key"])
         status = pc.if_else(pa.array(gone), "vanished", status)

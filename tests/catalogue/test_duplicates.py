@@ -28,9 +28,10 @@ def hashes(numbers: list[int]) -> Keys:
 
 
 def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions:
-    def new_keys() -> Iterator[Keys]:
+    def new_keys() -> Iterator[tuple[Keys, np.ndarray]]:
         for start in range(0, len(new), 7):
-            yield hashes(new[start : start + 7])
+            part = new[start : start + 7]
+            yield hashes(part), start + np.arange(len(part))
 
     def known_rows() -> Iterator[KnownRows]:
         numbers = list(known)
