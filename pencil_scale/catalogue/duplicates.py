@@ -69,16 +69,16 @@ def decide(
     bits = (num_new // keys_per_range).bit_length()
     found_numbers, found_targets, orphans = [], [], []
     for part in range(1 << bits):
-        keys, numbers = _in_range(new_keys(), part, bits)
-        unique, heads, group = np.unique(keys, return_index=True, return_inverse=True)
-        match, stands, lost = _match(unique, known(), part, bits)
-        is_head, is_known = heads[group] == np.arange(len(keys)), match[group] >= 0
+        keys, numbers, group = _sorted_range(new_keys(), part, bits)
+        is_head = np.diff(group, prepend=-1) > 0
+        match, stands, lost = _match(keys[is_head], known(), part, bits)
+        is_known = match[group] >= 0
         kind[numbers[~is_head | (is_known & stands[group])]] = ALIAS
         kind[numbers[is_head & is_known & ~stands[group]]] = MOVED
         others = kind[numbers] != NEW
         found_numbers.append(numbers[others])
         # A target that is itself a new record has no row yet: keep its number as -1 - number.
-        found_targets.append(np.where(is_known, match[group], -1 - numbers[heads[group]])[others])
+        found_targets.append(np.where(is_known, match[group], -1 - numbers[is_head][group])[others])
         orphans.append(lost)
     numbers, targets = np.concatenate(found_numbers), np.concatenate(found_targets)
     order = np.argsort(numbers)
@@ -114,15 +114,19 @@ def _range_of(keys: Keys, bits: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
 
 
-def _in_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> tuple[Keys, Rows]:
-    """The keys of one range, and their values."""
+def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> tuple[Keys, Rows, Rows]:
+    """The sorted keys of one range, their values, and group numbers: equal keys are a group."""
     chosen: list[Keys] = [np.empty(0, "S16")]
     values: list[Any] = [np.empty(0, np.int32)]
     for keys, some in batches:
         inside = _range_of(keys, bits) == part
         chosen.append(keys[inside])
         values.append(some[inside])
-    return np.concatenate(chosen), np.concatenate(values)
+    keys = np.concatenate(chosen)
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    group = np.cumsum(np.append(False, keys[1:] != keys[:-1])) if len(keys) else np.empty(0, np.int64)
+    return keys, np.concatenate(values)[order], group
 
 
 def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
@@ -168,17 +172,17 @@ def find_equal_content(
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
     for part in range(1 << bits):
-        totals += _count(*_in_range(contents(), part, bits))
+        _, classes, group = _sorted_range(contents(), part, bits)
+        totals += _count(group, classes)
     return EqualContent(*(int(total) for total in totals))
 
 
-def _count(keys: Keys, classes: Rows) -> Rows:
-    _, group, size = np.unique(keys, return_inverse=True, return_counts=True)
-    repeated = size[group] > 1
+def _count(group: Rows, classes: Rows) -> Rows:
+    repeated = np.bincount(group)[group] > 1
     # Within a group, count each label: the most frequent one may be right, the others are not.
     labels = np.stack([group[repeated], classes[repeated]])
     pairs, counts = np.unique(labels, axis=1, return_counts=True)
     heads = np.unique(pairs[0], return_index=True)[1]
     members = np.add.reduceat(counts, heads)
     wrong = members - np.maximum.reduceat(counts, heads)
-    return np.array([len(keys), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()], np.int64)
+    return np.array([len(group), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()], np.int64)
