@@ -158,7 +158,7 @@ class Catalogue:
         return pa.concat_tables([*self.small_tables("damage_tables"), DAMAGE.empty_table()])
 
     def aliases(self) -> pa.Table:
-        """Read the duplicates: records whose id an earlier sample has, under that sample's row."""
+        """Read the duplicates: records with the id of an earlier sample, under that sample's row."""
         return pa.concat_tables([*self.small_tables("alias_tables"), ROW.empty_table()])
 
     def small_tables(self, key: str) -> Iterator[pa.Table]:

@@ -29,11 +29,11 @@ NEW, ALIAS, MOVED = 0, 1, 2
 
 
 class KnownRows(NamedTuple):
-    """Some rows of the catalogue; `stands` where their bytes are still those that were indexed."""
+    """Some rows of the catalogue; `valid` if their bytes are still those that were indexed."""
 
     rows: Rows
     keys: Keys
-    stands: Flags
+    valid: Flags
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def decide(
     for part in range(1 << bits):
         keys, numbers, group = _sorted_range(new_keys(), part, bits)
         is_head = np.diff(group, prepend=-1) > 0
-        match, stands, lost = _match(keys[is_head], known(), part, bits)
+        match, valid, lost = _match(keys[is_head], known(), part, bits)
         is_known = match[group] >= 0
-        kind[numbers[~is_head | (is_known & stands[group])]] = ALIAS
-        kind[numbers[is_head & is_known & ~stands[group]]] = MOVED
+        kind[numbers[~is_head | (is_known & valid[group])]] = ALIAS
+        kind[numbers[is_head & is_known & ~valid[group]]] = MOVED
         others = kind[numbers] != NEW
         found_numbers.append(numbers[others])
         # A target that is itself a new record has no row yet: keep its number as -1 - number.
@@ -132,7 +132,7 @@ def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> 
 def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
     """Find the known row of each unique key (-1: none), and the rows without bytes that no key matches."""
     match = np.full(len(unique), -1, np.int64)
-    stands = np.zeros(len(unique), np.bool_)
+    valid = np.zeros(len(unique), np.bool_)
     lost: list[Rows] = [np.empty(0, np.int64)]
     for batch in known:
         inside = np.flatnonzero(_range_of(batch.keys, bits) == part)
@@ -142,9 +142,9 @@ def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tu
         found, others = inside[hit], inside[~hit]
         places = np.searchsorted(unique, batch.keys[found])
         match[places] = batch.rows[found]
-        stands[places] = batch.stands[found]
-        lost.append(batch.rows[others[~batch.stands[others]]])
-    return match, stands, np.concatenate(lost)
+        valid[places] = batch.valid[found]
+        lost.append(batch.rows[others[~batch.valid[others]]])
+    return match, valid, np.concatenate(lost)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Measured:
             self._add_ok(table)
 
     def figures(self) -> dict[str, Any]:
-        """What the manifest says about the rows."""
+        """The entries of the manifest that describe the rows."""
         num_ok, catalogue = sum(self.num_ok), self._catalogue
         equal = find_equal_content(num_ok, lambda: _contents(catalogue))
         num_chunks = self._window_chunks(num_ok)

@@ -59,7 +59,7 @@ def make_rules(
 
 @dataclass(frozen=True)
 class Overlay:
-    """Ids whose status differs from what their shard says, as sorted hashes; `name` identifies both lists."""
+    """Sorted hashes of the ids that are excluded or held out; `name` identifies both lists."""
 
     excluded: Keys
     held_out: Keys

@@ -160,10 +160,10 @@ def extensions_line(suffixes: Mapping[str, int]) -> str:
     dotted = next((suffix for suffix in most if "." in suffix), None)
     if dotted is None:
         return said
-    spelt = ascii(dotted[:40])[1:-1]
+    shown = ascii(dotted[:40])[1:-1]
     return (
-        f"{said}; WebDataset ends a sample's key at the first dot of the file name, so KEY.{spelt} is sample "
-        f"KEY with the extension {spelt}: write the shards with names that have no other dot"
+        f"{said}; WebDataset ends a sample's key at the first dot of the file name, so KEY.{shown} is sample "
+        f"KEY with the extension {shown}: write the shards with names that have no other dot"
     )
 
 

@@ -142,8 +142,8 @@ class CatalogueUpdate:
     def _known_rows(self) -> Iterator[KnownRows]:
         for table in self._old.batches(["row", "sample_key", "shard", "status"]) if self._old else ():
             vanished = pc.equal(table["status"], "vanished").to_numpy()
-            stands = ~np.isin(table["shard"].to_numpy(), self._affected) & ~vanished
-            yield KnownRows(table["row"].to_numpy(), hashes_of(table["sample_key"]), stands)
+            valid = ~np.isin(table["shard"].to_numpy(), self._affected) & ~vanished
+            yield KnownRows(table["row"].to_numpy(), hashes_of(table["sample_key"]), valid)
 
     def _place_records(self, decisions: Decisions, rows: RowsWriter) -> None:
         """Write new records as new rows; set aside those that are aliases or move a known row."""

@@ -33,7 +33,7 @@ def words(bench: Bench, summary: object) -> dict[str, tuple[int, str, str]]:
 # -- what a row says ----------------------------------------------------------------------------------
 
 
-def test_a_row_says_where_its_image_lies_and_what_it_is(bench: Bench) -> None:
+def test_a_row_says_where_its_image_is_and_what_it_is(bench: Bench) -> None:
     path = bench.shard("a.tar", samples(range(5)))
     summary = bench.index()
     for row in bench.rows(summary):
@@ -175,7 +175,7 @@ def test_ids_that_name_different_images_are_warned_about(
     assert "try shard_key" in capsys.readouterr().out
 
 
-def test_a_shard_that_left_the_list_but_still_stands_stays(bench: Bench) -> None:
+def test_a_shard_that_left_the_list_but_is_unchanged_keeps_its_rows(bench: Bench) -> None:
     bench.shard("a.tar", samples([0, 1]))
     bench.index()
     bench.shard("b.tar", samples([2]))
@@ -189,7 +189,7 @@ def test_a_list_of_excluded_ids_that_is_not_there_is_named_by_its_key(bench: Ben
         bench.index(exclude=f"{bench.folder}/gone.txt")
 
 
-def test_an_excluded_id_that_matches_no_sample_is_told(
+def test_an_excluded_id_that_matches_no_sample_is_reported(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.shard("a.tar", samples(range(3)))
@@ -225,7 +225,7 @@ def test_ids_shared_with_validation_or_test_leave_training(bench: Bench, tmp_pat
     assert Catalogue.open(bench.storage, clean_set="test").num_ok == 2
 
 
-def test_many_held_out_samples_are_told_loudly_every_time_and_few_are_not(
+def test_many_held_out_samples_cause_a_warning_every_time_and_few_do_not(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "clean").mkdir()
@@ -323,7 +323,7 @@ def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) ->
         assert read_manifest(catalogue.folder, version) == following[done.index(True)]
 
 
-def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_path: Path) -> None:
+def test_no_catalogue_a_torn_manifest_and_another_format_are_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(PencilError, match=r"run pipelines\.index_shards first"):
         Catalogue.open(str(tmp_path))
     folder = tmp_path / "catalogue"
@@ -336,7 +336,7 @@ def test_no_catalogue_a_torn_manifest_and_another_format_are_said_in_a_line(tmp_
         Catalogue.open(str(tmp_path))
 
 
-def test_a_segment_that_rotted_is_named(bench: Bench) -> None:
+def test_a_damaged_segment_is_named(bench: Bench) -> None:
     bench.shard("a.tar", samples(range(50)))
     catalogue = bench.index().catalogue
     name = catalogue.manifest["segments"][0]["file"]

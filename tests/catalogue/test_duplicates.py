@@ -37,8 +37,8 @@ def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions
         numbers = list(known)
         for start in range(0, len(numbers), 5):
             part = numbers[start : start + 5]
-            stands = np.array([known[number] for number in part], np.bool_)
-            yield KnownRows(np.arange(start, start + len(part)), hashes(part), stands)
+            valid = np.array([known[number] for number in part], np.bool_)
+            yield KnownRows(np.arange(start, start + len(part)), hashes(part), valid)
 
     return decide(len(new), new_keys, known_rows, len(known), per_range)
 
@@ -48,16 +48,16 @@ def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions
 def test_ranges_decide_as_a_dictionary_would(new: list[int], known: dict[int, bool], per_range: int) -> None:
     decisions = decided(new, known, per_range)
     row_of = {number: row for row, number in enumerate(known)}
-    stands = dict(known)
+    valid = dict(known)
     next_row = len(known)
     expected = []
     for number in new:
         if number not in row_of:
-            row_of[number], stands[number], kind = next_row, True, NEW
+            row_of[number], valid[number], kind = next_row, True, NEW
             next_row += 1
         else:
-            kind = ALIAS if stands[number] else MOVED
-            stands[number] = True
+            kind = ALIAS if valid[number] else MOVED
+            valid[number] = True
         expected.append((kind, row_of[number]))
     assert decisions.kind.tolist() == [kind for kind, _ in expected]
     others = np.flatnonzero(decisions.kind != NEW)
