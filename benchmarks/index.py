@@ -38,6 +38,7 @@ from pencil_scale.catalogue.update import publish
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
 from pencil_scale.stream.plan import EpochOrder, RowCounts, deal
+from pencil_scale.stream.window_reader import ok_table
 
 LIMIT_OVER_RAY = 10
 LIMIT_GB = 3.0
@@ -325,12 +326,12 @@ def read_window(storage: str) -> int:
     catalogue = Catalogue.open(storage)
     order = plan_epoch(storage)
     cut = deal(order.left(), 8)[0][0]
-    rows = order.piece(cut).rows(lambda chunk: catalogue.ok_rows([chunk]).row.astype(np.int64))
+    rows = order.piece(cut).rows(lambda chunk: ok_table(catalogue, chunk)["row"].to_numpy())
     return len(rows)
 
 
 def load_rows(storage: str) -> int:
-    """Open it and load all rows into arrays."""
+    """Open it and load the numbers of all rows."""
     return len(Catalogue.open(storage).ok_rows())
 
 

@@ -28,25 +28,20 @@ from pencil_scale.config.settings import Config, SubsetJob
 from pencil_scale.labels.published import Published, find_published, require_same_rows
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.subset.candidates import (
+from pencil_scale.storage.storage import Storage
+from pencil_scale.subset.choice import (
+    Counts,
     Places,
     Rule,
+    allocate,
     candidates,
     count,
     merge_picks,
     no_limits,
     place_limits,
-    stretches,
+    row_ranges,
 )
-from pencil_scale.subset.choice import Counts, allocate
-from pencil_scale.subset.files import (
-    SubsetWords,
-    read_table,
-    read_words,
-    same_place,
-    subset_folder,
-    write_subset,
-)
+from pencil_scale.subset.files import SubsetWords, read_table, read_words, same_place, write_subset
 from pipelines.progress import Progress
 from pipelines.ray_tasks import each, is_in_memory
 
@@ -71,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Count, allocate, pick, publish; then copy the members into shards of their own, if that is wanted."""
-    options, storage = config.subset, Folder(config.run.storage).url  # tasks stand in other folders
-    folder = subset_folder(storage, options.name)
+    options, store = config.subset, Storage(config.run.storage)
+    storage, folder = store.url, store.path(store.subset(options.name))
     catalogue = Catalogue.open(storage)
     published = _labels(config)
     rule = _rule(config, catalogue, published)
@@ -151,7 +146,7 @@ def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with:
 def _count(rule: Rule, storage: str) -> Counts:
     if rule.is_plain:
         return np.array(rule.catalogue.manifest["class_counts"], np.int64)
-    pieces = [(rows,) for rows in stretches(rule)]
+    pieces = [(rows,) for rows in row_ranges(rule)]
     total = np.zeros(rule.catalogue.num_classes, np.int64)
     with Progress("counting", len(pieces)) as progress:
         for _, found in each(count, pieces, rule, here=is_in_memory(storage)):
@@ -198,7 +193,7 @@ def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Tab
 
 def _picked(rule: Rule, storage: str, quotas: Counts, limits: Places) -> pa.Table:
     """Pick from every stretch on Ray; picks are merged as they come, so that few wait here."""
-    pieces = [(rows, quotas, limits) for rows in stretches(rule)]
+    pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
     waiting: list[pa.Table] = []
     with Progress("picking", len(pieces)) as progress:
         for _, found in each(candidates, pieces, rule, here=is_in_memory(storage)):

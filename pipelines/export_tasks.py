@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pencil_scale.catalogue.duplicates import contains
+from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored, shard_stem
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.export.files import ExportManifest, file_name, first_row, same_content
 from pencil_scale.export.rows import ExportRows, Source
 from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without

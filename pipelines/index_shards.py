@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, catalogue_folder, read_manifest
-from pencil_scale.catalogue.changes import Changes, check_damage, compare
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe, missing_damage
 from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
-from pencil_scale.catalogue.rules import make_overlay, make_rules
+from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.catalogue.staging import ShardReport
+from pencil_scale.catalogue.staging import ShardReport, check_damage
 from pencil_scale.catalogue.update import (
     CatalogueUpdate,
-    Overlay,
+    Changes,
     StagedShard,
     Written,
+    compare,
     finish_publish,
     merged_entries,
     publish,

@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import contains
+from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.label_sources import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.config.command import run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (

@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder, difference
-from pencil_scale.catalogue.duplicates import Keys, contains
+from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.rules import make_overlay
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.config.settings import Images
 from pencil_scale.export.files import ExportError
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without

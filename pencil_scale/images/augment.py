@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from pencil_scale.config.settings import Images
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.hashing import GOLDEN, hashes
 
 Int64s = npt.NDArray[np.int64]
 
@@ -91,12 +92,9 @@ def _draw(bits: Int64s, height: int, width: int, recipe: Recipe) -> Int64s:
 
 
 def _bits(rows: Int64s, seed: int, epoch: int) -> Int64s:
-    """Forty-odd random bits for every row: splitmix64, in integers that wrap."""
-    start = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
-    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ mixed >> np.uint64(31)) >> np.uint64(20)).astype(np.int64)
+    """Draw 44 random bits per row."""
+    key = seed * GOLDEN + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019
+    return (hashes(rows, key) >> np.uint64(20)).astype(np.int64)
 
 
 def _require_room(images: Tensor, crop: int, border: int) -> None:

@@ -14,10 +14,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import contains
+from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.export.files import first_row, read_manifest
 from pencil_scale.labels.history import read_traces
 from pencil_scale.labels.pins import read_pins

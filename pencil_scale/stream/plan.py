@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pencil_scale.storage.hashing import hashes
+
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, rising
@@ -226,15 +228,6 @@ def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
 def shuffled(rows: Int64s, key: int) -> Int64s:
     """Put rows into the order that a key gives them."""
     return rows[np.argsort(hashes(rows, key), kind="stable")]
-
-
-def hashes(numbers: Int64s, key: int) -> npt.NDArray[np.uint64]:
-    """Mix numbers with a key, all 64 bits, alike on every machine and in every version of NumPy."""
-    # Splitmix64; products wrap around at 2**64, as they should.
-    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key % 2**64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
 def mixed_key(seed: int, epoch: int) -> int:

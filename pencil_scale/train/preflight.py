@@ -110,7 +110,7 @@ def _without_taken_down(config: Config, catalogue: Catalogue, subset: Rows | Non
     taken_down = newly_excluded(catalogue, config.data.exclude)
     if not len(taken_down):
         return subset, 0
-    known = catalogue.ok_rows().row.astype(np.int64) if subset is None else subset
+    known = catalogue.ok_rows() if subset is None else subset
     return np.setdiff1d(known, taken_down), len(taken_down)
 
 

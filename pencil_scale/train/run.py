@@ -255,7 +255,7 @@ def _clean_versions(config: Config) -> dict[str, int]:
     """The newest catalogue versions of the clean sets that a config names."""
     given = {"validation": config.data.validation, "test": config.data.test}
     parts = [part for part, shards in given.items() if shards]
-    return {part: Catalogue.open(config.run.storage, part=part).version for part in parts}
+    return {part: Catalogue.open(config.run.storage, clean_set=part).version for part in parts}
 
 
 def outbox_folder(config: Config, run: str) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 import ray
 
-from pencil_scale.catalogue.changes import check_early
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Shard
-from pencil_scale.catalogue.staging import ShardReport, stage_shard, staged_name
+from pencil_scale.catalogue.staging import ShardReport, check_early, stage_shard, staged_name
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.train.local_ray import ensure_ray, num_processors

@@ -91,7 +91,7 @@ def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
     before = bench.version(label="json:name")
     after = bench.version(label="json:name", check_images="decode")
     crawl = find_crawl(before, after, SAME)
-    assert len(after.changed_rows(before)) == 6
+    assert after.rewritten_rows(before) == [range(6)]
     assert found(crawl) == ([], [])
     assert crawl.given_counts.tolist() == [0, 0, 0, 0]
 
@@ -106,7 +106,7 @@ def test_the_clean_set_is_another_only_if_something_is_said_anew_of_its_samples(
         bench.index(
             shards=f"{tmp_path}/a.tar", test=f"{tmp_path}/clean.tar", exclude=f"{tmp_path}/exclude.txt"
         )
-        version = Catalogue.open(bench.storage, part="test").version
+        version = Catalogue.open(bench.storage, clean_set="test").version
         found.append(clean_set(bench.storage, {"test": version}))
     assert found[0] == found[1]  # an id of the training shards
     assert found[1] != found[2]  # one of its own
