@@ -35,7 +35,7 @@ from pencil_scale.storage.urls import open_source, version_of
 NAMED_DAMAGED = 5  # samples of a shard, should too much be damaged
 
 # Kinds that take no samples with them, whatever bytes they span.
-HARMLESS = frozenset(("no_end_marker", "uneven_end", "no_samples", "no_key", "stray_extended_header"))
+HARMLESS = frozenset(("odd_end", "no_samples", "no_key"))
 
 
 @dataclass
@@ -142,11 +142,11 @@ def _name_damaged(url: str, records: pa.Table, findings: pa.Table) -> list[str]:
 
 def _mismatch(shard: Shard, num_samples: int) -> pa.RecordBatch:
     found = f"img2dataset counted {shard.num_expected:,} samples, {num_samples:,} were found"
-    detail = damage_line(shard.url, shard.version.num_bytes, "count_mismatch", found)
+    detail = damage_line(shard.url, shard.version.num_bytes, "cut_short", found)
     columns = [
         [shard.version.num_bytes],
         [shard.version.num_bytes],
-        ["count_mismatch"],
+        ["cut_short"],
         [None],
         [0],
         [detail],

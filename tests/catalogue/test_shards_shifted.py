@@ -4,7 +4,7 @@ import tarfile
 
 import pytest
 from tar_making import BLOCK, END, block, member, pax, python_tar, simple_members
-from tar_reading import keys, kinds, pieces, read
+from tar_reading import details, keys, kinds, pieces, read
 
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_walk import Member
@@ -88,7 +88,8 @@ def test_bytes_lost_in_the_last_member_are_told_by_the_length_of_the_end() -> No
     samples, damage = read(without(last + 5, 3))
     assert [each.kind for each in damage] == ["shifted_bytes"]
     assert samples[-1].members["json"].kind == "cut"
-    assert kinds(SHARD[:-3]) == ["uneven_end"]
+    assert kinds(SHARD[:-3]) == ["odd_end"]
+    assert "not a multiple of 512" in details(SHARD[:-3])[0]
     assert states(SHARD[:-3]) == WHOLE
 
 
@@ -99,14 +100,14 @@ def test_a_tar_within_a_tar_is_data_whatever_stands_behind_it() -> None:
     spoiled = python_tar([("a.tar", inner), ("b.jpg", b"1"), ("c.jpg", b"1")])
     behind = len(inner) + BLOCK
     spoiled = spoiled[:behind] + b"\xa5" * BLOCK + spoiled[behind + BLOCK :]
-    assert (keys(spoiled), kinds(spoiled)) == (["a", "c"], ["garbled_header"])
+    assert (keys(spoiled), kinds(spoiled)) == (["a", "c"], ["damaged_header"])
 
 
 def test_a_header_that_is_contradicted_by_its_own_data_is_not_believed() -> None:
     stray = block(b"z.jpg", 4000)  # a header that a copying error put among an image's bytes
     image = block(b"a.jpg", 3000)[:50] + bytes(462) + b"i" * 512 + stray + b"i" * 512
     data = image + member(b"b.jpg", b"1") + member(b"c.jpg", b"1") + END
-    assert (keys(data), kinds(data)) == (["b", "c"], ["garbled_header"])
+    assert (keys(data), kinds(data)) == (["b", "c"], ["damaged_header"])
 
 
 def test_a_header_behind_lost_padding_does_not_contradict_the_one_before() -> None:
@@ -119,12 +120,14 @@ def test_a_name_that_was_continued_in_a_lost_header_is_not_taken_for_the_whole()
     long = "n" * 150
     data = python_tar([("a.jpg", b"1"), (f"{long}.jpg", b"2"), ("b.jpg", b"3")], tarfile.GNU_FORMAT)
     spoiled = data[:1024] + b"\xa5" * BLOCK + data[1024 + BLOCK :]
-    assert (keys(spoiled), kinds(spoiled)) == (["a", "b"], ["garbled_header", "lost_extended_header"])
+    assert (keys(spoiled), kinds(spoiled)) == (["a", "b"], ["damaged_header", "damaged_header"])
+    assert details(spoiled)[1].endswith("the header with its full name is damaged")
 
 
 def test_two_extended_headers_in_a_row_belong_to_two_members() -> None:
     data = pax({b"path": b"lost.jpg"}) + pax({b"path": b"a.jpg"}) + member(b"x", b"1") + END
-    assert (keys(data), kinds(data)) == (["a"], ["stray_extended_header"])
+    assert (keys(data), kinds(data)) == (["a"], ["damaged_header"])
+    assert details(data) == ["an extended header without its member"]
 
 
 def test_a_chain_of_headers_inside_a_member_is_followed_once() -> None:
