@@ -33,6 +33,8 @@ GNU_SPARSE = ord("S")
 MAGIC = b"ustar"
 MAGIC_AT = 257
 CHECKSUM_AT = 148
+_POSIX_MAGIC = MAGIC + b"\x00"
+_MAGICS = (_POSIX_MAGIC, MAGIC + b" ")  # the second is GNU's
 
 _OTHER_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -61,14 +63,14 @@ class Header(NamedTuple):
 # -- one block ----------------------------------------------------------------------------------------
 
 
-def plain_file(data: bytes, begin: int) -> tuple[bytes, int] | None:
-    """Read name and size from the header that nearly all members have; None: `parse_header` must decide.
+def plain_header(data: bytes, begin: int) -> tuple[bytes, int, bytes] | None:
+    """Read name, size and type from the header nearly all members have; None: `parse_header` must decide.
 
-    That is a regular file with no link, no prefix and octal numbers. At most 245 of its bytes are not zero,
-    so `adler32`, the fastest way to add bytes, gives their sum without wrapping around.
+    It has no link, no prefix and octal numbers. At most 245 of its bytes are not zero, so `adler32`, the
+    fastest way to add bytes, gives their sum without wrapping around.
     """
     name, size, checksum, typeflag, link, magic, tail = _PLAIN.unpack_from(data, begin)
-    if typeflag != b"0" or link != _NO_LINK or tail != _NO_PREFIX or magic[:5] != MAGIC:
+    if link != _NO_LINK or tail != _NO_PREFIX or magic[:6] not in _MAGICS:
         return None
     if (zlib.adler32(data[begin : begin + BLOCK]) & 0xFFFF) - 1 != _expected_sum(checksum):
         return None
@@ -76,7 +78,7 @@ def plain_file(data: bytes, begin: int) -> tuple[bytes, int] | None:
     if size[11] > 32 or not digits.isdigit() or name[99]:
         return None
     try:
-        return name.partition(b"\x00")[0], int(digits, 8)
+        return name.partition(b"\x00")[0], int(digits, 8), typeflag
     except ValueError:  # an 8 or a 9
         return None
 
@@ -98,6 +100,14 @@ def _octal(field: bytes) -> int | None:
 
 def parse_header(block: bytes) -> Header | None:
     """Read one block; None if it is not a header: wrong checksum, or a field that is not a number."""
+    plain = plain_header(block, 0) if len(block) == BLOCK else None
+    if plain is None:
+        return _parse_any(block)
+    name, size, typeflag = plain
+    return Header(name, size, typeflag[0], has_magic=True)
+
+
+def _parse_any(block: bytes) -> Header | None:
     try:
         size = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size
     except tarfile.TarError:
@@ -106,18 +116,18 @@ def parse_header(block: bytes) -> Header | None:
         return None
     name, magic = block[:100].partition(b"\x00")[0], block[MAGIC_AT : MAGIC_AT + 6]
     # Only POSIX has a prefix here. GNU's older format keeps times in its place, which tarfile overlooks.
-    if magic == MAGIC + b"\x00" and block[345]:
+    if magic == _POSIX_MAGIC and block[345]:
         name = block[345:500].partition(b"\x00")[0] + b"/" + name
-    return Header(name, size, block[156], magic in (MAGIC + b"\x00", MAGIC + b" "))
+    return Header(name, size, block[156], magic in _MAGICS)
 
 
 def is_certain_header(block: bytes) -> bool:
     """Decide whether a block found by searching can be trusted to be a header.
 
-    In noise, one block in some thousands has a matching checksum by chance, so the magic, a known type and a
-    name are required as well.
+    In noise, one block in some thousands has a matching checksum by chance, so the magic, a known type, a
+    name and a number in every numeric field are required as well.
     """
-    header = parse_header(block)
+    header = _parse_any(block)
     if header is None or not header.has_magic or block[0] == 0:
         return False
     return header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"

@@ -117,13 +117,13 @@ class TarWalk:
     def _plain_member(self, position: int) -> Member | None:
         """Read the header that nearly all members have, fast; None for anything else."""
         data, begin = self._window.holding(position, BLOCK)
-        plain = tar_headers.plain_file(data, begin)
+        plain = tar_headers.plain_header(data, begin)
         if plain is None or not self._extensions.is_empty or position == self._resumed_at:
             return None
-        name, size = plain
+        name, size, typeflag = plain
         offset = position + BLOCK
         end = offset + ((size + 511) & ~511)
-        if end > self._num_bytes or name[-1:] == b"/":
+        if end > self._num_bytes or typeflag != b"0" or name[-1:] == b"/":
             return None
         if size > BLOCK and self._holds_header(offset, size):
             return None
