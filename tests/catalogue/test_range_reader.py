@@ -107,7 +107,7 @@ def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_use
 
 def test_a_shard_that_is_gone_is_named_at_once(shards: list[Shard]) -> None:
     Path(shards[2].url).unlink()
-    with pytest.raises(PencilError, match=r"2.tar is gone since it was indexed; bring it back"):
+    with pytest.raises(PencilError, match=r"2.tar is missing since it was indexed; restore it"):
         RangeReader(shards).read(*places(50, 3))
 
 
@@ -171,7 +171,7 @@ def test_a_store_that_stays_away_is_named_after_a_few_attempts(
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_forbidden_shard_is_not_asked_for_again(shards: list[Shard]) -> None:
     Path(shards[0].url).chmod(0)
-    with pytest.raises(PencilError, match="check that it is there and readable"):
+    with pytest.raises(PencilError, match="check that it exists and is readable"):
         RangeReader(shards).read(*places(5, 1))
 
 
