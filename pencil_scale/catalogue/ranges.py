@@ -37,16 +37,7 @@ from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_sto
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import (
-    ByteSource,
-    FileSource,
-    MemorySource,
-    RemoteSource,
-    ShardVersion,
-    filesystem_of,
-    is_local,
-    version_of,
-)
+from pencil_scale.storage.urls import ByteSource, MemorySource, ShardVersion, open_source, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +97,10 @@ class RangeReader:
         found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
         if found != entry.version:
             raise PencilError(_changed(entry, found))
-        filesystem, path = filesystem_of(entry.url)
-        if not is_local(filesystem):
-            return RemoteSource(filesystem, path, entry.url, found.num_bytes)
-        source = persistently(f"shard {entry.url}", lambda: FileSource(path, entry.url))
-        open_shards.callback(source.close)
-        return source
+        return persistently(
+            f"shard {entry.url}",
+            lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes)),
+        )
 
     @staticmethod
     def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
