@@ -259,8 +259,9 @@ def make_catalogue(storage: str, num_rows: int) -> None:
     chunks = put_table(store, "chunks", pa.table({"num_ok": num_ok, "ok_bytes": ok_bytes}))
     urls = [f"s3://crawl/{number:06d}.tar" for number in range(-(-num_rows // SHARD_ROWS))]
     manifest = {
-        **{"format": FORMAT, "version": 1, "num_rows": num_rows, "num_ok": num_rows},
-        **{"num_classes": NUM_CLASSES, "alias_tables": [], "damage_tables": [], "chunks": chunks},
+        **{"format": FORMAT, "version": 1, "id": "benchmark", "num_rows": num_rows, "num_ok": num_rows},
+        **{"classes": [f"class {number}" for number in range(NUM_CLASSES)], "chunks": chunks},
+        **{"alias_tables": [], "damage_tables": []},
         "shards": [asdict(ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {})) for url in urls],
         "segments": [asdict(segment) for segment in segments],
     }
