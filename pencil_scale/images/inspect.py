@@ -136,8 +136,7 @@ def _require_size(width: int, height: int) -> None:
 def _pil_facts(data: bytes, kind: str) -> ImageFacts:
     with open_image(data) as image:
         oddities = list(_MODE_ODDITIES.get(image.mode, ()))
-        exif = image.info.get("exif", b"")
-        is_rotated = _is_rotated(exif.removeprefix(b"Exif\0\0"))
+        is_rotated = _is_rotated(image.info.get("exif", b"").removeprefix(b"Exif\0\0"))
         bits: tuple[int, ...] = (data[24],) if kind == "png" else ()
         if isinstance(image, TiffImageFile):
             bits = image.tag_v2.get(258, ())
@@ -231,10 +230,6 @@ def complete_truncated(data: bytes) -> bytes:
     return _COMPLETIONS[facts.format](data, facts) if "truncated" in facts.oddities else data
 
 
-def _complete_jpeg(data: bytes, facts: ImageFacts) -> bytes:
-    return data + b"\xff\xd9"
-
-
 def _num_missing_bmp(data: bytes, image: ImageFile.ImageFile) -> int:
     """Count the bytes of rows that are missing; 0 for run-length coding, whose size is not known."""
     codec, _, offset, arguments = image.tile[0]
@@ -242,10 +237,6 @@ def _num_missing_bmp(data: bytes, image: ImageFile.ImageFile) -> int:
         raise OSError("BMP without pixels")
     row_bytes = arguments[1] if codec == "raw" and isinstance(arguments, tuple) else 0
     return max(0, offset + row_bytes * image.height - len(data))
-
-
-def _complete_bmp(data: bytes, facts: ImageFacts) -> bytes:
-    return data + bytes(_num_missing_bmp(data, open_image(data)))
 
 
 def _end_of_gif_frame(data: bytes, image: ImageFile.ImageFile) -> int:
@@ -317,8 +308,8 @@ _IS_COMPLETE: dict[str, Callable[[bytes, ImageFile.ImageFile], bool]] = {
     "gif": lambda data, image: _end_of_gif_frame(data, image) < len(data),
 }
 _COMPLETIONS: dict[str, Callable[[bytes, ImageFacts], bytes]] = {
-    "jpeg": _complete_jpeg,
+    "jpeg": lambda data, facts: data + b"\xff\xd9",
     "png": _complete_png,
     "gif": _complete_gif,
-    "bmp": _complete_bmp,
+    "bmp": lambda data, facts: data + bytes(_num_missing_bmp(data, open_image(data))),
 }

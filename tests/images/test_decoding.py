@@ -156,6 +156,10 @@ def test_what_arrived_of_a_cut_file_is_used(kind: str) -> None:
         (b"\xff\xd8\xff\xe0" + bytes(500), "jpeg of 504 bytes"),
         (spelled(quarters(), "PNG")[:30], "png of 30 bytes"),
         (spelled(quarters(), "WEBP")[:60], "webp of 60 bytes"),
+        (
+            b"GIF89a\x08\0\x08\0\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\x01\0\0;",
+            "4294836225 pixels|65535 x 65535",
+        ),
     ],
 )
 def test_what_gives_no_pixels_is_refused_with_the_reason(data: bytes, reason: str) -> None:
