@@ -9,7 +9,7 @@ no access, shard changed) stop the reading at once.
     images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
 
 A sample's members are between the image before its own and the image after it, whatever order its writer
-chose, so one range holds all of them; its key tells which they are.
+chose, so one range holds all of them; its key identifies them.
 
     places = places_of(catalogue, rows)                      # row, shard, key, image_offset, start, stop
     for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard

@@ -154,7 +154,7 @@ def test_links_directories_and_devices_carry_no_data_whatever_size_they_give() -
     assert pieces(data)
 
 
-def test_a_hard_link_that_does_carry_data_is_stepped_over() -> None:
+def test_a_hard_link_with_data_is_skipped() -> None:
     data = member(b"a.jpg", b"x" * 900, b"1") + member(b"b.jpg", b"1") + END
     assert keys(data) == ["a", "b"]
     assert kinds(data) == []
@@ -186,7 +186,7 @@ def test_a_cut_at_a_member_boundary_is_a_missing_end_marker() -> None:
     assert list(samples[-1].members) == ["jpg"]
 
 
-def test_a_lone_zero_block_is_no_end_marker() -> None:
+def test_a_single_zero_block_is_not_an_end_marker() -> None:
     data = member(b"a.jpg", b"1") + bytes(BLOCK)
     assert kinds(data) == ["odd_end"]
     assert "a single zero block" in details(data)[0]
@@ -203,14 +203,14 @@ def test_a_cut_in_a_header_and_a_cut_in_data_say_so_at_their_byte() -> None:
     assert (samples[1].key, samples[1].members["jpg"].kind) == ("000001", "cut")
 
 
-def test_a_member_whose_padding_alone_is_missing_is_whole() -> None:
+def test_a_member_whose_padding_alone_is_missing_is_intact() -> None:
     samples, damage = read(member(b"a.jpg", b"abc")[: BLOCK + 3])
     assert samples[0].members["jpg"].kind == "file"
     assert [each.kind for each in damage] == ["odd_end"]
 
 
 @pytest.mark.parametrize("spoil", [b"\xff" * BLOCK, bytes(BLOCK)])
-def test_a_spoiled_header_costs_its_own_member_only(spoil: bytes) -> None:
+def test_a_damaged_header_loses_only_its_own_member(spoil: bytes) -> None:
     data = SHARD[: HEADERS[3]] + spoil + SHARD[HEADERS[3] + BLOCK :]
     samples, damage = read(data)
     found = (
@@ -223,7 +223,7 @@ def test_a_spoiled_header_costs_its_own_member_only(spoil: bytes) -> None:
     assert list(samples[1].members) == ["cls", "json"]
 
 
-def test_a_wiped_stretch_and_joined_archives_lose_nothing_behind_them() -> None:
+def test_a_wiped_stretch_and_joined_archives_lose_nothing_after_them() -> None:
     wiped = SHARD[: HEADERS[3]] + bytes(HEADERS[6] - HEADERS[3]) + SHARD[HEADERS[6] :]
     assert keys(wiped) == ["000000", "000002", "000003", "000004", "000005"]
     assert kinds(wiped) == ["data_after_end"]
@@ -233,20 +233,20 @@ def test_a_wiped_stretch_and_joined_archives_lose_nothing_behind_them() -> None:
     assert "then more members" in details(joined)[0]
 
 
-def test_garbage_behind_the_end_is_told_and_costs_nothing() -> None:
+def test_garbage_after_the_end_is_reported_and_loses_no_sample() -> None:
     assert kinds(SHARD + b"garbage" * 100) == ["data_after_end"]
     assert "then bytes without a header" in details(SHARD + b"garbage" * 100)[0]
     assert len(keys(SHARD + b"garbage" * 100)) == 6
 
 
-def test_a_file_made_in_full_length_and_not_filled_is_no_ended_archive() -> None:
+def test_a_file_created_in_full_length_and_not_filled_is_cut_short() -> None:
     assert kinds(SHARD[: HEADERS[6]] + bytes(50_000)) == ["cut_short"]
     assert details(SHARD[: HEADERS[6]] + bytes(50_000))[0].startswith("50,000 zero bytes at the end")
     assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % 10_240)) == []
     assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % (1 << 20))) == []  # tar -b 2048
 
 
-def test_a_broken_or_huge_extended_header_takes_its_member_along_and_no_more() -> None:
+def test_a_broken_or_huge_extended_header_loses_only_its_own_member() -> None:
     members = member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
     broken = member(b"pax", b"99 path=x\n", b"x") + members
     huge = member(b"L", b"n" * (2 << 20), b"L") + members
@@ -263,7 +263,7 @@ def test_a_broken_or_huge_extended_header_takes_its_member_along_and_no_more() -
         assert found in details(data)[0]
 
 
-def test_a_size_beyond_the_file_does_not_hide_the_members_behind_it() -> None:
+def test_a_size_beyond_the_file_does_not_hide_the_members_after_it() -> None:
     data = block(b"a.jpg", 8**11 - 1) + padded(b"x") + member(b"b.jpg", b"2") + END
     assert (keys(data), kinds(data)) == (["a", "b"], ["cut_short"])
 
@@ -271,14 +271,14 @@ def test_a_size_beyond_the_file_does_not_hide_the_members_behind_it() -> None:
 # -- samples ------------------------------------------------------------------------------------------
 
 
-def test_keys_that_come_back_say_how() -> None:
+def test_keys_that_repeat_say_how() -> None:
     samples, _ = read(
         python_tar([("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("c.jpg", b"")])
     )
     assert [sample.problem for sample in samples] == [None, None, "key_not_contiguous", "key_repeated", None]
 
 
-def test_a_file_without_a_key_is_told_and_one_that_is_no_sample_by_intent_is_counted() -> None:
+def test_a_file_without_a_key_is_reported_and_one_that_is_no_sample_by_intent_is_counted() -> None:
     names = [".jpg", "d/.hidden.PNG", ".cls", "README", "a.jpg", "._a.jpg", "__info__/x.jpg"]
     data = python_tar([(name, b"1") for name in names])
     reader = ShardReader(MemorySource(data))
