@@ -118,35 +118,21 @@ DAMAGED_STATUSES = {
 # Statuses that many samples have when file names contain extra dots.
 UNCLEAR_IMAGE = ("image_missing", "several_images", "repeated_member")
 
-_FETCH = "fetch the shard again"
-
 # Damage that left no row: its place is in the damage table, and this is what to do about it.
 DAMAGE_KINDS = {
     "shard_missing": "fetch it, or take it off data.shards",
-    "empty_file": _FETCH,
     "not_a_tar": "fetch the shard again, or take it off data.shards",
     "no_samples": "take it off data.shards",
-    "no_key": "write the shard again with names such as 000123.jpg; if it is no sample, nothing is lost",
-    "cut_in_header": _FETCH,
-    "cut_in_data": _FETCH,
-    "no_end_marker": "fetch the shard again; if its writer never writes the marker, nothing is lost",
-    "uneven_end": "fetch the shard again; all samples before this byte are indexed",
-    "garbled_header": "fetch the shard again; the member of this header is lost",
-    "zeroed_header": _FETCH,
-    "shifted_bytes": "fetch the shard again, in binary: bytes are missing or too many before this place",
-    "zeros_in_archive": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
-    "trailing_garbage": "fetch the shard again; if it is the same again, nothing is lost",
-    "zero_tail": "fetch the shard again: the download was not finished",
-    "bad_pax_header": _FETCH,
-    "oversized_extended_header": "ask who wrote the shard: names of a megabyte are an attack or an error",
-    "stray_extended_header": _FETCH,
-    "lost_extended_header": "fetch the shard again: the header with the full name is damaged",
+    "no_key": "write the shard again with names such as 000123.jpg; if it is not a sample, nothing is lost",
+    "cut_short": "fetch the shard again",
+    "odd_end": "fetch the shard again; if its writer ends every shard like this, nothing is lost",
+    "data_after_end": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
+    "damaged_header": "fetch the shard again; the member of this header is lost",
+    "shifted_bytes": "fetch the shard again, in binary: bytes were lost or added before this place",
     "key_repeated": "write the shard again with unique keys; only the first sample is indexed",
     "key_not_contiguous": "write the shard in order (tar --sort=name): a sample's members belong together",
     "id_missing": "mend the sample, or choose another data.identity",
-    "cut": _FETCH,
     "not_understood": "report this as a bug of pencil_scale, with the sample",
-    "count_mismatch": _FETCH,
 }
 
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}

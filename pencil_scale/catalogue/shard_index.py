@@ -148,7 +148,7 @@ class ShardIndexer:
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
         sample_id = self._sample_id(sample.key, fields, image.digest.hex() if image.digest else None)
         if sample_id is None:
-            kind = "cut" if sample.near_damage else "id_missing"
+            kind = "cut_short" if sample.near_damage else "id_missing"
             reason = image.problem or json_problem or "no such field, or no text in it"
             return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
         key = sample_key(sample_id)

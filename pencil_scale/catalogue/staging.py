@@ -36,7 +36,7 @@ from pencil_scale.storage.urls import open_source, version_of
 NAMED_DAMAGED = 5  # samples in an error message
 
 # Kinds of damage that lose no samples, however many bytes they span.
-HARMLESS = frozenset(("no_end_marker", "uneven_end", "no_samples", "no_key", "stray_extended_header"))
+HARMLESS = frozenset(("odd_end", "no_samples", "no_key"))
 
 _REMEDY = "mend this, or raise data.max_damaged_share; nothing was published"
 
@@ -90,10 +90,8 @@ def stage_shard(store: Folder, shard: Shard, rules: IndexRules, name: str) -> Sh
         raise PencilError(f"shard {shard.url}: it changed while it was read; run again when it is complete")
     if shard.num_expected is not None and shard.num_expected != indexer.num_samples:
         found = f"img2dataset counted {shard.num_expected:,} samples, {indexer.num_samples:,} were found"
-        detail = damage_line(shard.url, num_bytes, "count_mismatch", found)
-        mismatch = dict(
-            zip(FINDING.names, (num_bytes, num_bytes, "count_mismatch", None, 0, detail), strict=True)
-        )
+        detail = damage_line(shard.url, num_bytes, "cut_short", found)
+        mismatch = dict(zip(FINDING.names, (num_bytes, num_bytes, "cut_short", None, 0, detail), strict=True))
         findings.append(pa.RecordBatch.from_pylist([mismatch], FINDING))
     staged = pa.Table.from_batches(records, RECORD)
     found_table = pa.Table.from_batches(findings, FINDING)

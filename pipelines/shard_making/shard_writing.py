@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pencil_scale.images.headers import format_of
+from pencil_scale.images.inspect import format_of
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import filesystem_of, is_local
 from pipelines.shard_making.shard_samples import IMAGE_SUFFIXES, Classes, Piece, RawSample

@@ -70,7 +70,7 @@ FOUND: dict[str, tuple[bytes, int, str]] = {
     "a flipped bit": (
         TAR[: PLACE + 130] + b"\x31" + TAR[PLACE + 131 :],
         PLACE,
-        "its name as far as it can be read '000010.png'; fetch the shard again",
+        "its name looks like '000010.png'; fetch the shard again",
     ),
     "no header at all": (b"\xa5" * 3000, 0, "take it off data.shards"),
     "a gzip": (b"\x1f\x8b" * 1000, 0, "gzip data"),
@@ -82,7 +82,7 @@ FOUND: dict[str, tuple[bytes, int, str]] = {
         "before its member; fetch the shard",
     ),
     "bytes lost": (TAR[: PLACE + BLOCK + 9] + TAR[PLACE + BLOCK + 12 :], PLACE, "3 bytes before its place"),
-    "no end": (TAR[:PLACE], PLACE, "if its writer never writes the marker, nothing is lost"),
+    "no end": (TAR[:PLACE], PLACE, "if its writer ends every shard like this, nothing is lost"),
     "uneven": (TAR[:-1], 20 * SAMPLE, "fetch the shard again"),
     "empty": (b"", 0, "fetch the shard again"),
     "no sample": (END, 0, "take it off data.shards"),
@@ -90,7 +90,7 @@ FOUND: dict[str, tuple[bytes, int, str]] = {
     "huge name": (
         TAR[:PLACE] + member(b"L", b"n" * (2 << 20), b"L") + block(b"x.jpg", 0) + END,
         PLACE,
-        "ask who wrote the shard",
+        "an attack or a writer's error",
     ),
 }
 
@@ -138,9 +138,9 @@ def test_images_without_a_key_are_lost_samples_and_count_as_damage(tmp_path: Pat
 def test_a_garbled_tail_is_one_finding_and_no_missing_end_besides(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (tmp_path / "a.tar").write_bytes(TAR[:PLACE] + b"\xa5" * 9000)
-    assert bench.index().catalogue.manifest["damage"] == {"garbled_header": 1}
+    assert bench.index().catalogue.manifest["damage"] == {"damaged_header": 1}
     (tmp_path / "a.tar").write_bytes(TAR[: PLACE + BLOCK + 5])
-    assert bench.index().catalogue.manifest["damage"] == {"cut_in_data": 1}
+    assert bench.index().catalogue.manifest["damage"] == {"cut_short": 1}
 
 
 def test_the_summary_says_what_to_do_where_to_look_and_which_label_is_not_found(tmp_path: Path) -> None:

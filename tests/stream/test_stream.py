@@ -279,5 +279,5 @@ def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_pat
     ):
         list(stream.batches(1))
     s3.rm_file("crawl/1.tar")
-    with pytest.raises(PencilError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
+    with pytest.raises(PencilError, match=r"^shard s3://crawl/1.tar is missing since it was indexed"):
         list(stream.batches(2))
