@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.label_sources import LabelClasses
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.labels.working_copy import KeyBytes, key_bytes
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.urls import open_source, version_of
@@ -52,7 +53,6 @@ PINS = pa.schema(
     ]
 )
 SHOWN = 3
-Keys = npt.NDArray[np.uint8]  # [N, 16]
 
 
 def pins_folder(storage: str) -> str:
@@ -65,7 +65,7 @@ class Pinned:
     """Pins in the class numbers of one class list, sorted by row."""
 
     rows: npt.NDArray[np.int64]
-    keys: Keys
+    keys: KeyBytes
     classes: npt.NDArray[np.int32]
     void: pa.Table  # pins to classes that this list does not have
 
@@ -118,11 +118,6 @@ def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | No
             break
         name = str(moved[name])
     return name
-
-
-def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
-    """A column of 16-byte keys as uint8 [N, 16]."""
-    return np.frombuffer(b"".join(column.to_pylist()), np.uint8).reshape(-1, 16)
 
 
 def read_pins(storage: str) -> Pins:
@@ -178,7 +173,7 @@ def check_pins(pins: Pins, catalogue: Catalogue) -> None:
         done += len(table)
 
 
-def require_same_samples(pins: Pinned, keys: Keys) -> None:
+def require_same_samples(pins: Pinned, keys: KeyBytes) -> None:
     """Refuse pins whose rows are other samples now: the catalogue was rebuilt since."""
     differs = (pins.keys != keys).any(axis=1) & keys.any(axis=1)  # a table made without keys has zeros
     if differs.any():

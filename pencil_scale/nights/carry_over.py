@@ -18,12 +18,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.carry import pin, regive, release, remap
-from pencil_scale.labels.growth import grow
 from pencil_scale.labels.history import START
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
 from pencil_scale.labels.report import HISTORY, study_labels
+from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.crawl import Classes, Crawl, new_numbers
 from pencil_scale.storage.errors import PencilError

@@ -149,6 +149,7 @@ def test_the_curves_are_those_of_the_run_and_without_them_the_page_says_so(bench
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_label_parts")
 def test_scanning_in_stretches_and_adding_up_is_scanning_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
