@@ -191,6 +191,10 @@ class LabelTable:
         """The parts open for writing."""
         return set(np.flatnonzero(self._checks.writable).tolist())
 
+    def check_rows(self, rows: Int64s) -> Int64s:
+        """Refuse rows that the table does not have; their parts may be held elsewhere."""
+        return self._checks.known(rows)[0]
+
     def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """The label logits of these rows, in their order: float32 [B, C]."""
         return self._get(self._logits, rows)
