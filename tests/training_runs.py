@@ -32,7 +32,7 @@ from tar_making import python_tar
 from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import get_ledger
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.train.checkpoint_store import SNAPSHOT
 from pipelines import index_shards
 
@@ -120,7 +120,7 @@ class TinyData:
     def epochs_of_rows(self, name: str = "tiny") -> npt.NDArray[np.int32]:
         """The ledger: the run's last epoch in which each row was trained."""
         manifest = self.labels(name)
-        return np.concatenate([epochs for _, epochs in get_ledger(manifest)]) - manifest.first_epoch
+        return PublishedLabels(manifest).last_epoch() - manifest.first_epoch
 
     def has_checkpoint(self, all_steps: int, name: str = "tiny") -> bool:
         """Whether a run would go on from this checkpoint, or from a later one, if it were killed now."""

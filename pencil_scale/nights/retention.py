@@ -14,7 +14,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.report import history_folder
 from pencil_scale.labels.run_record import read_record, run_folder
-from pencil_scale.labels.start_labels import sweep_run
+from pencil_scale.labels.snapshot import sweep_run
 from pencil_scale.nights.record import NIGHT, NightFiles, Plan
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.folder import Folder

@@ -29,10 +29,9 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.hashing import GOLDEN, splitmix64
 from pencil_scale.subset.files import MEMBERS
 
@@ -193,16 +192,11 @@ def _decided(
     rule: Rule, labels: Manifest, rows: range, given: Classes
 ) -> tuple[Classes, npt.NDArray[np.float32]]:
     """The class to use, and the share of the label on it."""
-    layout, store = labels.layout, Folder(labels.store)
     order = ClassOrder.between(labels.class_names, rule.catalogue.class_names, "subset.labels")
     classes, shares = [], []
-    for part in range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1):
-        here = layout.rows_of(part)
-        here = range(here.start, min(here.stop, rows.stop))
-        batch = get_part(labels, store, part, LABELS_FOLDER).slice(0, len(here))
-        logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), layout.num_classes)
-        own = given[here.start - rows.start : here.stop - rows.start]
-        found = decide(order.logits(logits), own)
+    for batch in PublishedLabels(labels).batches(rows):
+        own = given[batch.rows.start - rows.start : batch.rows.stop - rows.start]
+        found = decide(order.logits(batch.logits), own)
         classes.append(found.corrected_class if rule.corrected else own)
         shares.append(found.confidence if rule.corrected else found.score)
     return np.concatenate(classes), np.concatenate(shares)

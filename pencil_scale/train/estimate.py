@@ -127,12 +127,12 @@ def estimate_beside_outcome(
     )
     state = saved.optimizer.get("state", {}).values()
     momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
-    pieces = [piece for part in saved.labels.parts.values() for piece in (*part.labels, *part.ledger)]
+    files = [file for part in saved.labels.parts.values() for file in (part.labels, part.ledger)]
     came_to = {
         "samples": round(median(epoch["rows_visited"] for epoch in figures)),
         "epochs": len(figures),
         "steps_an_epoch": saved.progress.all_steps / len(figures),
-        "table_bytes": sum(piece.num_bytes for piece in pieces),
+        "table_bytes": sum(file.num_bytes for file in files),
         "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
         "images_per_s": median(epoch["images_per_s"] for epoch in figures),
         "hours": spent,

@@ -13,11 +13,10 @@ from night_making import Nights, pins_of
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.carry import pin, regive
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
-from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.start_labels import pin, regive, start_labels
 from pencil_scale.nights.carry_over import carry_over
 from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.prepare import prepare, remapped_head

@@ -330,6 +330,7 @@ def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_label_parts")
 def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_places(tmp_path: Path) -> None:
     bench = ExportBench(tmp_path)
     for number in range(4):  # a part of labels each

@@ -15,7 +15,7 @@ import pytest
 import torch
 from training_runs import EPOCHS, SPOILT, TinyData
 
-from pencil_scale.labels.start_labels import manifests_of
+from pencil_scale.labels.snapshot import manifests_of
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoint import Progress
@@ -214,7 +214,7 @@ def test_a_finished_run_leaves_no_label_part_that_nothing_names(stopped: dict[st
     manifests = manifests_of(str(storage))
     assert len(manifests) == 2  # what the run started with, and what it published
     entries = [entry for manifest in manifests for entry in manifest.parts.values()]
-    named = {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
+    named = {file.sha256 for entry in entries for file in (entry.labels, entry.ledger)}
     labels = storage / "labels"
     assert {path.stem for folder in ("parts", "ledger") for path in (labels / folder).glob("*/*")} == named
     assert not (storage / "checkpoints" / "tiny").exists()
