@@ -11,7 +11,7 @@ from PIL import Image
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.images.decode import decode
-from pencil_scale.stream.batches import StreamBatch
+from pencil_scale.labels.owners import Batch
 from pencil_scale.train.preparation import DECODED_AHEAD, Preparation
 
 SIDE = 16
@@ -24,12 +24,12 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def encoded(first_row: int, images: list[bytes]) -> StreamBatch:
+def encoded(first_row: int, images: list[bytes]) -> Batch:
     rows = torch.arange(first_row, first_row + len(images))
-    return StreamBatch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
+    return Batch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
 
 
-def stock(num: int) -> Iterator[StreamBatch]:
+def stock(num: int) -> Iterator[Batch]:
     for n in range(num):
         yield encoded(4 * n, [png(4 * n + place) for place in range(3)] + [b"no image"])
 
@@ -56,7 +56,7 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
 def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> None:
     taken: list[int] = []
 
-    def noted() -> Iterator[StreamBatch]:
+    def noted() -> Iterator[Batch]:
         for batch in stock(100):
             taken.append(int(batch.rows[0]))
             yield batch
@@ -70,7 +70,7 @@ def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> 
 
 
 def test_an_error_of_the_stream_is_raised_where_batches_are_taken(preparation: Preparation) -> None:
-    def broken() -> Iterator[StreamBatch]:
+    def broken() -> Iterator[Batch]:
         yield from stock(2)
         raise OSError("the shard is gone")
 
