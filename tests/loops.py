@@ -16,7 +16,7 @@ from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper
@@ -55,11 +55,9 @@ class SmallRun:
             save=self.save,
             close_epoch=self.close_epoch,
             log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
-            total=self.ranks.total,
-            add_up=self.ranks.add_up,
-            join=self.ranks.join,
             name_unreadable=lambda num, names: self.named.append((num, sorted(names))),
             stop=stop,
+            ranks=self.ranks,
         )
         with Owners(self.table, self.ranks.rank, self.ranks.world) as owners:
             return Loop(self.stepper(), self.schedule, owners, hooks, self.pace, seed=1).run(progress)

@@ -33,7 +33,7 @@ from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.snapshot import get_ledger
-from pencil_scale.train.checkpoint_store import SNAPSHOT
+from pencil_scale.train.checkpoints import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent

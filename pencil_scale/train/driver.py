@@ -18,7 +18,7 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.stream.ray_tasks import cause_of
 from pencil_scale.tracking.tracker import Harmless
-from pencil_scale.train.checkpoint_store import CheckpointStore
+from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.control import TellFailures, take_news
 from pencil_scale.train.worker import Job, train_worker
 

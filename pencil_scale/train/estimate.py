@@ -23,7 +23,7 @@ from pencil_scale.labels.part_files import NARROW_BYTES
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoint import Saved
+from pencil_scale.train.checkpoints import Saved
 from pencil_scale.train.preflight import Checked
 from pencil_scale.train.preparation import build_model, build_optimizer, build_stepper
 

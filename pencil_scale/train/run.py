@@ -29,8 +29,7 @@ from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.tracked_run import plan_tracking
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoint import Origin
-from pencil_scale.train.checkpoint_store import CheckpointStore
+from pencil_scale.train.checkpoints import CheckpointStore, Origin
 from pencil_scale.train.control import start_control
 from pencil_scale.train.driver import Outcome, drive
 from pencil_scale.train.estimate import Estimate, count, estimate, run_trial, weight_bytes_of

@@ -20,7 +20,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.stream.window_reader import Selection
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoint import Saved, read_checkpoint
+from pencil_scale.train.checkpoints import Saved, read_checkpoint
 from pencil_scale.train.driver import Outcome
 from pencil_scale.train.estimate import estimate_beside_outcome
 from pencil_scale.train.gate import judge

@@ -8,7 +8,7 @@ from label_making import names
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.checkpoint import Origin, Progress, Saved, read_checkpoint, write_checkpoint
+from pencil_scale.train.checkpoints import Origin, Progress, Saved, read_checkpoint, write_checkpoint
 
 ORIGIN = Origin("a1b2", 2, "f00d", 3, ("ant", "bee"), {"test": 5})
 
@@ -44,10 +44,10 @@ def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
     write_checkpoint(tmp_path / "checkpoint", saved)
     path = tmp_path / "checkpoint" / name
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(Exception, match="whole") as caught:
+    with pytest.raises(PencilError, match="checkpoint") as caught:
         read_checkpoint(tmp_path / "checkpoint")
     path.unlink()
-    with pytest.raises(PencilError, match="no whole checkpoint"):
+    with pytest.raises(PencilError, match="not a complete checkpoint"):
         read_checkpoint(tmp_path / "checkpoint")
     assert "\n" not in str(caught.value)
 

@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import resource
 from pathlib import Path
 
 import pyarrow.fs
 import pytest
 
-from pencil_scale.train.checkpoint_store import SNAPSHOT, CheckpointStore
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.checkpoints import SNAPSHOT, CheckpointStore
 
 
 def test_a_file_being_rewritten_still_has_its_old_content(tmp_path: Path) -> None:
@@ -26,14 +28,19 @@ def test_a_file_being_rewritten_still_has_its_old_content(tmp_path: Path) -> Non
 def test_a_file_that_did_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
     files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
     files.create_dir(folder)
-    Path(folder, "state.json.unfinished").symlink_to("/dev/full")
     Path(folder, "state.json").write_text("old")
-    with (
-        pytest.raises(OSError, match="No space left"),
-        files.open_output_stream(f"{folder}/state.json") as out,
-    ):
-        out.write(b"x" * 100_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with (
+            pytest.raises(PencilError, match=r"state.json: File too large; nothing unfinished was kept"),
+            files.open_output_stream(f"{folder}/state.json") as out,
+        ):
+            out.write(b"x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert Path(folder, "state.json").read_text() == "old"
+    assert [path.name for path in Path(folder).iterdir()] == ["state.json"]
 
 
 def test_the_store_travels_to_other_processes_and_copies_folders(tmp_path: Path) -> None:

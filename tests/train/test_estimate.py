@@ -12,7 +12,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import StreamSpec
 from pencil_scale.train import estimate as estimating
-from pencil_scale.train.checkpoint import Origin, Progress, Saved
+from pencil_scale.train.checkpoints import Origin, Progress, Saved
 from pencil_scale.train.estimate import Trial, count, estimate, estimate_beside_outcome, joined_rate
 from pencil_scale.train.preflight import check_run
 

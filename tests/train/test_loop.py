@@ -16,7 +16,7 @@ from pencil_scale.labels.owners import Batch
 from pencil_scale.method.decisions import decide
 from pencil_scale.method.noise import symmetric_noise
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Clock, Pace
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Stage
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.preparation import build_stepper
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper, StepResult

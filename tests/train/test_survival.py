@@ -18,7 +18,7 @@ from training_runs import EPOCHS, SPOILT, TinyData
 from pencil_scale.labels.start_labels import manifests_of
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
