@@ -1,9 +1,11 @@
-"""What a run will take, before it is booked: counted from the catalogue, and timed on a trial.
+"""Estimate: what a run will take, counted from the catalogue, and timed in a trial.
 
-What can be counted is counted for every run, and kept with it. Hours are timed for `--dry-run` on a trial,
-which writes nothing, and for a run that goes ahead on its first two epochs. The trial runs as one worker
-would, with its CPUs and GPU: some seconds of reading alone, some of computing alone. Reading and computing
-share a CPU's time but overlap beside a GPU, so their rates are joined so.
+What can be counted is counted for every run and stored with it. Hours are estimated by `--dry-run` in a
+trial, which writes nothing, and for a real run from its first two epochs. The trial runs with the CPUs and
+the GPU of one worker: some seconds of reading only, and some of computing only. On a CPU both share its time;
+next to a GPU they overlap.
+
+    estimate(config, checked, run_trial(config, checked)).table()
 """
 
 import time
@@ -32,7 +34,7 @@ READING_S = COMPUTING_S = 15.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What one worker does in a second, of either work alone."""
+    """Images per second of one worker, reading only and computing only."""
 
     read_per_s: float
     computed_per_s: float
@@ -41,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a run will take of everything but time."""
+    """What a run will take, except time."""
 
     samples: int
     epochs: int
@@ -57,14 +59,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class Estimate(Counted):
-    """What a run will take."""
+    """What a run will take, with time."""
 
     images_per_s: float
     hours: float
     cost: float | None
 
     def table(self) -> str:
-        """The estimate in lines."""
+        """The estimate, one line per item."""
         rows = [
             ("samples", f"{self.samples:,}"),
             ("epochs", f"{self.epochs} of {self.steps_an_epoch:,} steps"),
@@ -79,7 +81,7 @@ class Estimate(Counted):
 
 
 def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
-    """Count what the catalogue and the network tell."""
+    """Count what follows from the catalogue and the network."""
     samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
     epochs, chunks = checked.schedule.epochs, checked.catalogue.chunks()
     share = samples / max(checked.catalogue.num_ok, 1)
@@ -95,7 +97,7 @@ def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
 
 
 def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
-    """Put together what is counted and what was timed."""
+    """Combine what is counted and what was timed."""
     counted = count(config, checked, trial.weight_bytes)
     rate = config.workers.count[1] * joined_rate(trial, config.workers.gpu)
     hours = counted.samples * counted.epochs / rate / 3600
@@ -103,13 +105,13 @@ def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
 
 
 def price_of(config: Config, hours: float) -> float | None:
-    """What so many hours of all workers cost, if the config knows."""
+    """What this many hours of all workers cost, if the config says."""
     price = config.cost.gpu_hour
     return None if price is None else config.workers.count[1] * hours * price
 
 
 def weight_bytes_of(backbone: str, num_classes: int) -> int:
-    """How large a network's weights are."""
+    """The size of a network's weights."""
     model = build_backbone(backbone, num_classes, None)
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
@@ -117,14 +119,16 @@ def weight_bytes_of(backbone: str, num_classes: int) -> int:
 def estimate_beside_outcome(
     config: Config, counted: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], saved: Saved
 ) -> dict[str, dict[str, Any]]:
-    """What a finished run was estimated to take, and what it came to: the same words for the same things."""
-    first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may have compiled the network
+    """What a finished run was estimated to take, and what it took, under the same keys."""
+    first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may include compilation
     hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
     spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
-    expected = {"images_per_s": second["images_per_s"], "hours": hours, "cost": price_of(config, hours)}
-    expected["hours_from"] = (
-        "the first epoch, and the second one for each after it; evaluation and the closing are not in it"
-    )
+    expected = {
+        "images_per_s": second["images_per_s"],
+        "hours": hours,
+        "cost": price_of(config, hours),
+        "hours_from": "the first epoch, and the second for each later one, without evaluation and saving",
+    }
     state = saved.optimizer.get("state", {}).values()
     momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
     pieces = [piece for part in saved.labels.parts.values() for piece in (*part.labels, *part.ledger)]
@@ -142,14 +146,14 @@ def estimate_beside_outcome(
 
 
 def joined_rate(trial: Trial, gpu: bool) -> float:
-    """Images a second of one worker: the slower of the two beside a GPU, one after the other on a CPU."""
+    """Images per second of one worker: the slower rate with a GPU, one after the other on a CPU."""
     if gpu:
         return min(trial.read_per_s, trial.computed_per_s)
     return 1 / (1 / trial.read_per_s + 1 / trial.computed_per_s)
 
 
 def run_trial(config: Config, checked: Checked) -> Trial:
-    """Time a worker's two kinds of work, on a node that has what a worker needs."""
+    """Time reading and computing, on a node that has what a worker needs."""
     spec = StreamSpec.from_config(config, checked.catalogue.version, subset=checked.subset)
     task = ray.remote(num_cpus=config.workers.cpus, num_gpus=1 if config.workers.gpu else 0)(_try)
     trial: Trial = ray.get(task.remote(config, spec, len(checked.class_names), checked.schedule))
@@ -168,7 +172,7 @@ def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule)
     read_per_s = num_read / (time.perf_counter() - started)
     stream.close()
     device = torch.device("cuda" if config.workers.gpu else "cpu")
-    # Not compiled: that takes longer than the whole trial.
+    # Not compiled: compilation takes longer than the trial.
     options = config.optimizer.model_copy(update={"compile": "off"})
     config = config.model_copy(update={"optimizer": options})
     model = build_model(config, num_classes, device)
@@ -182,7 +186,7 @@ def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], sche
     optimizer, stage = build_optimizer(config, model, device), schedule.stage_at(0)
     stepper = build_stepper(config, model, optimizer, device, world=1)
     for batch in batches:
-        stepper.step(batch, stage, 0, 1)  # the first steps find kernels and fill caches
+        stepper.step(batch, stage, 0, 1)  # the first steps choose kernels and fill caches
     num_done, started = 0, time.perf_counter()
     while time.perf_counter() - started < COMPUTING_S:
         losses = [stepper.step(batch, stage, 0, 1).loss for batch in batches]
@@ -192,7 +196,7 @@ def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], sche
 
 
 def _prepared(batch: Batch, config: Config, num_classes: int, device: torch.device) -> Batch:
-    """Bring a batch to the device with labels that say nothing: their values do not change the time."""
+    """Bring a batch to the device with zeros as labels, whose values do not change the time."""
     num, recipe = len(batch.rows), Recipe.from_config(config.images)
     side = config.images.resize or recipe.crop
     blank = torch.zeros(num, 3, side, side, dtype=torch.uint8)  # for images that the GPU would decode

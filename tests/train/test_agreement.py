@@ -34,9 +34,9 @@ def config(bench: Bench, *overrides: str) -> Config:
         ("data.label=json:name", "data.label: found json:name, the catalogue was indexed with cls"),
         (
             "data.classes={}/turned.txt",
-            "turned.txt calls class 0 'bee', the catalogue was indexed with 'ant'",
+            "turned.txt has the same names in another order: class 0 is 'bee', not 'ant'",
         ),
-        ("data.exclude={}/gone.txt", "gone.txt is not the list the catalogue was indexed with, so what it"),
+        ("data.exclude={}/gone.txt", "gone.txt is not the list the catalogue was indexed with; its samples"),
         ("data.shards={}/nowhere.tar", "names none of the catalogue's 3 shards, such as .*0.tar"),
         ("data.shards={}/x/*.tar", "names none of the catalogue's 3 shards, such as .*0.tar"),
     ],
@@ -67,7 +67,7 @@ def test_shards_that_left_the_list_are_told_but_never_refused_for_they_keep_thei
         require_agreement(config(bench, f"data.shards={bench.folder}/[01].tar"))
         (line,) = [text for text in capsys.readouterr().out.splitlines() if "not named here" in text]
         assert "1 of the catalogue's 3 shards are not named here, such as" in line
-        assert "2.tar; they keep their rows and are trained on, too" in line
+        assert "2.tar; they keep their rows and are trained on too" in line
         assert bench.index(shards=f"{bench.folder}/[01].tar").catalogue.num_ok == 30
 
 

@@ -37,7 +37,7 @@ def test_a_run_resumes_only_with_the_class_list_of_its_own_catalogue(bench: Chec
     (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
     config = bench.indexed()
     assert check_run(config).class_names == ("cat", "ant", "bee")
-    with pytest.raises(PencilError, match=r"same names in another order.*put back the list of .* version 1"):
+    with pytest.raises(PencilError, match=r"same names in another order.*restore the list of .* version 1"):
         check_run(config, version=1)
 
 
@@ -61,7 +61,7 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(bench: Che
     checked = check_run(config, version=1)
     assert checked.subset is not None
     assert checked.subset.tolist() == [0, 1, 3, 4, 5]
-    assert "1 more samples are taken down" in checked.lines[-1]
+    assert "1 more samples were taken down" in checked.lines[-1]
     spec = check_clean(config, {"test": 1}, CLASSES)["test"]
     assert spec.subset is not None
     assert spec.subset.tolist() == [0, 2, 3, 4, 5]

@@ -114,7 +114,7 @@ def test_a_sample_that_was_taken_down_is_trained_on_no_more_and_counted_in_nothi
     battered: dict[str, Any],
 ) -> None:
     data = battered["data"]
-    assert "data.exclude: 1 more samples are taken down and trained on no more" in battered["second"]
+    assert "data.exclude: 1 more samples were taken down and are left out" in battered["second"]
     assert data.epochs_of_rows()[TAKEN_DOWN] < NUM_EPOCHS - 2
     assert data.summary()["samples"] == data.num_samples - 1
 
