@@ -10,24 +10,21 @@ next to a GPU they overlap.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import ray
 import torch
-from torch import nn
 
 from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import Recipe, augment
 from pencil_scale.labels.owners import Batch
 from pencil_scale.labels.part_files import NARROW_BYTES
-from pencil_scale.method.backbones import build_backbone
-from pencil_scale.method.schedule import Schedule
+from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Saved
 from pencil_scale.train.preflight import Checked
-from pencil_scale.train.preparation import build_model, build_optimizer, build_stepper
+from pencil_scale.train.preparation import Preparation, build_model, build_optimizer, build_stepper
 
 READING_S = COMPUTING_S = 15.0
 
@@ -38,7 +35,6 @@ class Trial:
 
     read_per_s: float
     computed_per_s: float
-    weight_bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Counted:
 
     samples: int
     epochs: int
-    steps_an_epoch: int
+    steps_per_epoch: int
     table_bytes: int
     checkpoint_bytes: int
     read_gb: float
@@ -69,7 +65,7 @@ class Estimate(Counted):
         """The estimate, one line per item."""
         rows = [
             ("samples", f"{self.samples:,}"),
-            ("epochs", f"{self.epochs} of {self.steps_an_epoch:,} steps"),
+            ("epochs", f"{self.epochs} of {self.steps_per_epoch:,} steps"),
             ("label table", f"{self.table_bytes / 1e6:,.1f} MB"),
             ("checkpoint", f"{self.checkpoint_bytes / 1e6:,.1f} MB, and the label parts that moved"),
             ("to read", f"{self.read_gb:,.2f} GB in about {self.requests:,} requests"),
@@ -80,7 +76,7 @@ class Estimate(Counted):
         return "\n".join(f"{name:<24} {value}" for name, value in rows)
 
 
-def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
+def count(config: Config, checked: Checked) -> Counted:
     """Count what follows from the catalogue and the network."""
     samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
     epochs, chunks = checked.schedule.epochs, checked.catalogue.chunks()
@@ -88,9 +84,9 @@ def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
     return Counted(
         samples=samples,
         epochs=epochs,
-        steps_an_epoch=-(-samples // (config.optimizer.batch_per_worker * config.workers.count[1])),
+        steps_per_epoch=-(-samples // (config.optimizer.batch_per_worker * config.workers.count[1])),
         table_bytes=checked.catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(checked.class_names)),
-        checkpoint_bytes=2 * weight_bytes,  # the weights, and their momentum
+        checkpoint_bytes=2 * checked.weight_bytes,  # the weights, and their momentum
         read_gb=float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
         requests=int((chunks.num_ok > 0).sum()) * epochs,
     )
@@ -98,7 +94,7 @@ def count(config: Config, checked: Checked, weight_bytes: int) -> Counted:
 
 def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
     """Combine what is counted and what was timed."""
-    counted = count(config, checked, trial.weight_bytes)
+    counted = count(config, checked)
     rate = config.workers.count[1] * joined_rate(trial, config.workers.gpu)
     hours = counted.samples * counted.epochs / rate / 3600
     return Estimate(**counted.facts(), images_per_s=rate, hours=hours, cost=price_of(config, hours))
@@ -108,12 +104,6 @@ def price_of(config: Config, hours: float) -> float | None:
     """What this many hours of all workers cost, if the config says."""
     price = config.cost.gpu_hour
     return None if price is None else config.workers.count[1] * hours * price
-
-
-def weight_bytes_of(backbone: str, num_classes: int) -> int:
-    """The size of a network's weights."""
-    model = build_backbone(backbone, num_classes, None)
-    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def estimate_beside_outcome(
@@ -135,7 +125,7 @@ def estimate_beside_outcome(
     came_to = {
         "samples": round(median(epoch["rows_visited"] for epoch in figures)),
         "epochs": len(figures),
-        "steps_an_epoch": saved.progress.all_steps / len(figures),
+        "steps_per_epoch": saved.progress.all_steps / len(figures),
         "table_bytes": sum(piece.num_bytes for piece in pieces),
         "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
         "images_per_s": median(epoch["images_per_s"] for epoch in figures),
@@ -171,20 +161,28 @@ def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule)
             break
     read_per_s = num_read / (time.perf_counter() - started)
     stream.close()
-    device = torch.device("cuda" if config.workers.gpu else "cpu")
     # Not compiled: compilation takes longer than the trial.
     options = config.optimizer.model_copy(update={"compile": "off"})
     config = config.model_copy(update={"optimizer": options})
+    device = torch.device("cuda" if config.workers.gpu else "cpu")
+    preparation = Preparation(config, device, lambda row, reason: reason)
+    prepared = [
+        replace(  # with zeros as labels, whose values do not change the time
+            preparation.prepare(batch, epoch=0),
+            label_logits=torch.zeros(len(batch.rows), num_classes, device=device),
+            noisy_class=torch.zeros(len(batch.rows), dtype=torch.int64, device=device),
+        )
+        for batch in batches
+        if len(batch.rows) > 1
+    ]
+    return Trial(read_per_s, _computed_per_s(config, prepared, num_classes, schedule.stage_at(0), device))
+
+
+def _computed_per_s(
+    config: Config, batches: list[Batch], num_classes: int, stage: Stage, device: torch.device
+) -> float:
     model = build_model(config, num_classes, device)
-    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    prepared = [_prepared(batch, config, num_classes, device) for batch in batches if len(batch.rows) > 1]
-    return Trial(read_per_s, _computed_per_s(config, model, prepared, schedule), weight_bytes)
-
-
-def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], schedule: Schedule) -> float:
-    device = next(model.parameters()).device
-    optimizer, stage = build_optimizer(config, model, device), schedule.stage_at(0)
-    stepper = build_stepper(config, model, optimizer, device, world=1)
+    stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world=1)
     for batch in batches:
         stepper.step(batch, stage, 0, 1)  # the first steps choose kernels and fill caches
     num_done, started = 0, time.perf_counter()
@@ -193,18 +191,3 @@ def _computed_per_s(config: Config, model: nn.Module, batches: list[Batch], sche
         num_done += sum(len(batch.rows) for batch in batches)
         float(losses[-1])  # waits for the device
     return num_done / (time.perf_counter() - started)
-
-
-def _prepared(batch: Batch, config: Config, num_classes: int, device: torch.device) -> Batch:
-    """Bring a batch to the device with zeros as labels, whose values do not change the time."""
-    num, recipe = len(batch.rows), Recipe.from_config(config.images)
-    side = config.images.resize or recipe.crop
-    blank = torch.zeros(num, 3, side, side, dtype=torch.uint8)  # for images that the GPU would decode
-    images = batch.images if isinstance(batch.images, torch.Tensor) else blank
-    return Batch(
-        rows=batch.rows,
-        images=augment(images.to(device), batch.rows, config.run.seed, 0, recipe),
-        weight=torch.ones(num, device=device),
-        label_logits=torch.zeros(num, num_classes, device=device),
-        noisy_class=torch.zeros(num, dtype=torch.int64, device=device),
-    )

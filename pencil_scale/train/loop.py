@@ -170,7 +170,9 @@ class Loop:
     def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
         # Randomness in the network (dropout) depends only on the position, so a restart repeats it.
         _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
-        _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
+        warmth = min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
+        for group in self.stepper.optimizer.param_groups:
+            group["lr"] = stage.learning_rate * warmth
         prepared = self.hooks.prepare(batch, progress.epoch)
         self._count_unreadable(prepared.problems, progress.epoch)
         result = self.stepper.step(prepared, stage, nth, num_steps)
@@ -179,9 +181,6 @@ class Loop:
             self.owners.move(batch.rows, result.label_logits[: len(batch.rows)], progress.epoch)
         else:
             self.owners.mark(batch.rows, progress.epoch)
-
-    def _warmth(self, progress: Progress) -> float:
-        return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
 
     def _report(self, stage: Stage, progress: Progress) -> None:
         """Start to copy the loss of some steps, and log it a few steps later, without waiting for it.
@@ -252,11 +251,6 @@ def _set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def _mixed(*numbers: int) -> int:

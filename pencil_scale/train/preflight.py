@@ -44,6 +44,7 @@ class Checked:
     schedule: Schedule
     catalogue: Catalogue
     subset: Rows | None
+    weight_bytes: int  # of the network
     lines: list[str]
 
 
@@ -61,7 +62,8 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if schedule.epochs == 0:
         raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     outlook = check_outlook(schedule, len(names))
     catalogue = Catalogue.open(config.run.storage, version)
     if catalogue.class_names != names:
@@ -78,17 +80,15 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if config.data.subset is not None:
         subset = read_members(config.data.subset, catalogue, config.run.storage)
     subset, num_taken_down = _without_taken_down(config, catalogue, subset)
-    stages = schedule.stages
-    lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
     lines = [
         f"run {config.run.name}: {_samples(config, catalogue, subset)} of {len(names)} classes, "
-        f"{config.model.backbone} with {size:,} parameters",
-        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
+        f"{config.model.backbone} with {num_parameters:,} parameters",
+        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages),
         outlook,
     ]
     if num_taken_down:
         lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
-    return Checked(names, schedule, catalogue, subset, lines)
+    return Checked(names, schedule, catalogue, subset, weight_bytes, lines)
 
 
 def check_clean(

@@ -35,7 +35,7 @@ from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore, Origin
 from pencil_scale.train.control import start_control
 from pencil_scale.train.driver import drive
-from pencil_scale.train.estimate import Estimate, count, estimate, run_trial, weight_bytes_of
+from pencil_scale.train.estimate import Estimate, count, estimate, run_trial
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.preflight import Checked, check_clean, check_run
 from pencil_scale.train.summary import Summary, publish
@@ -148,7 +148,6 @@ def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) 
         labels = _fresh_labels(config, checked, run)
     labels.require_whole()
     lease.put(storage.run(name, "labels.json"), labels.encode())
-    counted = count(config, checked, weight_bytes_of(config.model.backbone, len(checked.class_names)))
     record = RunRecord(
         name=name,
         id=run,
@@ -158,7 +157,7 @@ def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) 
         clean=_clean_versions(config),
         labels=storage.path(storage.run(name, "labels.json")),
         weights=_own_weights(config),
-        estimate=counted.facts(),
+        estimate=count(config, checked).facts(),
     )
     return write_record(config.run.storage, record, lease)
 

@@ -222,7 +222,7 @@ def test_a_finished_run_leaves_no_label_part_that_nothing_names(stopped: dict[st
 
 def test_the_summary_holds_what_was_estimated_beside_what_it_came_to(stopped: dict[str, Any]) -> None:
     summary = stopped["data"].summary()
-    for what in ("samples", "epochs", "steps_an_epoch"):
+    for what in ("samples", "epochs", "steps_per_epoch"):
         assert summary["estimate"][what] == summary["came_to"][what], what
     for what in ("table_bytes", "checkpoint_bytes"):
         assert summary["estimate"][what] == pytest.approx(summary["came_to"][what], rel=0.1), what
