@@ -1,12 +1,12 @@
-"""How fast photos become batches: the stream beside webdataset's WebLoader, on the same shards and cores.
+"""How fast photos become batches: our stream and webdataset's WebLoader, on the same shards and cores.
 
     python benchmarks/ingest.py photos.tar                     # a tar or folder with class folders in it
     PENCIL_DATA=photos/ python benchmarks/ingest.py --cpus 2 --rounds 5
 
-Both read the same tars from the same disk and give batches of shuffled uint8 images of 256 x 256, scaled by
-PIL's bilinear filter. Both are warmed up, and then take turns of some epochs in a row, so that what else the
-machine is doing meets both alike; the CPU time of all processes of each (Linux) is told too, which no
-neighbour changes. The last figure is what the cores could do if nothing but decoding had to be done.
+Both read the same tars from the same disk and make batches of shuffled uint8 images of 256 x 256, resized
+with PIL's bilinear filter. Both are warmed up and then take turns of some epochs, so that other load on the
+machine affects both; the CPU time of all their processes (Linux), which other load does not affect, is
+printed too. The last figure is the rate of the cores if they only decoded.
 """
 
 import argparse
@@ -56,14 +56,14 @@ class Measured(NamedTuple):
     cpu_ms: float
 
     def __str__(self) -> str:
-        return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU an image"
+        return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU per image"
 
 
 Turn = Callable[[], Generator[tuple[int, int], None, None]]  # gives every batch's epoch and number of images
 
 
 def main() -> None:
-    """Print images a second of both, and their ratio."""
+    """Print images per second of both, and their ratio."""
     options = parse()
     # Readers outlive the other one's turn.
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
@@ -97,8 +97,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("photos", nargs="?" if given else None, default=given, help="tar or folder")
     parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1, help="cores for each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--copies", type=int, default=2, help="read the photos so many times an epoch")
-    parser.add_argument("--epochs", type=int, default=4, help="in a row, before the other has its turn")
+    parser.add_argument("--copies", type=int, default=2, help="read the photos this many times per epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs per turn")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=256)
     return parser.parse_args()
@@ -122,11 +122,11 @@ def prepare(folder: Path, options: argparse.Namespace) -> StreamSpec:
     (folder / "config.yaml").write_text(text)
     config = load_config(folder / "config.yaml")
     spec = StreamSpec.from_config(config, index_shards.run(config).catalogue.version)
-    return replace(spec, worker_cpus=0.0)  # nobody trains here: all cores read
+    return replace(spec, worker_cpus=0.0)  # nothing trains here: all cores read
 
 
 def class_tree(source: Path, tree: Path) -> Path:
-    """Gather all photos under folders of their classes, whatever splits they lie in."""
+    """Gather the photos of all splits in one folder per class."""
     for path in sorted(source.rglob("*.jpg")):
         (tree / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tree / path.parent.name / path.name)
@@ -228,7 +228,7 @@ def photos_of(url: str) -> Iterator[bytes]:
 
 
 def decoding_alone(url: str, size: int) -> float:
-    """Images a second of one core that does nothing else, by its own clock."""
+    """Images per second of one core that does nothing else."""
     photos = list(photos_of(url))[:200]
     start = time.process_time()
     for data in photos:
@@ -244,7 +244,7 @@ def report(found: dict[str, list[Measured]], limit: float) -> None:
         print(f"{name:<14}{Measured(*middle)}")
     ratios = [one.images_per_s / other.images_per_s for one, other in zip(ours, theirs, strict=True)]
     costs = [other.cpu_ms / one.cpu_ms for one, other in zip(ours, theirs, strict=True)]
-    for name, values in (("images/s", ratios), ("images a CPU second", costs)):
+    for name, values in (("images/s", ratios), ("images per CPU second", costs)):
         print(f"ratio of {name}: {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
     rate = statistics.median(one.images_per_s for one in ours)
     print(f"decoding alone, all cores: {limit:.0f} images/s; the stream reaches {rate / limit:.2f} of it")

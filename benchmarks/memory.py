@@ -1,15 +1,15 @@
-"""What a training process needs of memory, as the catalogue grows: nothing more, but for its labels.
+"""The memory of a training process does not grow with the catalogue, except for its labels.
 
     python benchmarks/memory.py                               # 10,000, 100,000 and 1,000,000 rows: minutes
     python benchmarks/memory.py --rows 10000 10000000         # further
 
-Some thousand real images of 8 x 8 pixels lie in one shard; a catalogue of many rows points at them again and
-again, and the real command trains on it, as far as a checkpoint in the first epoch. Then every training
-process is asked what it has: `private` is memory of its own, `mapped` are pages of files (libraries, and the
-rows of the label table that were touched), `peak` the most both ever were. The first size is the limit that
-the others are divided by. Windows are of 1 MB, which every size fills: with the default of 64 MB a small
-catalogue is read in smaller windows than a large one, and a rank holds up to three blocks of them. Reading
-is done by other processes of Ray; the largest peak of those is beside it.
+Some thousand real images of 8 x 8 pixels are stored in one shard; a catalogue of many rows refers to them
+again and again, and the real command trains on it up to a checkpoint in the first epoch. Then the memory of
+every training process is read: `private` is anonymous memory, `mapped` are pages of files (libraries, and
+the rows of the label table that were touched), `peak` is the maximum of both together. All sizes are divided
+by the first one. Windows have 1 MB, which every size fills: with the default of 64 MB a small catalogue is
+read in smaller windows than a large one, and a rank holds up to three blocks of them. Reading is done by
+other processes of Ray, whose largest peak is printed in the last column.
 """
 
 import argparse
@@ -63,7 +63,7 @@ checkpoint: {{every_steps: {steps}, keep: 1}}
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process has of memory, in MB."""
+    """The memory of a process, in MB."""
 
     private: float
     mapped: float
@@ -71,7 +71,7 @@ class Memory:
 
     @classmethod
     def of(cls, pid: int) -> "Memory":
-        """Ask the system."""
+        """Read it from /proc."""
         words = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         found = {
             line[0]: int(line[1]) / 1024 for line in words if line[0] in ("RssAnon:", "RssFile:", "VmHWM:")
@@ -80,16 +80,14 @@ class Memory:
 
 
 def main() -> None:
-    """Print one line a size, and fail when memory grows with the catalogue."""
+    """Print the processes of each size, and fail if memory grows with the catalogue."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60, help="of training before memory is looked at")
-    parser.add_argument(
-        "--window-mb", type=int, default=1, help="of encoded images read at once: data.window_mb"
-    )
+    parser.add_argument("--steps", type=int, default=60, help="training steps before memory is measured")
+    parser.add_argument("--window-mb", type=int, default=1, help="data.window_mb")
     options = parser.parse_args()
     print(
         f"{'rows':>10} {'rank':>5} {'private MB':>11} {'mapped MB':>10} {'peak MB':>8} {'ratio':>6}", end=""
@@ -100,14 +98,14 @@ def main() -> None:
         for num_rows in options.rows:
             found, other = measure(Path(folder), few, num_rows, options)
             limit = limit or found
-            tell(num_rows, found, limit, other)
+            print_memory(num_rows, found, limit, other)
     growth = max(now.private / then.private for now, then in zip(found, limit, strict=True))
     if growth > MOST_GROWTH:
         raise SystemExit(f"private memory grew {growth:.2f} times, {MOST_GROWTH} is the limit")
 
 
-def tell(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory) -> None:
-    """Print what the processes of one size have."""
+def print_memory(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory) -> None:
+    """Print the memory of the processes of one size."""
     for rank, (now, then) in enumerate(zip(found, limit, strict=True)):
         print(f"{num_rows:10,} {rank:5} {now.private:11.1f} {now.mapped:10.1f} {now.peak:8.1f}", end="")
         print(
@@ -119,7 +117,7 @@ def tell(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory)
 
 
 def make_shard(folder: Path) -> Catalogue:
-    """Write the images there are, and a catalogue of just them, by the job itself."""
+    """Write the images, and index them with the real job."""
     random = np.random.default_rng(0)
     with tarfile.open(folder / "tiny.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(NUM_IMAGES):
@@ -137,7 +135,7 @@ def make_shard(folder: Path) -> Catalogue:
 
 
 def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
-    """Publish a catalogue of many rows over the few images, each with an id of its own."""
+    """Publish a catalogue of many rows over the few images, each with its own id."""
     store = Folder(f"{storage}/catalogue")
     writer = RowsWriter(store, 0)
     for first in range(0, num_rows, SEGMENT_ROWS):

@@ -1,11 +1,11 @@
-"""How near training comes to its two limits: reading alone, and computing alone, measured in the same run.
+"""How close training comes to its two limits, reading alone and computing alone, measured in the same run.
 
     python benchmarks/train.py configs/demo.yaml                      # shards must be indexed
     python benchmarks/train.py configs/cifar10.yaml --gpu --profile optimizer.cuda_graph=true workers.gpu=true
 
-One worker. Reading goes through Ray Data, computing goes over batches kept in memory, both with the labels'
-owners; end to end does both at once. Each is measured over some epochs in a row, reading from its first batch
-on. On a GPU the limit is the slower of the two; on a CPU, where both share the cores, it is
+One worker. Reading uses Ray Data, computing uses batches kept in memory, both with the owners of the labels;
+end to end does both at once. Each is measured over some consecutive epochs, reading from its first batch on.
+On a GPU the limit is the slower of the two; on a CPU, where both share the cores, it is
 1/(1/reading + 1/computing).
 """
 
@@ -45,7 +45,7 @@ from pencil_scale.train.run import with_absolute_storage
 
 @dataclass(frozen=True)
 class Trained:
-    """Some epochs of training, a mean epoch of them."""
+    """Means over some epochs of training."""
 
     images_per_s: float
     epoch_s: float
@@ -68,7 +68,7 @@ class Bench:
         self.epoch = self.num_steps = 0
 
     def read(self, num_epochs: int) -> tuple[float, list[Batch]]:
-        """Images a second of epochs that are read and thrown away; and the batches of one."""
+        """Images per second of epochs that are only read; also the batches of one of them."""
         with self._stream(num_epochs) as (stream, first_epoch):
             started = time.perf_counter()
             kept: list[Batch] = list(first_epoch)
@@ -78,7 +78,7 @@ class Bench:
             return num / (time.perf_counter() - started), kept
 
     def compute(self, kept: list[Batch], num_epochs: int) -> Trained:
-        """Train the same batches over and over, after once for the kernels to be chosen."""
+        """Train on the same batches again and again, after one epoch in which kernels are chosen."""
         self._train_epoch(kept)
         set_aside()  # as a run does after its first epoch
         return self._train([kept] * num_epochs)
@@ -90,9 +90,9 @@ class Bench:
 
     @contextmanager
     def _stream(self, num_epochs: int) -> Iterator[tuple[Stream, Iterator[Batch]]]:
-        """A stream whose first batch is there, and which ends with these epochs.
+        """A stream whose first batch has arrived, and which ends with these epochs.
 
-        One that read on would disturb what is measured next.
+        A stream that read further would disturb the next measurement.
         """
         stream = Stream(replace(self.spec, num_epochs=num_epochs))
         first_epoch = stream.batches(0)
@@ -129,7 +129,7 @@ class Bench:
         return figures
 
     def _schedule(self) -> Schedule:
-        """One that is all pencil, and ends with this epoch."""
+        """A schedule of pencil epochs only, which ends with this one."""
         lengths = {"backbone": 0, "pencil": self.epoch + 1, "finetune": 0}
         stages = {
             name: stage.model_copy(update={"epochs": lengths[name]}) for name, stage in self.config.stages
@@ -159,7 +159,7 @@ def main() -> None:
     print(f"samples {num_samples:,}, batch {config.optimizer.batch_per_worker}, {device.type}")
     print(f"reading alone    {reading:10,.0f} images/s")
     print(f"computing alone  {computing:10,.0f} images/s")
-    print(f"end to end       {both.images_per_s:10,.0f} images/s, {both.epoch_s:.2f} s an epoch")
+    print(f"end to end       {both.images_per_s:10,.0f} images/s, {both.epoch_s:.2f} s per epoch")
     print(f"waiting for data {both.data_wait:.3f} of the time, for labels {both.label_wait:.3f}")
     print(f"ratio to the limit of {limit:,.0f}: {both.images_per_s / limit:.3f}")
     if profile is not None:
@@ -175,9 +175,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of each kind")
-    parser.add_argument(
-        "--profile", action="store_true", help="also say where the training thread's time goes"
-    )
+    parser.add_argument("--profile", action="store_true", help="also profile the training thread")
     return parser.parse_intermixed_args()
 
 

@@ -1,4 +1,4 @@
-"""Shards to stream from, and what is true of every batch of them: what the tests of the stream share."""
+"""Shards to stream from, and checks of their batches, for the tests of the stream."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ NUM_ROWS = 500
 
 
 class Shards(Bench):
-    """Shards of small images, whose red and green tell the number; the catalogue copied to disk."""
+    """Shards of small images, whose red and green encode the number; the catalogue is copied to disk."""
 
     def index(self, **data: Any) -> Summary:
         summary = super().index(**data)

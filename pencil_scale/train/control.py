@@ -1,7 +1,7 @@
 """Control: the actor between a run's driver and its workers.
 
 Workers report events to it and ask whether to stop; the driver takes the events, prints and tracks them. The
-actor ends with the driver's job. It runs in a process of its own, so this module must not import torch, and
+actor ends with the driver's job. It runs in a separate process, so this module must not import torch, and
 events pass through it as bytes.
 """
 
@@ -27,11 +27,11 @@ class Control:
         self._stop = False
         self._refusal = ""
 
-    def tell(self, event: bytes) -> None:
+    def report(self, event: bytes) -> None:
         """Leave an event for the driver."""
         self._events.append(event)
 
-    def take_news(self) -> list[bytes]:
+    def take_events(self) -> list[bytes]:
         """Take all events since the last call."""
         events, self._events = self._events, []
         return events
@@ -60,17 +60,17 @@ def start_control() -> Any:
     return Control.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
-def tell(control: Any, event: dict[str, Any]) -> None:
+def report_event(control: Any, event: dict[str, Any]) -> None:
     """Report an event to the driver."""
-    control.tell.remote(pickle.dumps(event))
+    control.report.remote(pickle.dumps(event))
 
 
-def take_news(control: Any) -> list[dict[str, Any]]:
+def take_events(control: Any) -> list[dict[str, Any]]:
     """Take all events since the last call, in order."""
-    return [pickle.loads(event) for event in ray.get(control.take_news.remote())]
+    return [pickle.loads(event) for event in ray.get(control.take_events.remote())]
 
 
-class TellFailures(UserCallback):
+class ReportFailures(UserCallback):
     """Runs in Ray Train's controller, which says nothing itself when workers die and are started again."""
 
     def __init__(self, control: Any) -> None:
@@ -79,7 +79,7 @@ class TellFailures(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Report every rank that failed, with the reason."""
         reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
-        tell(self._control, {"kind": "failed", "reasons": reasons})
+        report_event(self._control, {"kind": "failed", "reasons": reasons})
 
 
 class StopWatch:

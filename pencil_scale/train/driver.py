@@ -20,10 +20,10 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.stream.ray_tasks import cause_of
 from pencil_scale.tracking.tracker import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
-from pencil_scale.train.control import TellFailures, take_news
+from pencil_scale.train.control import ReportFailures, take_events
 from pencil_scale.train.worker import Job, train_worker
 
-NEWS_EVERY_S = 0.25
+EVENTS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Outcome:
     checkpoint: ray.train.Checkpoint
 
 
-def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
-    """Train until done or asked to stop (SIGTERM, Ctrl-C); pass every event to `on_news`.
+def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
+    """Train until done or asked to stop (SIGTERM, Ctrl-C); pass every event to `on_event`.
 
     If another command takes over the lease, this one ends at once, and its workers with it: nothing is saved,
     because the run's checkpoints now belong to the other command.
@@ -48,15 +48,15 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
     with _noted_signals() as arrived:
         fitting.start()
         while fitting.is_alive():
-            fitting.join(NEWS_EVERY_S)
+            fitting.join(EVENTS_EVERY_S)
             if lease.lost:
                 lease.check()  # says who took over
             if arrived and not stopping:
                 stopping = True
                 print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
                 job.control.want_stop.remote()
-            _pass_news(job, on_news, harmless)
-        _pass_news(job, on_news, harmless)  # what arrived between the last call and the end
+            _pass_events(job, on_event, harmless)
+        _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
         raise cause_of(ended["error"])
     result = ended["result"]
@@ -72,10 +72,10 @@ def _fit(trainer: TorchTrainer, ended: dict[str, Any]) -> None:
         ended["error"] = error
 
 
-def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
-    for event in take_news(job.control):
-        with harmless(f"reporting news of kind '{event['kind']}'"):
-            on_news(event)
+def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
+    for event in take_events(job.control):
+        with harmless(f"reporting an event of kind '{event['kind']}'"):
+            on_event(event)
 
 
 def _trainer(job: Job) -> TorchTrainer:
@@ -89,7 +89,7 @@ def _trainer(job: Job) -> TorchTrainer:
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
-    callback: Any = TellFailures(job.control)
+    callback: Any = ReportFailures(job.control)
     failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
     return TorchTrainer(
         train_worker,

@@ -3,8 +3,8 @@
     ensure_ray()
     require_room(config.workers)
 
-A local Ray is started in another process group, because Ctrl-C, `timeout` and schedulers signal the whole
-group of a command: the signal must reach the command, which lets the workers save, and not Ray.
+A local Ray is started in another process group, because Ctrl-C, `timeout` and schedulers signal the group of
+a command: the signal must reach the command, which lets the workers save, but not Ray.
 """
 
 import logging

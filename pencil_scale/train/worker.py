@@ -36,7 +36,7 @@ from pencil_scale.train.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from pencil_scale.train.control import StopWatch, tell
+from pencil_scale.train.control import StopWatch, report_event
 from pencil_scale.train.evaluation import CleanSet, count_right
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.preparation import (
@@ -139,10 +139,10 @@ class Worker:
             prepare=self.preparation.prepare,
             save=self.save,
             close_epoch=self.close_epoch,
-            log_step=lambda stage, progress, figures: self.tell(
+            log_step=lambda stage, progress, figures: self.report(
                 "step", stage=stage.name, progress=progress, figures=figures
             ),
-            name_unreadable=lambda num, names: self.tell("unreadable", num=num, names=names),
+            name_unreadable=lambda num, names: self.report("unreadable", num=num, names=names),
             stop=lambda: self.ranks.any(self.stop_watch.wanted),
             ranks=self.ranks,
         )
@@ -152,7 +152,7 @@ class Worker:
             warmup_steps=options.warmup_steps,
             max_unreadable_share=config.data.max_damaged_share,
         )
-        self.tell("started", progress=self.progress, record=self.record, world=self.ranks.world)
+        self.report("started", progress=self.progress, record=self.record, world=self.ranks.world)
         loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
         self.progress = loop.run(self.progress)
         return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
@@ -168,7 +168,7 @@ class Worker:
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
-        self._report(progress, self._snapshot())
+        self._save_pair(progress, self._snapshot())
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         """Evaluate, study the labels, report to the driver, and save."""
@@ -181,8 +181,8 @@ class Worker:
             before = self.record[-1] if self.record else {}
             found = self.job.study.of(manifest, epoch, stage.moves_labels, before)
             self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
-            self.tell("epoch", progress=progress, figures=self.record[-1], found=found)
-        self._report(progress, manifest)
+            self.report("epoch", progress=progress, figures=self.record[-1], found=found)
+        self._save_pair(progress, manifest)
         self.num_epochs_here += 1
         if self.num_epochs_here == 1:  # every object that lives until the end has been made
             set_aside()
@@ -204,7 +204,7 @@ class Worker:
         origin = self.job.origin
         return replace(merge(manifests), attempt=origin.attempt, catalogue=self.manifest.catalogue)
 
-    def _report(self, progress: Progress, manifest: Manifest | None) -> None:
+    def _save_pair(self, progress: Progress, manifest: Manifest | None) -> None:
         if manifest is None:
             ray.train.report({}, checkpoint=None)
             return
@@ -224,10 +224,10 @@ class Worker:
             delete_local_checkpoint_after_upload=True,
         )
 
-    def tell(self, kind: str, **what: Any) -> None:
+    def report(self, kind: str, **what: Any) -> None:
         """Report an event to the driver; only rank 0 does."""
         if self.ranks.rank == 0:
-            tell(self.job.control, {"kind": kind, **what})
+            report_event(self.job.control, {"kind": kind, **what})
 
     def close(self) -> None:
         """Release threads, streams and the working copy of the labels."""

@@ -50,16 +50,18 @@ def test_every_piece_gives_its_result_once_and_few_are_taken_ahead(cluster: None
 
 @pytest.mark.ray
 def test_an_error_for_people_keeps_its_class_and_words(cluster: None) -> None:
-    with pytest.raises(DamagedError) as told:
+    with pytest.raises(DamagedError) as raised:
         list(run_tasks(refused, [(7,)], shared=None))
-    assert str(told.value) == "shard 7: damaged\nfetch it again"
+    assert str(raised.value) == "shard 7: damaged\nfetch it again"
 
 
 @pytest.mark.ray
 def test_a_task_whose_process_dies_is_named_by_its_piece(cluster: None) -> None:
-    with pytest.raises(TaskDiedError, match=r"task 1: its process died in every attempt \(WorkerCr") as told:
+    with pytest.raises(
+        TaskDiedError, match=r"task 1: its process died in every attempt \(WorkerCr"
+    ) as raised:
         list(run_tasks(crashed, [(0,), (1,)], shared=None))
-    assert told.value.number == 1
+    assert raised.value.number == 1
 
 
 def wrapped(error: Exception) -> Exception:

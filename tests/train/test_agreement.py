@@ -1,4 +1,4 @@
-"""Training refuses a config that says something else of its data than what was indexed."""
+"""Training refuses a config that describes other data than what was indexed."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_the_same_shards_may_be_spelled_in_another_way(
     assert capsys.readouterr().out == ""
 
 
-def test_shards_that_left_the_list_are_told_but_never_refused_for_they_keep_their_rows(
+def test_shards_removed_from_the_list_are_noted_but_not_refused_because_they_keep_their_rows(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):  # before it is indexed with fewer, and after: their rows stay

@@ -1,4 +1,4 @@
-"""Where Ray keeps its checkpoints: a file there is whole or not there, and what never counted goes."""
+"""Where Ray keeps its checkpoints: files are complete or absent, and uncommitted checkpoints are removed."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""What a run is said to take, against what can be counted by hand."""
+"""The estimate of a run against what can be counted by hand."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
     assert checked.weight_bytes > 57_000 * 4
 
 
-def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_epochs_foretold(
+def test_the_outcome_is_stored_with_what_was_counted_and_estimated_from_the_first_epochs(
     tmp_path: Path,
 ) -> None:
     config = load_config(Path("configs/demo.yaml"), ["workers.count=2", "cost.gpu_hour=3"])
@@ -79,13 +79,13 @@ def test_what_a_run_came_to_stands_beside_what_was_counted_and_what_its_first_ep
     figures = [
         {"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 9, 18)
     ]
-    told = estimate_beside_outcome(config, {"samples": 3, "epochs": 3}, figures, saved)
-    assert told["estimate"]["samples"] == told["came_to"]["samples"] == 3
-    assert told["estimate"]["hours"] == pytest.approx((36 + 2 * 9) / 3600)
-    assert told["estimate"]["cost"] == pytest.approx(2 * 3 * (36 + 2 * 9) / 3600)
-    assert "first epoch" in told["estimate"]["hours_from"]
-    assert told["came_to"]["hours"] == pytest.approx(63 / 3600)
-    assert told["came_to"]["steps_per_epoch"] == 3.0
-    assert told["came_to"]["checkpoint_bytes"] == 2 * 10 * 3 * 4
+    found = estimate_beside_outcome(config, {"samples": 3, "epochs": 3}, figures, saved)
+    assert found["estimate"]["samples"] == found["came_to"]["samples"] == 3
+    assert found["estimate"]["hours"] == pytest.approx((36 + 2 * 9) / 3600)
+    assert found["estimate"]["cost"] == pytest.approx(2 * 3 * (36 + 2 * 9) / 3600)
+    assert "first epoch" in found["estimate"]["hours_from"]
+    assert found["came_to"]["hours"] == pytest.approx(63 / 3600)
+    assert found["came_to"]["steps_per_epoch"] == 3.0
+    assert found["came_to"]["checkpoint_bytes"] == 2 * 10 * 3 * 4
     stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.arrow"))
-    assert told["came_to"]["table_bytes"] == stored
+    assert found["came_to"]["table_bytes"] == stored

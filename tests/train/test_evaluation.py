@@ -50,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
-    """What two evaluations in a row counted, which must agree, and whether the set was taken for large."""
+    """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
     clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
     first, again = (
         count_right(RedModuloThree(), clean.batches(), RECIPE, torch.device("cpu"), bf16=False)
@@ -93,7 +93,7 @@ def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_
         def holds(self) -> bool:
             return True
 
-    # As read tasks of the next epoch do, while nobody takes their blocks.
+    # As read tasks of the next epoch do while their blocks are not taken.
     holder = ray.remote(Holder).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(holder.holds.remote())
     monkeypatch.setattr(evaluation, "CACHE_BYTES", 1000)

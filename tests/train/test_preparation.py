@@ -1,4 +1,4 @@
-"""What happens to a batch before its step: decoded ahead of it where images come encoded, and never lost."""
+"""What happens to a batch before its step: encoded images are decoded ahead, and no batch is lost."""
 
 import io
 import threading
@@ -53,7 +53,7 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
         assert preparation.prepare(batch, epoch=0).problems == batch.problems
 
 
-def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> None:
+def test_an_epoch_left_early_leaves_no_thread_reading(preparation: Preparation) -> None:
     taken: list[int] = []
 
     def noted() -> Iterator[Batch]:

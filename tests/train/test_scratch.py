@@ -1,4 +1,4 @@
-"""What killed processes leave behind: scratch folders, made by real processes that really die."""
+"""Scratch folders of killed processes, made by real processes that are really killed."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def hold(code: str, *arguments: str | Path) -> "subprocess.Popen[str]":
-    """Run some code in another process, which says what it made and then waits."""
+    """Run some code in another process, which prints a line and then waits."""
     words = [sys.executable, "-c", f"import sys\n{code}\nprint('held', flush=True)\nsys.stdin.read()"]
     pipe = subprocess.PIPE
     process = subprocess.Popen([*words, *map(str, arguments)], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
