@@ -1,6 +1,6 @@
-"""Tables as they grow: a million rows, and a hundred million, opened in one process and measured in turn.
+"""Measure label tables of growing size, up to a hundred million rows, in turn and in one process.
 
-For benchmarks/label_table.py. The tables are sparse files: their values are zeros, and take no disk.
+Used by benchmarks/label_table.py. The tables are sparse files of zeros, so they take no disk space.
 """
 
 import argparse
@@ -55,9 +55,10 @@ class SparseSink(io.RawIOBase):
 
 
 def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
-    """A table whose values are all zeros, and take no disk."""
+    """Make a table of zeros that takes no disk space."""
     layout = choose_layout(num_rows, num_classes)
-    header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=10.0)
+    names = tuple(str(number) for number in range(num_classes))
+    header = Header(layout, tuple(range(layout.num_parts)), 1, 10.0, names, run="benchmark")
     sizes = [len(layout.rows_of(part)) for part in header.parts]
     shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((num_classes,), np.float32)]
 
@@ -76,10 +77,10 @@ def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
 
 @dataclass
 class Grown:
-    """A table of one size, with NumPy's array beside it, and how long each took for a batch."""
+    """A table of one size, a NumPy array of the same size, and the times of each per batch."""
 
     num_rows: int
-    words: str  # of its line, as far as they are known once it is open
+    words: str  # the start of its output line, known once the table is open
     batches: np.ndarray
     ways: dict[str, ReadAndWrite]
     times: dict[str, list[float]]
@@ -89,7 +90,7 @@ class Grown:
 
 
 def grow(options: argparse.Namespace) -> None:
-    """Print a line for each size: what opening costs, and what a batch does, beside the smallest table's."""
+    """Print one line per size: the cost of opening and of a batch, compared with the smallest table."""
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         grown = [opened(folder / str(num_rows), num_rows, options) for num_rows in options.scale]
@@ -107,11 +108,11 @@ def grow(options: argparse.Namespace) -> None:
 
 
 def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
-    """Make a table, open it, and touch some of its rows for the first time."""
+    """Make a table, open it, and touch some rows for the first time."""
     folder.mkdir()
     make_sparse(folder, num_rows, num_classes=14)
     before, started = resident_mb(), time.perf_counter()
-    table = LabelTable.open(folder, writable_parts="all", num_classes=14)
+    table = LabelTable.open(folder, writable_parts="all")
     seconds = time.perf_counter() - started
     num_touched = min(options.touched, *options.scale) // options.batch * options.batch
     rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)
@@ -133,7 +134,7 @@ def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
 
 
 def take_turns(grown: list[Grown], batch: int) -> None:
-    """Pass once over the rows of all sizes, a batch of each in turn."""
+    """Pass once over the rows of all sizes, one batch of each in turn."""
     logits = np.ones((batch, 14), np.float32)
     for number in range(len(grown[0].batches)):
         for one in grown:
@@ -144,7 +145,7 @@ def take_turns(grown: list[Grown], batch: int) -> None:
 
 
 def mapped(path: Path, num_rows: int) -> ReadAndWrite:
-    """One array in a sparse file, mapped: the limit where memory ends."""
+    """Map one array in a sparse file: the limit for tables larger than memory."""
     array = np.memmap(path, np.float32, "w+", shape=(num_rows, 14)).view(np.ndarray)
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
@@ -155,6 +156,6 @@ def mapped(path: Path, num_rows: int) -> ReadAndWrite:
 
 
 def resident_mb() -> float:
-    """The memory of this process that is in use now."""
+    """Read the resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024

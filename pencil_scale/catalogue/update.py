@@ -30,9 +30,9 @@ from pencil_scale.catalogue.duplicates import (
 from pencil_scale.catalogue.files import ChangesWriter, RowsWriter, TableWriter, as_rows
 from pencil_scale.catalogue.schema import DAMAGE, ROW
 from pencil_scale.catalogue.staging import staged_findings, staged_records
-from pencil_scale.storage.conditional import open_objects
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.objects import open_objects
 
 
 @dataclass(frozen=True)

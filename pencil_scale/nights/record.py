@@ -24,10 +24,10 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from pencil_scale.storage.conditional import open_objects
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.objects import open_objects
 
 CURRENT, PLAN, NIGHT, CLOSED, REFUSED = "CURRENT", "plan.json", "night.json", "closed", "refused"
 LEASE = "lease"

@@ -262,7 +262,8 @@ def _tidy(config: Config, record: RunRecord) -> None:
 
 def _how_to_resume(config: Config) -> str:
     main = getattr(sys.modules["__main__"], "__spec__", None)
-    command = f"python -m {main.name if main else 'pencil_scale.train'} {shlex.join(sys.argv[1:])}"
+    module = main.name.removesuffix(".__main__") if main else "pencil_scale.train"
+    command = f"python -m {module} {shlex.join(sys.argv[1:])}"
     if config.workers.in_process:
         return f"stopped; a run with workers.in_process saves nothing; to start it again: {command}"
     return f"stopped and saved; to resume: {command}"
