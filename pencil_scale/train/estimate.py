@@ -49,9 +49,6 @@ class Counted:
     read_gb: float
     requests: int
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Estimate(Counted):
@@ -97,7 +94,7 @@ def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
     counted = count(config, checked)
     rate = config.workers.count[1] * joined_rate(trial, config.workers.gpu)
     hours = counted.samples * counted.epochs / rate / 3600
-    return Estimate(**counted.facts(), images_per_s=rate, hours=hours, cost=price_of(config, hours))
+    return Estimate(**asdict(counted), images_per_s=rate, hours=hours, cost=price_of(config, hours))
 
 
 def price_of(config: Config, hours: float) -> float | None:

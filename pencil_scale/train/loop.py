@@ -100,15 +100,6 @@ class Clock:
         }
 
 
-@dataclass(frozen=True)
-class SentLoss:
-    """The loss of some steps, on its way from the device."""
-
-    stage: Stage
-    progress: Progress
-    sums: HostCopy
-
-
 class Loop:
     """Trains from some progress to the end of the schedule, or until a stop is requested."""
 
@@ -124,7 +115,7 @@ class Loop:
         self.stepper, self.schedule, self.owners = stepper, schedule, owners
         self.hooks, self.ranks, self.pace, self.seed = hooks, hooks.ranks, pace, seed
         self._tally = Tally(self.ranks.add_up)
-        self._sent: SentLoss | None = None
+        self._sent: tuple[Stage, Progress, HostCopy] | None = None  # a loss on its way from the device
         self._num_unreadable, self._unreadable = 0, list[str]()
 
     def run(self, progress: Progress) -> Progress:
@@ -190,14 +181,14 @@ class Loop:
         if self._tally.num_recent == ARRIVED_AFTER:
             self._log_loss()
         if self._tally.num_recent == LOG_EVERY_STEPS:
-            self._sent = SentLoss(stage, progress, self._tally.send())
+            self._sent = stage, progress, self._tally.send()
 
     def _log_loss(self) -> None:
         if self._sent is not None:
-            sent, self._sent = self._sent, None
-            sums = self._tally.read(sent.sums)
-            require_finite(sums.problems(), sent.stage.name, sent.progress, LOG_EVERY_STEPS)
-            self.hooks.log_step(sent.stage, sent.progress, {"loss": sums.mean_loss})
+            (stage, progress, sent), self._sent = self._sent, None
+            sums = self._tally.read(sent)
+            require_finite(sums.problems(), stage.name, progress, LOG_EVERY_STEPS)
+            self.hooks.log_step(stage, progress, {"loss": sums.mean_loss})
 
     def _settle(self, stage: Stage, progress: Progress) -> None:
         """Make sure that what is about to be evaluated and saved is finite, and the same on every rank."""

@@ -8,7 +8,7 @@ import hashlib
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fsspec
@@ -71,20 +71,7 @@ def train(
 
 def _train(config: Config, start: Start | None, alias: str | None, hold: bool, lease: Lease) -> Summary:
     storage = config.run.storage
-    record = find_record(storage, config.run.name, _settings(config))
-    version = record.catalogue_version if record else start.catalogue_version if start else None
-    if record is not None:
-        config = _with_weights(config, record.weights)
-    checked = check_run(config, version)
-    clean = check_clean(config, record.clean if record else _clean_versions(config), checked.class_names)
-    _say("\n".join(checked.lines))
-    ensure_ray()
-    require_room(config.workers)
-    if record is None:
-        record = _begin(config, checked, start, lease)
-        config = _with_weights(config, record.weights)
-    else:
-        _say(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
+    config, record, checked, clean = _start_or_resume(config, start, lease)
     plan = plan_tracking(
         config, catalogue_version=str(record.catalogue_version), run_id=record.id, state=record.tracking
     )
@@ -138,7 +125,28 @@ def with_absolute_storage(config: Config) -> Config:
 # --- what a run starts with ----------------------------------------------------------------------------
 
 
-def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) -> RunRecord:
+def _start_or_resume(
+    config: Config, start: Start | None, lease: Lease
+) -> tuple[Config, RunRecord, Checked, dict[str, StreamSpec]]:
+    """Check the run, start Ray, and find the record of the run, or make one."""
+    record = find_record(config.run.storage, config.run.name, _settings(config))
+    version = record.catalogue_version if record else start.catalogue_version if start else None
+    if record is not None:
+        config = _with_weights(config, record.weights)
+    checked = check_run(config, version)
+    clean = check_clean(config, record.clean if record else _clean_versions(config), checked.class_names)
+    _say("\n".join(checked.lines))
+    ensure_ray()
+    require_room(config.workers)
+    if record is None:
+        record = _new_record(config, checked, start, lease)
+        config = _with_weights(config, record.weights)
+    else:
+        _say(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
+    return config, record, checked, clean
+
+
+def _new_record(config: Config, checked: Checked, start: Start | None, lease: Lease) -> RunRecord:
     """Make the labels that a new run starts with, then record everything it starts with."""
     storage, name = Storage(config.run.storage), config.run.name
     _say(f"run {name} starts, on catalogue version {checked.catalogue.version}")
@@ -157,7 +165,7 @@ def _begin(config: Config, checked: Checked, start: Start | None, lease: Lease) 
         clean=_clean_versions(config),
         labels=storage.path(storage.run(name, "labels.json")),
         weights=_own_weights(config),
-        estimate=count(config, checked).facts(),
+        estimate=asdict(count(config, checked)),
     )
     return write_record(config.run.storage, record, lease)
 
