@@ -38,7 +38,7 @@ from pencil_scale.catalogue.update import publish
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
-from pencil_scale.train.checkpoint_store import SNAPSHOT
+from pencil_scale.train.checkpoints import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.start_labels import fresh_table
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.local_ray import ensure_ray
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.preparation import (

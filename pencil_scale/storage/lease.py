@@ -102,7 +102,7 @@ def _state_and_birth(pid: int) -> tuple[str, str]:
 def _command() -> str:
     """The module or program that runs, without its arguments: they may hold passwords."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return main.name if main else PurePath(sys.argv[0] or "python").name
+    return main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
 
 
 @dataclass(frozen=True)
