@@ -23,7 +23,7 @@ from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
-from pipelines.shard_making.shard_writing import OutFolder
+from pipelines.shard_making.writing import new_file
 
 
 class Job(NamedTuple):
@@ -150,7 +150,7 @@ def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
     where = LabelMember.of(job.label)
     labels = _new_labels(_read(job, sidecar), where)
     folder, _, name = file.rpartition("/")
-    with open_source(entry.url) as source, OutFolder(f"{job.folder}/{folder}").new_file(name) as sink:
+    with open_source(entry.url) as source, new_file(f"{job.folder}/{folder}", name) as sink:
         rewritten = rewrite_shard(source, sink, labels, where)
     return Corrected(shard, file, rewritten)
 

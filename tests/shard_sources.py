@@ -12,8 +12,8 @@ from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
 from pipelines import make_shards
-from pipelines.shard_making.shard_options import ShardJob, jobs_of, parse_arguments
-from pipelines.shard_making.shard_writing import write_shard
+from pipelines.shard_making.options import ShardJob, jobs_of, parse_arguments
+from pipelines.shard_making.writing import write_shard
 
 
 def image(number: int, format: str = "PNG") -> bytes:
