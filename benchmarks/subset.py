@@ -19,7 +19,8 @@ from index import NUM_CLASSES, make_catalogue
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.train.local_ray import ensure_ray, num_processors
+from pencil_scale.stream.ray_tasks import num_processors
+from pencil_scale.train.local_ray import ensure_ray
 from pipelines import balance_subset
 from pipelines.ray_tasks import each
 

@@ -31,7 +31,8 @@ from pencil_scale.method.noise import (
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.urls import without_passwords
-from pencil_scale.train.local_ray import ensure_ray, num_processors
+from pencil_scale.stream.ray_tasks import num_processors
+from pencil_scale.train.local_ray import ensure_ray
 from pipelines.progress import Progress
 from pipelines.shard_making.options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.samples import Labels

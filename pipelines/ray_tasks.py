@@ -38,7 +38,8 @@ def _on_cluster(
 ) -> Iterator[tuple[int, Result]]:
     import ray
 
-    from pencil_scale.train.local_ray import ensure_ray, num_processors
+    from pencil_scale.stream.ray_tasks import num_processors
+    from pencil_scale.train.local_ray import ensure_ray
 
     ensure_ray()
     task = ray.remote(max_retries=3)(_guarded)

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.plan import Piece
+from pencil_scale.stream.ray_tasks import cause_of, cluster_resource
 from pencil_scale.stream.window_reader import ReadSpec, read_piece
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
@@ -92,7 +93,7 @@ class RayBlocks:
         their processors until somebody takes their blocks, so these must not ask for any.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
-        free_cpus = _cluster("CPU", 1.0) / world - worker_cpus
+        free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus
         dataset = ray.data.read_datasource(
             PieceSource(self._pieces, spec),
             # One block asked for: else Ray would cut the blocks of few tasks into hundreds, even single rows.
@@ -117,16 +118,14 @@ class RayBlocks:
                 batch_size=None, batch_format="pyarrow", prefetch_batches=2
             )
         except RayError as error:
-            raise plain_error(error) from error
+            cause = cause_of(error)
+            if isinstance(cause, PencilError):  # without the advice that Ray Data appends to the message
+                cause.args = (str(cause).splitlines()[0],)
+            raise cause from None
 
     def close(self) -> None:
         """Let go of the actors: they end with their last handle."""
         self._iterator = self._pieces = None
-
-
-def _cluster(resource: str, unknown: float) -> float:
-    resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    return resources().get(resource, unknown)
 
 
 def _asked(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def _asked(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
 
 def _store(world: int) -> float:
     """One rank's share of the object store, in bytes."""
-    return STORE_SHARE * _cluster("object_store_memory", 1 << 30) / world
+    return STORE_SHARE * cluster_resource("object_store_memory", 1 << 30) / world
 
 
 def _limit(context: DataContext, spec: ReadSpec, cpus: float, store_bytes: float) -> None:
@@ -158,20 +157,3 @@ def _limit(context: DataContext, spec: ReadSpec, cpus: float, store_bytes: float
     context.target_max_block_size = spec.block_bytes * 3 // 4
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-
-
-def plain_error(error: BaseException) -> BaseException:
-    """Find our own one-line error inside what Ray wrapped around it; other errors stay as they are.
-
-    Ray gives a task's error a class of its own that is also of the original's class, and appends advice to
-    the message.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, PencilError):
-            original = getattr(seen, "cause", None) or seen
-            message = str(original.args[0] if original.args else original).splitlines()[0]
-            kind = type(original) if not isinstance(original, RayError) else PencilError
-            return kind(message)
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    return error

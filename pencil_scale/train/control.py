@@ -14,7 +14,7 @@ import ray
 from ray.train import UserCallback
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pencil_scale.storage.urls import without_passwords
+from pencil_scale.stream.ray_tasks import reason_of
 
 POLL_S = 0.5
 
@@ -92,9 +92,6 @@ class StopWatch:
         self._closed.set()
 
 
-LONGEST = 400  # characters of a reason
-
-
 class TellFailures(UserCallback):
     """Runs beside Ray Train's controller, before it starts the workers again or gives up."""
 
@@ -103,23 +100,5 @@ class TellFailures(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Leave word of every rank that failed."""
-        reasons = {rank: in_a_line(error) for rank, error in sorted(worker_exceptions.items())}
+        reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
         tell(self._control, {"kind": "failed", "reasons": reasons})
-
-
-def in_a_line(error: BaseException) -> str:
-    """The innermost error in one line: what Ray wraps around it begins with pages of its own."""
-    seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        seen.append(found)
-        found = (
-            getattr(found, "health_check_failure", None) or getattr(found, "cause", None) or found.__cause__
-        )
-    last = seen[-1]
-    # Ray lists what it knows of an actor in lines of their own, set in; what happened stands around them.
-    said = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
-    said, guesses, _ = said.partition(" Some common causes include:")
-    if guesses:
-        said += " It was killed, perhaps for want of memory, or it crashed."
-    return str(without_passwords(f"{type(last).__name__}: {said}"))[:LONGEST]

@@ -16,6 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
+from pencil_scale.stream.ray_tasks import cause_of
 from pencil_scale.tracking.tracker import Harmless
 from pencil_scale.train.checkpoint_store import CheckpointStore
 from pencil_scale.train.control import TellFailures, take_news
@@ -53,7 +54,7 @@ def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> 
             _pass_news(job, on_news, harmless)
         _pass_news(job, on_news, harmless)  # what was said between the last question and the end
     if "error" in ended:
-        raise _explained(ended["error"])
+        raise cause_of(ended["error"])
     result = ended["result"]
     if result.return_value.get("refused"):
         raise PencilError(result.return_value["refused"])
@@ -134,19 +135,3 @@ class _stop_on_signals:  # noqa: N801
             self._passed_on = True
             print("stopping: the workers finish their step and save; once more to end at once", flush=True)
             self._control.want_stop.remote()
-
-
-def _explained(error: BaseException) -> BaseException:
-    """Find the error of ours that ended the training, beneath all that Ray wrapped around it."""
-    seen: list[BaseException] = []
-    queue: list[BaseException | None] = [error]
-    while queue:
-        found = queue.pop(0)
-        if found is None or found in seen:
-            continue
-        seen.append(found)
-        if isinstance(found, PencilError):
-            return found
-        inner = getattr(found, "worker_failures", None) or {}
-        queue += [*inner.values(), getattr(found, "cause", None), found.__cause__, found.__context__]
-    return error

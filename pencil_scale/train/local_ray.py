@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 
 from pencil_scale.config.settings import Workers
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.stream.ray_tasks import cluster_resource
 
 
 @contextmanager
@@ -118,16 +119,6 @@ def what_is_missing(workers: Workers) -> str:
     """Say what these workers need that Ray does not have; nothing if it has all."""
     num = workers.count[0]
     wanted = {"GPUs": float(num * workers.gpu), "CPUs": 0.0 if workers.in_process else num * workers.cpus}
-    there = {kind: _resources().get(kind[:-1], 0.0) for kind in wanted}
+    there = {kind: cluster_resource(kind[:-1]) for kind in wanted}
     few = [kind for kind in wanted if wanted[kind] > there[kind]]
     return ", ".join(f"{num} need {wanted[kind]:g} {kind}, {there[kind]:g} are there" for kind in few)
-
-
-def num_processors() -> int:
-    """Count the processors of the whole cluster."""
-    return max(1, int(_resources().get("CPU", 1)))
-
-
-def _resources() -> dict[str, float]:
-    resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    return resources()

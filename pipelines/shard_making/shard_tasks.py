@@ -16,7 +16,8 @@ from pencil_scale.catalogue.shard_urls import Shard
 from pencil_scale.catalogue.staging import ShardReport, stage_shard, staged_name
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.train.local_ray import ensure_ray, num_processors
+from pencil_scale.stream.ray_tasks import num_processors
+from pencil_scale.train.local_ray import ensure_ray
 from pipelines.progress import Progress
 
 LITTLE_BYTES = 64 << 20
