@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import ray
-from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
 
@@ -31,12 +29,10 @@ from pencil_scale.method.noise import (
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.urls import without_passwords
-from pencil_scale.stream.ray_tasks import num_processors
-from pencil_scale.train.local_ray import ensure_ray
-from pipelines.progress import Progress
 from pipelines.shard_making.options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.samples import Labels
 from pipelines.shard_making.writing import ShardPlan, ShardResult, file_sizes, write_shard
+from pipelines.tasks import each, is_in_memory
 
 MOST_CLASSES = 50  # in the summary table
 
@@ -213,39 +209,30 @@ def _sweep(job: ShardJob) -> None:
 def write_missing(
     job: ShardJob, labels: Labels, names: Sequence[str], missing: set[str]
 ) -> Iterator[ShardResult]:
-    """Write shards on Ray, and yield the results as they finish."""
-    ensure_ray()
-    task = ray.remote(write_shard)
-    classes: ray.ObjectRef[Sequence[str]] = ray.put(labels.classes)
-    most = 2 * num_processors()
-    waiting: list[ray.ObjectRef[ShardResult]] = []
-    with Progress("shards", len(names), done=len(names) - len(missing)) as progress:
-        for plan in _plans(job, labels, names):
-            if plan.name in missing:
-                waiting.append(task.remote(plan, classes, job.out))
-            while len(waiting) >= most:
-                yield _next_result(waiting, progress)
-        while waiting:
-            yield _next_result(waiting, progress)
+    """Write the missing shards in tasks, and yield the results as they finish."""
+    pieces = ((plan,) for plan in shard_plans(job, labels, names) if plan.name in missing)
+    for _, result in each(
+        "writing shards",
+        _write,
+        pieces,
+        (labels.classes, job.out),
+        here=is_in_memory(job.out),
+        num_pieces=len(missing),
+        num_done=len(names) - len(missing),
+    ):
+        yield result
 
 
-def _plans(job: ShardJob, labels: Labels, names: Sequence[str]) -> Iterator[ShardPlan]:
+def _write(shared: tuple[Sequence[str], str], plan: ShardPlan) -> ShardResult:
+    return write_shard(plan, *shared)
+
+
+def shard_plans(job: ShardJob, labels: Labels, names: Sequence[str]) -> Iterator[ShardPlan]:
+    """Say for each shard which samples it has, and their labels."""
     for number, (name, piece) in enumerate(zip(names, job.source.pieces(job.per_shard), strict=True)):
         rows = slice(number * job.per_shard, (number + 1) * job.per_shard)
         true = None if labels.true_class is None else labels.true_class[rows]
         yield ShardPlan(name, piece, labels.given_class[rows], true, job.key_prefix)
-
-
-def _next_result(waiting: "list[ray.ObjectRef[ShardResult]]", progress: Progress) -> ShardResult:
-    (ready, *_), waiting[:] = ray.wait(waiting)
-    try:
-        result: ShardResult = ray.get(ready)
-    except RayTaskError as error:
-        if isinstance(error.cause, PencilError):
-            raise error.cause from None
-        raise
-    progress.advance()
-    return result
 
 
 def print_summary(summary: Summary) -> None:

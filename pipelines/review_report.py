@@ -39,8 +39,7 @@ from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
-from pipelines.progress import Progress
-from pipelines.ray_tasks import each, is_in_memory
+from pipelines.tasks import all_of, is_in_memory
 
 TOP_K = 5
 MOST_EPOCHS = 40  # of a trace: more than a line of a few pixels can show
@@ -127,13 +126,8 @@ def _held_because(storage: str, published: Published) -> list[str]:
 
 
 def _scan(source: Source, rules: Rules, here: bool) -> Tally:
-    tallies: dict[int, Tally] = {}
     pieces = [(rows,) for rows in stretches(source)]
-    with Progress("looking at labels", len(pieces)) as progress:
-        for number, tally in each(_scan_stretch, pieces, (source, rules), here=here):
-            tallies[number] = tally
-            progress.advance()
-    return merged([tallies[number] for number in sorted(tallies)], rules)
+    return merged(all_of("scanning labels", _scan_stretch, pieces, (source, rules), here), rules)
 
 
 def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
@@ -189,13 +183,10 @@ def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thu
     rows = np.unique(np.concatenate([listed, tally.drawn["row"].to_numpy()]))
     pieces = [(rows[first : first + THUMBNAILS_A_TASK],) for first in range(0, len(rows), THUMBNAILS_A_TASK)]
     found = Thumbnails()
-    with Progress("making thumbnails", len(pieces)) as progress:
-        for _, some in each(
-            _some_thumbnails, pieces, (source.catalogue, config.report.thumbnail_px), here=here
-        ):
-            found.pictures |= some.pictures
-            found.problems |= some.problems
-            progress.advance()
+    shared = (source.catalogue, config.report.thumbnail_px)
+    for some in all_of("making thumbnails", _some_thumbnails, pieces, shared, here):
+        found.pictures |= some.pictures
+        found.problems |= some.problems
     return found
 
 

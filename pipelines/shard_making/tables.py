@@ -253,7 +253,11 @@ def table_files(url: str) -> list[str]:
         raise PencilError(
             f"{url}: found {', '.join(sorted(kinds))} files; all .parquet or all .csv was expected"
         )
-    return sorted(found, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(20), name))
+    return sorted(found, key=_natural)
+
+
+def _natural(name: str) -> list[str]:
+    return [part.zfill(20) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def folder_of(url: str) -> str:

@@ -132,7 +132,7 @@ def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> Non
 
 
 def test_without_a_model_it_says_so_before_it_writes(bench: ExportBench) -> None:
-    with pytest.raises(ExportError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
+    with pytest.raises(PencilError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
         bench.export(predict=True)
     assert not bench.out.exists()
 
