@@ -9,7 +9,7 @@ it; the network, for a sample without a usable label, held out, or newer than th
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,9 @@ from pencil_scale.export.files import ExportError
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
 from pencil_scale.labels.history import NEVER, LabelMoves
 from pencil_scale.labels.pins import Pinned, key_bytes, read_pins, require_same_samples
-from pencil_scale.labels.published import Published, find_published, require_same_rows
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
+from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
 from pencil_scale.labels.working_copy import scaled_one_hot
 from pencil_scale.method.decisions import UNLABELLED
-from pencil_scale.storage.folder import Folder
 
 COLUMNS = ["row", "sample_id", "sample_key", "shard", "key", "noisy_class", "status"]
 PLACES = ["image_offset", "image_bytes"]
@@ -127,65 +125,65 @@ def stretches(source: Source) -> list[range]:
     return cuts + [range(first, min(first + STRETCH_ROWS, num_rows)) for first in newer]
 
 
+class Learned(NamedTuple):
+    """What the label table has for some rows."""
+
+    logits: npt.NDArray[np.float32]
+    pinned: npt.NDArray[np.bool_]
+    visited: npt.NDArray[np.bool_]
+    last_change: npt.NDArray[np.int32]
+
+
 class ExportRows:
     """Reads rows for an export, a label part at a time."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._manifest = source.published.manifest
-        self._store = Folder(self._manifest.store)
-        self._moves = LabelMoves(source.published.history, self._manifest.layout.num_parts)
+        self._labels = PublishedLabels(self._manifest)
+        self._moves = LabelMoves(source.published.history, self._manifest.layout)
 
     def tables(self, rows: range) -> Iterator[pa.Table]:
         """Read the rows of a stretch; excluded ids are left out."""
-        layout = self._manifest.layout
-        if rows.start >= layout.num_rows:
-            yield self._table(rows, None)
-            return
-        for part in range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1):
-            here = layout.rows_of(part)
-            yield self._table(range(here.start, min(here.stop, rows.stop)), part)
-
-    def _table(self, rows: range, part: int | None) -> pa.Table:
         known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
-        facts = self._facts(known, rows, part)
+        if rows.start >= self._manifest.layout.num_rows:
+            yield self._table(known, rows, None)
+            return
+        given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
+        visited = self._labels.last_epoch(rows) > 0
+        # A row without a given class has a class in the history, too, which was never learned.
+        last_change = self._moves.last_change(rows, self._source.order.back(given))
+        last_change = np.where(visited, last_change, np.int32(NEVER))
+        for labels in self._labels.batches(rows):
+            here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
+            logits = self._source.order.logits(labels.logits).copy()
+            learned = Learned(logits, labels.pinned, visited[here], last_change[here])
+            yield self._table(known[here], labels.rows, learned)
+
+    def _table(self, known: pa.Table, rows: range, learned: Learned | None) -> pa.Table:
+        facts = self._facts(known, rows, learned)
         kept = ~contains(self._source.excluded, hashes_of(known["sample_key"]))
         table = export_table(facts, self._source.words).filter(pa.array(kept))
         return without(table, ("excluded",))
 
-    def _facts(self, known: pa.Table, rows: range, part: int | None) -> Facts:
-        given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-        num_classes = self._manifest.layout.num_classes
-        logits = np.zeros((len(known), num_classes), np.float32)
-        pinned, visited = np.zeros((2, len(known)), np.bool_)
-        last_change = np.full(len(known), NEVER, np.int32)
-        if part is not None:
-            logits, pinned, visited = self._learned(part, len(known))
-            # A row without a given class has some class in the history, too, which nobody learned.
-            told = self._last_change(part, self._source.order.back(given))
-            last_change = np.where(visited, told, NEVER)
+    def _facts(self, known: pa.Table, rows: range, learned: Learned | None) -> Facts:
+        num_rows, num_classes = len(known), self._manifest.layout.num_classes
+        pinned, visited = np.zeros((2, num_rows), np.bool_)
+        logits, last_change = (
+            np.zeros((num_rows, num_classes), np.float32),
+            np.full(num_rows, NEVER, np.int32),
+        )
+        if learned is not None:
+            logits, pinned, visited, last_change = learned
         ok = pc.equal(known["status"], "ok").to_numpy()
-        speaker = np.full(len(known), None, np.object_)
+        speaker = np.full(num_rows, None, np.object_)
         speaker[ok] = GIVEN
         speaker[ok & visited] = LABELS
-        self._ask_model(known, speaker, logits, newer=part is None)
+        self._ask_model(known, speaker, logits, newer=learned is None)
         speaker[pinned] = PERSON
         self._unpin(rows, speaker, pinned, ok)
         self._pin(known, rows, speaker, logits, pinned)
         return Facts(known.select(COLUMNS), logits, speaker, pinned, last_change)
-
-    def _learned(self, part: int, num_rows: int) -> tuple[Any, Any, Any]:
-        batch = get_part(self._manifest, self._store, part, LABELS_FOLDER).slice(0, num_rows)
-        ledger = get_part(self._manifest, self._store, part, LEDGER_FOLDER).slice(0, num_rows)
-        flat = batch.column("label_logits").flatten().to_numpy()
-        logits = self._source.order.logits(flat.reshape(num_rows, -1)).copy()
-        pinned = batch.column("pinned").to_numpy() != 0
-        return logits, pinned, ledger.column("last_epoch").to_numpy() > 0
-
-    def _last_change(self, part: int, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        if len(given) != len(self._manifest.layout.rows_of(part)):
-            return np.full(len(given), NEVER, np.int32)
-        return self._moves.last_change(part, given)
 
     def _ask_model(self, known: pa.Table, speaker: npt.NDArray[np.object_], logits: Any, newer: bool) -> None:
         model = self._source.model

@@ -69,6 +69,13 @@ class Manifest:
         manifest = cls.decode(Folder(folder).get(name), str(url))
         return manifest if store is None else replace(manifest, store=Folder(store).url)
 
+    @classmethod
+    def find(cls, url: str | Path) -> "Manifest | None":
+        """Read a manifest; None if there is none."""
+        folder, name = _split(url)
+        data = Folder(folder).find(name)
+        return None if data is None else cls.decode(data, str(url))
+
     def encode(self) -> bytes:
         """As JSON, for a file of its own or inside a checkpoint."""
         head = {"kind": KIND, "version": VERSION, "store": self.store, "layout": vars(self.layout)}

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.decisions import Decisions, decide, label_distribution
 
 Int64s = npt.NDArray[np.int64]
@@ -104,19 +104,17 @@ def study_labels(
     num_classes = manifest.layout.num_classes
     transitions = np.zeros((num_classes, num_classes), np.int64)
     entropy_sum, known, given_right, corrected_right = 0.0, 0, 0, 0
-    parts: Sequence[int] = range(manifest.layout.num_parts)
-    if members is not None and history is None:  # no other part has anything to count
-        within = members[members < manifest.layout.num_rows]
-        parts = np.unique(within >> manifest.layout.shift).tolist()
-    for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
-        rows = manifest.layout.rows_of(part)
-        logits = _logits(batch)
-        found = decide(logits, batch.column("noisy_class").to_numpy())
+    labels = PublishedLabels(manifest)
+    # With a history every row is written; else only the parts with members have anything to count.
+    parts = labels.batches() if members is None or history is not None else labels.parts_with(members)
+    for part in parts:
+        rows, logits = part.rows, part.logits
+        found = decide(logits, part.noisy_class)
         given, true, ok = _known_of(catalogue, rows)
         on = ok & (given >= 0) & _among(rows, members)
         np.add.at(transitions, (given[on], found.corrected_class[on]), 1)
         entropy_sum += _entropy(logits[on])
-        judged = on & (true >= 0) & (batch.column("pinned").to_numpy() == 0)
+        judged = on & (true >= 0) & ~part.pinned
         known += int(judged.sum())
         given_right += int((given == true)[judged].sum())
         corrected_right += int((found.corrected_class == true)[judged].sum())
@@ -138,12 +136,6 @@ def _among(rows: range, members: npt.NDArray[np.int64] | None) -> npt.NDArray[np
         first, last = np.searchsorted(members, [rows.start, rows.stop])
         among[members[first:last] - rows.start] = True
     return among
-
-
-def _logits(batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    column = batch.column("label_logits")
-    logits: npt.NDArray[np.float32] = column.flatten().to_numpy().reshape(len(column), -1)
-    return logits
 
 
 def _entropy(logits: npt.NDArray[np.float32]) -> float:

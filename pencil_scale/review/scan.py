@@ -29,11 +29,9 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.export.rows import ExportRows, Source
 from pencil_scale.export.table import LABELS, PERSON, SCHEMA
-from pencil_scale.labels.published import Published
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.review.audit import CHANGED, UNCHANGED, draw
-from pencil_scale.storage.folder import Folder
 
 DOUBT = 0.5  # an unchanged label is in doubt below this margin over the next class
 Int64s = npt.NDArray[np.int64]
@@ -210,16 +208,10 @@ def _drawn(drawn: pa.Table, stratum: str, rules: Rules) -> pa.Table:
 def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:
     """What published labels say of these rows, in the numbers of a class list; -1 where they say nothing."""
     order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
-    manifest, layout = published.manifest, published.manifest.layout
     classes = np.full(len(rows), UNLABELLED, np.int64)
-    store, stop = Folder(manifest.store), min(rows.stop, layout.num_rows)
-    for part in range(rows.start >> layout.shift, (max(stop, 1) - 1 >> layout.shift) + 1):
-        batch, here = get_part(manifest, store, part, LABELS_FOLDER), layout.rows_of(part)
-        logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), -1)
-        found = decide(logits, batch.column("noisy_class").to_numpy()).corrected_class
-        first, last = max(here.start, rows.start), min(here.stop, stop)
-        if first < last:
-            classes[first - rows.start : last - rows.start] = found[first - here.start : last - here.start]
+    for labels in PublishedLabels(published.manifest).batches(rows):
+        found = decide(labels.logits, labels.noisy_class).corrected_class
+        classes[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
     return order.classes(classes)
 
 

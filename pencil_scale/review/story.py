@@ -21,9 +21,14 @@ from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.export.files import first_row, read_manifest
 from pencil_scale.labels.history import read_traces
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.published import Published, find_published, held_names, published_names
+from pencil_scale.labels.published import (
+    Published,
+    PublishedLabels,
+    find_published,
+    held_names,
+    published_names,
+)
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError, sample_key
@@ -174,17 +179,11 @@ def _label(published: Published, row: int) -> tuple[int | None, float, bool, boo
 
     The logits of a row without a class that nobody trained on are all alike: they speak for no class.
     """
-    manifest = published.manifest
-    part = row >> manifest.layout.shift
-    store, slot = Folder(manifest.store), row - manifest.layout.rows_of(part).start
-    batch = get_part(manifest, store, part, LABELS_FOLDER).slice(slot, 1)
-    ledger = get_part(manifest, store, part, LEDGER_FOLDER).slice(slot, 1)
-    logits = batch.column("label_logits").flatten().to_numpy().reshape(1, -1)
-    given = np.maximum(batch.column("noisy_class").to_numpy(), UNLABELLED)
-    found = decide(logits, given)
-    visited = ledger.column("last_epoch")[0].as_py() > 0
-    pinned = batch.column("pinned")[0].as_py() != 0
-    known = visited or pinned or given[0] != UNLABELLED
+    labels, here = PublishedLabels(published.manifest), range(row, row + 1)
+    label = labels.rows(here)
+    found = decide(label.logits, label.noisy_class)
+    visited, pinned = bool(labels.last_epoch(here)[0] > 0), bool(label.pinned[0])
+    known = visited or pinned or label.noisy_class[0] != UNLABELLED
     return int(found.corrected_class[0]) if known else None, float(found.confidence[0]), pinned, visited
 
 

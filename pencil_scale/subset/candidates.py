@@ -24,9 +24,8 @@ from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.catalogue.duplicates import Keys, contains
 from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
-from pencil_scale.storage.folder import Folder
 from pencil_scale.subset.choice import Counts, pick, seeded_order
 from pencil_scale.subset.files import MEMBERS
 
@@ -132,17 +131,11 @@ def _classes(rule: Rule, rows: range, table: pa.Table) -> Classes:
 def _decided(rule: Rule, rows: range, given: Classes) -> tuple[Classes, npt.NDArray[np.float32]]:
     """The class to go by and the share of the label on it."""
     assert rule.labels is not None
-    layout, store = rule.labels.layout, Folder(rule.labels.store)
     order = ClassOrder.between(rule.labels.class_names, rule.catalogue.class_names, "subset.labels")
-    parts = range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1)
     classes, shares = [], []
-    for part in parts:
-        here = layout.rows_of(part)
-        here = range(here.start, min(here.stop, rows.stop))
-        batch = get_part(rule.labels, store, part, LABELS_FOLDER).slice(0, len(here))
-        logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), layout.num_classes)
-        offset = slice(here.start - rows.start, here.stop - rows.start)
-        found = decide(order.logits(logits), given[offset])
-        classes.append(found.corrected_class if rule.corrected else given[offset])
+    for labels in PublishedLabels(rule.labels).batches(rows):
+        here = given[labels.rows.start - rows.start : labels.rows.stop - rows.start]
+        found = decide(order.logits(labels.logits), here)
+        classes.append(found.corrected_class if rule.corrected else here)
         shares.append(found.confidence if rule.corrected else found.score)
     return np.concatenate(classes), np.concatenate(shares)

@@ -115,7 +115,7 @@ def test_a_history_file_that_was_cut_short_is_named(bench: ReviewBench) -> None:
 
     with fsspec.open(f"{bench.storage}/labels/history/t/epoch-00003.arrow", "wb", auto_mkdir=True) as file:
         file.write(b"ARROW1\0\0 and no more")
-    with pytest.raises(DamagedError, match=r"epoch-00003.arrow: no whole history file .*; remove it"):
+    with pytest.raises(DamagedError, match=r"epoch-00003.arrow: damaged history file .*; remove it"):
         bench.report()
 
 
