@@ -1,11 +1,10 @@
-"""Pin what people decided: those labels never move again, training uses them, exports mark them.
+"""Pin the decisions of people: pinned labels never change, training uses them, and exports mark them.
 
     python -m pipelines.pin_labels configs/demo.yaml pin.file=decisions.json pin.by=ada
 
-Takes the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. All of it
-is pinned or, if an id or a class is not known, nothing. The newest decision on a sample wins. Several people
-may pin at the same time. A run under way continues without new pins; the next one, and every export, starts
-with them.
+Reads the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. If an id or
+a class is unknown, nothing is pinned. The newest decision on a sample wins. Several people may pin at the
+same time. A running training ignores new pins; the next one uses them, and so does every export.
 """
 
 import sys
@@ -42,7 +41,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Summary:
-    """The pins as they now stand, and what this run changed of them."""
+    """The pins as they are now, and what this run changed."""
 
     folder: str
     num_pins: int
@@ -57,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: Config) -> Summary:
-    """Read the decisions, find their rows, and lay them over what was pinned before."""
+    """Read the decisions, find their rows, and add them to the pins."""
     if config.pin.file is None:
-        raise PencilError("pin.file: which file? set it, as in pin.file=decisions.json")
+        raise PencilError("pin.file is not set; name the file of decisions, as in pin.file=decisions.json")
     storage = config.run.storage
     catalogue = Catalogue.open(storage)
     classes = read_label_classes(config.data.classes, config.data.aliases)
@@ -82,8 +81,8 @@ def run(config: Config) -> Summary:
 
 
 def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> pa.Table:
-    """Find every sample's row and key by the hash of its id, in one pass over the catalogue."""
-    # An id may be written as it is, or as our own tables spell it.
+    """Find the row and key of every sample by the hash of its id, in one pass over the catalogue."""
+    # An id may be spelled as it is, or as in our own tables.
     spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
     owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
     keys = np.unique(np.array(list(owners), dtype="S16"))
@@ -97,7 +96,7 @@ def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -
     if unknown:
         raise PencilError(
             f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "
-            f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: take them out, or index again"
+            f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: remove them, or index again"
         )
     return pa.table({"row": rows, "sample_key": pa.array(found_keys, pa.binary(16))})
 
@@ -118,12 +117,12 @@ def _pins(
 
 
 def print_summary(summary: Summary) -> None:
-    """Print the end table."""
+    """Print the summary table."""
     table = Table(title=f"pins {without_passwords(summary.folder)}", show_header=False)
-    table.add_row("pinned now", f"{summary.num_new:,}")
-    table.add_row("pinned to another class than before", f"{summary.num_changed:,}")
+    table.add_row("new pins", f"{summary.num_new:,}")
+    table.add_row("pins with a new class", f"{summary.num_changed:,}")
     table.add_row("entries without a class", f"{summary.num_undecided:,}")
-    table.add_row("pins in all", f"{summary.num_pins:,}")
+    table.add_row("all pins", f"{summary.num_pins:,}")
     Console(markup=False, highlight=False).print(table)
 
 
