@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
@@ -41,7 +39,7 @@ from pencil_scale.subset.candidates import (
 )
 from pencil_scale.subset.choice import Counts, allocate
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, same_place, write_subset
-from pipelines.tasks import each, is_in_memory
+from pipelines.tasks import each, is_in_memory, print_table
 
 MOST_CLASSES = 30  # in a printed table
 
@@ -93,7 +91,7 @@ def run(config: Config) -> Summary:
     if drawn or shards != words.shards:
         words = write_subset(folder, replace(words, shards=shards), members)
     summary = Summary(folder, words, available, drawn, num_written)
-    print_summary(summary, catalogue.class_names)
+    print_summary(summary)
     return summary
 
 
@@ -165,16 +163,11 @@ def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Co
         on_shortage=options.on_shortage,
         names=names,
     )
-    table = Table(title=f"allocation: {int(quotas.sum()):,} samples")
-    for column in ("class", "available", "taken"):
-        table.add_column(column, justify="left" if column == "class" else "right")
-    for number in range(min(len(names), MOST_CLASSES)):
-        table.add_row(names[number], f"{available[number]:,}", f"{quotas[number]:,}")
+    rows = {name: f"{quotas[c]:,} of {available[c]:,}" for c, name in enumerate(names[:MOST_CLASSES])}
     if len(names) > MOST_CLASSES:
-        rest = slice(MOST_CLASSES, None)
-        more = f"{len(names) - MOST_CLASSES:,} more classes"
-        table.add_row(more, f"{int(available[rest].sum()):,}", f"{int(quotas[rest].sum()):,}")
-    Console(markup=False, highlight=False).print(table)
+        taken, others = (int(counts[MOST_CLASSES:].sum()) for counts in (quotas, available))
+        rows[f"{len(names) - MOST_CLASSES:,} more classes"] = f"{taken:,} of {others:,}"
+    print_table(f"allocation: {int(quotas.sum()):,} samples", rows)
     return quotas
 
 
@@ -236,19 +229,18 @@ def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, 
     Folder(folder).put(name, shard_bytes(samples))
 
 
-def print_summary(summary: Summary, names: Sequence[str]) -> None:
+def print_summary(summary: Summary) -> None:
     """Print the summary table."""
-    words = summary.words
-    table = Table(title="subset", show_header=False)
-    table.add_row("samples", f"{words.num_members:,} of {int(summary.available.sum()):,}")
-    table.add_row(
-        "classes", f"{len(names):,}, with {min(words.class_counts):,} to {max(words.class_counts):,} samples"
-    )
-    table.add_row("catalogue version", str(words.catalogue_version))
-    table.add_row("drawn", "now" if summary.drawn else "by an earlier run; nothing has changed")
+    words, counts = summary.words, summary.words.class_counts
+    rows = {
+        "samples": f"{words.num_members:,} of {int(summary.available.sum()):,}",
+        "classes": f"{len(counts):,}, with {min(counts):,} to {max(counts):,} samples",
+        "catalogue version": str(words.catalogue_version),
+        "drawn": "now" if summary.drawn else "by an earlier run; nothing has changed",
+    }
     if words.shards:
-        table.add_row("shards written now", f"{summary.num_shards_written:,}")
-    Console(markup=False, highlight=False).print(table)
+        rows["shards written now"] = f"{summary.num_shards_written:,}"
+    print_table("subset", rows)
     if words.shards:  # a table would cut a long path
         say(f"shards with only these samples: {words.shards}")
     say(f"to train on it: data.subset={summary.folder}")

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow.compute as pc
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.config.command import refuse_lost, run_job, say
@@ -38,7 +36,7 @@ from pipelines.export_tasks import (
     write_sidecars,
     write_stretch,
 )
-from pipelines.tasks import all_of, is_in_memory
+from pipelines.tasks import all_of, is_in_memory, print_table
 
 SHARDS_PER_TASK = 16
 
@@ -167,26 +165,21 @@ def _manifest(
 def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
     """Print the summary table."""
     manifest = summary.manifest
-    table = Table(title="export", show_header=False)
-    table.add_row("samples", f"{manifest.num_samples:,}")
-    table.add_row("label issues", f"{manifest.num_label_issues:,}")
-    for name, num in summary.predicted_by.items():
-        table.add_row(f"  predicted by: {name}", f"{num:,}")
-    table.add_row("table", f"{len(manifest.table):,} files, {summary.num_table_written:,} written now")
-    table.add_row("sidecars", f"{len(manifest.sidecars):,}, {summary.num_sidecars_written:,} written now")
+    rows = {"samples": f"{manifest.num_samples:,}", "label issues": f"{manifest.num_label_issues:,}"}
+    rows |= {f"  predicted by: {name}": f"{num:,}" for name, num in summary.predicted_by.items()}
+    rows["table"] = f"{len(manifest.table):,} files, {summary.num_table_written:,} written now"
+    rows["sidecars"] = f"{len(manifest.sidecars):,}, {summary.num_sidecars_written:,} written now"
     if shards:
         done = [found.rewritten for found in shards if found.rewritten]
-        table.add_row("corrected shards", f"{len(shards):,}, {summary.num_shards_written:,} written now")
-        table.add_row("  labels replaced", f"{sum(each.num_replaced for each in done):,}")
-        table.add_row("  samples left out", f"{sum(each.num_left_out for each in done):,}")
-        table.add_row("  damaged byte ranges", f"{sum(each.num_damaged for each in done):,}")
-    table.add_row("outdated, removed", f"{len(summary.swept):,} files")
+        rows["corrected shards"] = f"{len(shards):,}, {summary.num_shards_written:,} written now"
+        rows["  labels replaced"] = f"{sum(one.num_replaced for one in done):,}"
+        rows["  samples left out"] = f"{sum(one.num_left_out for one in done):,}"
+        rows["  damaged byte ranges"] = f"{sum(one.num_damaged for one in done):,}"
+    rows["outdated, removed"] = f"{len(summary.swept):,} files"
     lost = [name for name in summary.swept if name.startswith("shards/")]
     if lost and not shards:
-        table.add_row(
-            "  of corrected shards", f"{len(lost):,}; export.corrected_shards=true writes them again"
-        )
-    Console(markup=False, highlight=False).print(table)
+        rows["  of corrected shards"] = f"{len(lost):,}; export.corrected_shards=true writes them again"
+    print_table("export", rows)
     say(f"export: {summary.folder}")  # a table would cut a long path
 
 

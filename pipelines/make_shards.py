@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.config.command import exit_code, refuse_lost
 from pencil_scale.method.noise import (
@@ -32,7 +30,7 @@ from pencil_scale.storage.urls import without_passwords
 from pipelines.shard_making.options import NoiseSpec, ShardJob, jobs_of, parse_arguments
 from pipelines.shard_making.samples import Labels
 from pipelines.shard_making.writing import ShardPlan, ShardResult, file_sizes, write_shard
-from pipelines.tasks import each, is_in_memory
+from pipelines.tasks import each, is_in_memory, print_table
 
 MOST_CLASSES = 50  # in the summary table
 
@@ -237,32 +235,27 @@ def shard_plans(job: ShardJob, labels: Labels, names: Sequence[str]) -> Iterator
 
 def print_summary(summary: Summary) -> None:
     """Print the summary table."""
-    table = Table(title=f"shards in {without_passwords(summary.out)}", show_header=False)
-    kept = summary.num_shards - summary.num_written
-    table.add_row("samples", f"{summary.num_samples:,}")
-    table.add_row(
-        "shards", f"{summary.num_shards:,} ({summary.num_written:,} written now, {kept:,} from before)"
-    )
-    table.add_row("bytes", f"{summary.num_bytes:,}")
+    num_kept = summary.num_shards - summary.num_written
+    rows = {
+        "samples": f"{summary.num_samples:,}",
+        "shards": f"{summary.num_shards:,} ({summary.num_written:,} written now, {num_kept:,} from before)",
+        "bytes": f"{summary.num_bytes:,}",
+    }
     if summary.noise:
-        made = f"{summary.noise.rate_made:.4f} of the labels changed"
-        table.add_row("noise", f"{made} (requested rate {summary.noise.rate_asked})")
+        made, asked = f"{summary.noise.rate_made:.4f} of the labels changed", summary.noise.rate_asked
+        rows["noise"] = f"{made} (requested rate {asked})"
     elif summary.num_differing is not None:
-        table.add_row("noise", f"{summary.num_differing:,} given labels differ from the true class")
+        rows["noise"] = f"{summary.num_differing:,} given labels differ from the true class"
     if summary.num_unrecognised:
-        table.add_row("unknown format", f"{summary.num_unrecognised:,} images, copied unchanged")
+        rows["unknown format"] = f"{summary.num_unrecognised:,} images, copied unchanged"
     if summary.ignored:
-        table.add_row(
-            "ignored", f"{len(summary.ignored):,} files that are not images: {summary.ignored[0]} ..."
-        )
-    table.add_section()
+        rows["ignored"] = f"{len(summary.ignored):,} files that are not images: {summary.ignored[0]} ..."
     counts = list(summary.class_counts.items())
-    for name, count in counts[:MOST_CLASSES]:
-        table.add_row(name, f"{count:,}")
+    rows |= {f"class {name}": f"{count:,}" for name, count in counts[:MOST_CLASSES]}
     if len(counts) > MOST_CLASSES:
         rest = sum(count for _, count in counts[MOST_CLASSES:])
-        table.add_row(f"{len(counts) - MOST_CLASSES:,} more classes", f"{rest:,}")
-    Console(markup=False, highlight=False).print(table)
+        rows[f"{len(counts) - MOST_CLASSES:,} more classes"] = f"{rest:,}"
+    print_table(f"shards in {without_passwords(summary.out)}", rows)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import contains
@@ -35,6 +33,7 @@ from pencil_scale.labels.pins import (
 )
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import without_passwords
+from pipelines.tasks import print_table
 
 SHOWN = 3
 
@@ -76,7 +75,13 @@ def run(config: Config) -> Summary:
     num_new = sum(row not in before for row, _ in news)
     num_pins = len(read_pins(storage).table)
     summary = Summary(pins_folder(storage), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided)
-    print_summary(summary)
+    rows = {
+        "new pins": f"{summary.num_new:,}",
+        "pins with a new class": f"{summary.num_changed:,}",
+        "entries without a class": f"{summary.num_undecided:,}",
+        "all pins": f"{summary.num_pins:,}",
+    }
+    print_table(f"pins {without_passwords(summary.folder)}", rows)
     return summary
 
 
@@ -114,16 +119,6 @@ def _pins(
         "note": [decision.note for decision in decisions],
     }
     return pa.table(columns, schema=PINS)
-
-
-def print_summary(summary: Summary) -> None:
-    """Print the summary table."""
-    table = Table(title=f"pins {without_passwords(summary.folder)}", show_header=False)
-    table.add_row("new pins", f"{summary.num_new:,}")
-    table.add_row("pins with a new class", f"{summary.num_changed:,}")
-    table.add_row("entries without a class", f"{summary.num_undecided:,}")
-    table.add_row("all pins", f"{summary.num_pins:,}")
-    Console(markup=False, highlight=False).print(table)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.config.command import refuse_lost, run_job, say
@@ -37,7 +35,7 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
-from pipelines.tasks import all_of, is_in_memory
+from pipelines.tasks import all_of, is_in_memory, print_table
 
 TOP_K = 5
 MOST_EPOCHS = 40  # of a trace: more than a small chart can show
@@ -183,28 +181,26 @@ def _print_audit(url: str) -> Summary:
     changed, unchanged = read_judged(url)
     findings = study(changed, unchanged)
     wrong = unchanged.num_judged - unchanged.num_right
-    table = Table(title=f"audit {without_passwords(url)}", show_header=False)
-    table.add_row("correct repairs", str(findings.precision))
-    table.add_row("", f"{changed.num_right:,} of {changed.num_judged:,} judged; {changed.num_all:,} changed")
-    table.add_row("missed noise", str(findings.missed))
-    table.add_row("", f"{wrong:,} of {unchanged.num_judged:,} judged; {unchanged.num_all:,} unchanged")
-    table.add_row("remaining noise", str(findings.left))
-    Console(markup=False, highlight=False).print(table)
+    rows = {
+        "correct repairs": f"{findings.precision}\n"
+        f"{changed.num_right:,} of {changed.num_judged:,} judged; {changed.num_all:,} changed",
+        "missed noise": f"{findings.missed}\n"
+        f"{wrong:,} of {unchanged.num_judged:,} judged; {unchanged.num_all:,} unchanged",
+        "remaining noise": str(findings.left),
+    }
+    print_table(f"audit {without_passwords(url)}", rows)
     return Summary(None, {}, findings=findings)
 
 
 def print_summary(summary: Summary) -> None:
     """Print the summary table."""
     counts = summary.counts
-    table = Table(title="review", show_header=False)
-    table.add_row("labels", f"{counts.get('labels', 0):,}")
-    table.add_row("changed", f"{counts.get('changed', 0):,}")
+    rows = {name: f"{counts.get(name, 0):,}" for name in ("labels", "changed")}
     if counts.get("moved") or counts.get("new"):
-        table.add_row("changed since", f"{counts.get('moved', 0):,}, and {counts.get('new', 0):,} new")
-    table.add_row("listed", f"{summary.num_listed:,}")
-    table.add_row("drawn for the audit", f"{summary.num_drawn:,}")
-    table.add_row("copy in MLflow", summary.copied)
-    Console(markup=False, highlight=False).print(table)
+        rows["changed since"] = f"{counts.get('moved', 0):,}, and {counts.get('new', 0):,} new"
+    rows["listed"] = f"{summary.num_listed:,}"
+    rows["drawn for the audit"] = f"{summary.num_drawn:,}"
+    print_table("review", rows | {"copy in MLflow": summary.copied})
     say(f"page: {summary.page}")  # a table would cut a long path
 
 

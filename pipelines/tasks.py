@@ -1,20 +1,22 @@
-"""Tasks of a job: one function over many pieces of work, with progress on stderr.
+"""What all jobs share: pieces of work as Ray tasks, with progress on stderr, and a table of the results.
 
     for number, counts in each("counting", count, [(rows,) for rows in stretches], shared=rule):
         ...                                       # as they finish; `number` is that of the piece
+    print_table("subset", {"samples": "500", "classes": "10"})
 
-Pieces run as Ray tasks. A single piece, and work on a store in memory, which no task could see, runs in this
-process. Progress is a bar on a terminal, and an occasional line in a log.
+A single piece, and work on a store in memory, which no task could see, runs in this process. Progress is a
+bar on a terminal, and an occasional line in a log.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import rich.progress
 from rich.console import Console
+from rich.table import Table
 
 Result = TypeVar("Result")
 
@@ -40,10 +42,19 @@ def each(
     if num_pieces is None:
         assert isinstance(pieces, Sequence)
         num_pieces = len(pieces)
-    run = _run_here if here or (num_pieces <= 1 and not isolated) else _run_on_ray
-    with Progress(what, num_done + num_pieces, num_done) as progress:
-        for number, result in run(work, pieces, shared):
-            progress.advance()
+    results: Iterable[tuple[int, Result]]
+    if here or (num_pieces <= 1 and not isolated):
+        results = ((number, work(shared, *piece)) for number, piece in enumerate(pieces))
+    else:
+        # Ray takes seconds to import, which small jobs and --help need not wait for.
+        from pencil_scale.stream.ray_tasks import run_tasks
+        from pencil_scale.train.local_ray import ensure_ray
+
+        ensure_ray()
+        results = run_tasks(work, pieces, shared)
+    with _progress(what, num_done + num_pieces, num_done) as advance:
+        for number, result in results:
+            advance()
             yield number, result
 
 
@@ -60,59 +71,36 @@ def is_in_memory(url: str) -> bool:
     return url.startswith("memory:")
 
 
-def _run_here(
-    work: Callable[..., Result], pieces: Iterable[tuple[Any, ...]], shared: Any
-) -> Iterator[tuple[int, Result]]:
-    for number, piece in enumerate(pieces):
-        yield number, work(shared, *piece)
+@contextmanager
+def _progress(what: str, total: int, done: int) -> Iterator[Callable[[], None]]:
+    """Count finished items on stderr, so that stdout has only the result; give the function that counts."""
+    if sys.stderr.isatty():
+        with rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+        ) as bar:
+            task = bar.add_task(what, total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    started_at = said_at = time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, said_at
+        done, now = done + 1, time.monotonic()
+        if now - said_at > LOG_EVERY_S or done == total:
+            said_at = now
+            print(f"{what}: {done:,} of {total:,} after {now - started_at:.0f} s", file=sys.stderr)
+
+    yield advance
 
 
-def _run_on_ray(
-    work: Callable[..., Result], pieces: Iterable[tuple[Any, ...]], shared: Any
-) -> Iterator[tuple[int, Result]]:
-    # Ray takes seconds to import, which small jobs and --help need not wait for.
-    from pencil_scale.stream.ray_tasks import run_tasks
-    from pencil_scale.train.local_ray import ensure_ray
-
-    ensure_ray()
-    yield from run_tasks(work, pieces, shared)
-
-
-class Progress:
-    """Counts finished items of a known total on stderr, so that stdout has only the result."""
-
-    def __init__(self, what: str, total: int, done: int = 0) -> None:
-        self._what, self._total, self._done = what, total, done
-        self._started_at = self._said_at = time.monotonic()
-        self._bar: rich.progress.Progress | None = None
-        if sys.stderr.isatty():
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.BarColumn(),
-                rich.progress.MofNCompleteColumn(),
-                rich.progress.TimeElapsedColumn(),
-                rich.progress.TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(what, total=total, completed=done)
-
-    def __enter__(self) -> "Progress":
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def advance(self) -> None:
-        """Count one more as done."""
-        self._done += 1
-        if self._bar:
-            self._bar.advance(self._task)
-        elif time.monotonic() - self._said_at > LOG_EVERY_S or self._done == self._total:
-            self._said_at = time.monotonic()
-            passed_s = self._said_at - self._started_at
-            print(f"{self._what}: {self._done:,} of {self._total:,} after {passed_s:.0f} s", file=sys.stderr)
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values."""
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(markup=False, highlight=False).print(table)
