@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.label_sources import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.config.command import run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (
@@ -75,13 +74,13 @@ def run(config: Config) -> Summary:
     num_new = sum(row not in before for row, _ in news)
     num_pins = len(read_pins(storage).table)
     summary = Summary(pins_folder(storage), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided)
-    rows = {
+    shown = {
         "new pins": f"{summary.num_new:,}",
         "pins with a new class": f"{summary.num_changed:,}",
         "entries without a class": f"{summary.num_undecided:,}",
         "all pins": f"{summary.num_pins:,}",
     }
-    print_table(f"pins {without_passwords(summary.folder)}", rows)
+    print_table(f"pins {without_passwords(summary.folder)}", shown)
     return summary
 
 
@@ -90,11 +89,10 @@ def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -
     # An id may be spelled as it is, or as in our own tables.
     spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
     owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
-    keys = np.unique(np.array(list(owners), dtype="S16"))
+    keys = pa.array(list(owners), pa.binary(16))
     rows, found_keys = np.full(len(decisions), -1, np.int64), [b""] * len(decisions)
     for table in catalogue.batches(["row", "sample_key"]):
-        hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
-        found = table.take(pa.array(hits)).to_pydict()
+        found = table.filter(pc.is_in(table["sample_key"], keys)).to_pydict()
         for row, key in zip(found["row"], found["sample_key"], strict=True):
             rows[owners[key]], found_keys[owners[key]] = row, key
     unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]

@@ -10,7 +10,6 @@ so that 100,000 samples with their traces are a few megabytes, not a few hundred
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,20 +66,14 @@ def page_data(
         "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
         "num_listed": len(tally.listed),
         "samples": _columns(samples),
-        "traces": _traces(traces),
+        "traces": {
+            "epochs": list(traces.epochs),
+            "classes": packed(traces.classes.ravel(), "u2"),
+            "confidence": packed(np.rint(traces.confidence.astype(np.float32) * 255).ravel(), "u1"),
+        },
         "thumbnails": [thumbnails.pictures.get(row) for row in samples["row"].to_pylist()],
-        "num_unseen": len(thumbnails.problems),
         "audit": _audit(tally, samples),
     }
-
-
-def as_json(data: dict[str, Any]) -> str:
-    """Encode data for a script element: without `<` and `&`, so that nothing in it can be markup."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-    for letter, spelled in escaped.items():
-        text = text.replace(letter, spelled)
-    return text
 
 
 def packed(values: npt.NDArray[Any], kind: str) -> dict[str, str]:
@@ -117,15 +110,6 @@ def _columns(samples: pa.Table) -> dict[str, Any]:
 
 def _shares(values: npt.NDArray[np.floating]) -> dict[str, str]:
     return packed(np.rint(values.astype(np.float64) * 65535), "u2")
-
-
-def _traces(traces: Traces) -> dict[str, Any]:
-    confidence = np.rint(traces.confidence.astype(np.float32) * 255)
-    return {
-        "epochs": list(traces.epochs),
-        "classes": packed(traces.classes.ravel(), "u2"),
-        "confidence": packed(confidence.ravel(), "u1"),
-    }
 
 
 def _cells(cells: Cells) -> dict[str, Any]:
@@ -191,8 +175,13 @@ def review_page(data: dict[str, Any], heading: Heading) -> str:
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        data=Markup(as_json(data | known)),
+        data=as_json(data | known),
     )
+
+
+def as_json(data: dict[str, Any]) -> Markup:
+    """Encode data for a script element: without `<` and `&`, so that nothing in it can be markup."""
+    return jinja2.utils.htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def content_policy(style: str, script: str) -> str:

@@ -14,6 +14,7 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -21,7 +22,6 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.export.files import first_row, read_manifest
 from pencil_scale.export.rows import PLACES, read_images
 from pencil_scale.images.decode import UndecodableError
@@ -85,11 +85,11 @@ def tell(
 
 def find_row(catalogue: Catalogue, sample_id: str) -> int:
     """Find the row of an id, spelled as it is or as in our tables."""
-    keys = np.unique(np.array([sample_key(sample_id), sample_key(from_stored(sample_id))], "S16"))
+    keys = pa.array([sample_key(sample_id), sample_key(from_stored(sample_id))], pa.binary(16))
     for table in catalogue.batches(["row", "sample_key"]):
-        hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
-        if len(hits):
-            return int(table["row"][int(hits[0])].as_py())
+        found = table.filter(pc.is_in(table["sample_key"], keys))
+        if len(found):
+            return int(found["row"][0].as_py())
     similar: list[str] = []  # ids that contain the text, or have it as their key
     for table in catalogue.batches(["sample_id", "key"]):
         near = pc.or_(pc.equal(table["key"], sample_id), pc.match_substring(table["sample_id"], sample_id))
