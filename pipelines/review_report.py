@@ -58,7 +58,7 @@ class Summary:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config that the command line names."""
-    return run_job(run, argv, module="pipelines.review_report", what=(__doc__ or "").splitlines()[0])
+    return run_job(run, argv, module="pipelines.review_report", what=__doc__ or "")
 
 
 def run(config: Config) -> Summary:

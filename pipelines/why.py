@@ -17,8 +17,7 @@ from pencil_scale.storage.storage import Storage
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config and the id that the command line names."""
     sample_id = "id of the sample, as defined by data.identity; after -- if it starts with a dash"
-    what = (__doc__ or "").splitlines()[0]
-    return run_job(run, argv, module="pipelines.why", what=what, words={"sample_id": sample_id})
+    return run_job(run, argv, module="pipelines.why", what=__doc__ or "", words={"sample_id": sample_id})
 
 
 def run(config: Config, sample_id: str) -> None:

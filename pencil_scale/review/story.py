@@ -36,7 +36,7 @@ from pencil_scale.labels.published import (
 )
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.decisions import UNLABELLED, decide
-from pencil_scale.nights.record import NightFiles
+from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.review.thumbnails import thumbnail
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.folder import Folder
@@ -70,8 +70,9 @@ def tell(
         yield "  listed in data.exclude: not used for training, and not in any output made since"
         return
     yield from _place(storage, catalogue, row)
-    labels = [line for found in _published(storage, number) for line in _label(storage, found, number)]
-    yield from labels or ["labels       none published for this sample yet; train first"]
+    yield from list(_labels(storage, number)) or [
+        "labels       none published for this sample yet; train first"
+    ]
     yield _pin(storage, row)
     shard = catalogue.shards[row["shard"]].url
     folders = [storage.path(name) for name in storage.names("exports")]
@@ -135,21 +136,26 @@ def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> s
 # --- runs and nights ---------------------------------------------------------------------------------
 
 
-def _published(storage: Storage, row: int) -> list[Published]:
-    """The published and held labels that include a row: those of runs, then those of nights."""
+def _labels(storage: Storage, row: int) -> Iterator[str]:
+    """The labels of a row in every run that includes it, then in every night, oldest first."""
+    files = NightFiles(storage.url)
+    nights, current = {night.name: night for night in files.nights()}, files.current()
     names = [*published_names(storage.url), *held_names(storage.url)]
     found = [find_published(storage.url, name, held=True) for name in names]
-    order = {night.name: place for place, night in enumerate(NightFiles(storage.url).nights())}
+    order = {name: place for place, name in enumerate(nights)}
     found.sort(key=lambda one: (order.get(one.name, -1), one.manifest.newest_epoch, one.name))
-    return [one for one in found if row < one.manifest.layout.num_rows]
+    for published in found:
+        if row < published.manifest.layout.num_rows:
+            is_current = current is not None and current.name == published.name
+            yield from _label(storage, published, nights.get(published.name), is_current, row)
 
 
-def _label(storage: Storage, published: Published, row: int) -> Iterator[str]:
+def _label(
+    storage: Storage, published: Published, night: Night | None, is_current: bool, row: int
+) -> Iterator[str]:
     """The label of a row in one run or night, and how it came about."""
-    nights = NightFiles(storage.url)
-    night, current = nights.find(published.name), nights.current()
     record = read_record(storage.url, night.trained_by if night else published.name)
-    standing = "in use" if current and current.name == published.name else night.verdict if night else ""
+    standing = "in use" if is_current else night.verdict if night else ""
     standing = "held" if published.held else standing
     version = night.catalogue_version if night else record.catalogue_version if record else None
     with_version = "" if version is None else f", catalogue version {version}"

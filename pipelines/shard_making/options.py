@@ -109,7 +109,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder or URL for the shards")
-    parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="(1000)")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=1000, metavar="N", help="size of a shard (1000)"
+    )
     parser.add_argument("--noise", metavar="KIND:RATE", help="symmetric:RATE or asymmetric:RATE")
     parser.add_argument(
         "--flips", choices=("cifar10", "next"), help="which classes asymmetric noise confuses"
