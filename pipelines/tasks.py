@@ -99,8 +99,9 @@ def _progress(what: str, total: int, done: int) -> Iterator[Callable[[], None]]:
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print a table of names and values."""
-    table = Table(title=title, show_header=False)
+    """Print a table of names and values under a title, which a narrow table would wrap."""
+    print(title, flush=True)
+    table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
     Console(markup=False, highlight=False).print(table)
