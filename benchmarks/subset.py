@@ -19,10 +19,9 @@ from index import NUM_CLASSES, make_catalogue
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.stream.ray_tasks import num_processors
+from pencil_scale.stream.ray_tasks import num_processors, run_tasks
 from pencil_scale.train.local_ray import ensure_ray
 from pipelines import balance_subset
-from pipelines.ray_tasks import each
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 MOST_MB = 1500
@@ -60,7 +59,7 @@ def measure(folder: Path, num_rows: int) -> list[str]:
     summary = balance_subset.run(config)
     took_s = time.perf_counter() - start
     assert summary.words.num_members == total
-    peak_mb = max(found for _, found in each(worker_peak_mb, [()] * 4 * num_processors(), None))
+    peak_mb = max(found for _, found in run_tasks(worker_peak_mb, [()] * 4 * num_processors(), None))
     own_mb = worker_peak_mb(None)
     reading_s = seconds_to_read(Catalogue.open(str(folder)))
     print(f"{num_rows:,} rows, {total:,} drawn on {num_processors()} CPUs in {took_s / 60:.2f} minutes")

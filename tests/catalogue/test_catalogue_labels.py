@@ -44,7 +44,7 @@ def test_the_content_hash_names_a_sample_by_its_bytes(bench: Bench) -> None:
 def test_another_identity_cannot_be_laid_over_rows_that_exist(bench: Bench) -> None:
     bench.shard("a.tar", samples([1, 2]))
     bench.index()
-    with pytest.raises(PencilError, match="rows are for life"):
+    with pytest.raises(PencilError, match="row numbers are permanent"):
         bench.index(identity="sha256")
 
 

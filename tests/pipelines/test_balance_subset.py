@@ -227,7 +227,9 @@ def test_neither_per_class_nor_total_is_an_error_of_one_line(
 ) -> None:
     assert main([str(bench.folder / "config.yaml")]) == 2
     assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("error: subset.per_class, subset.total: set one")
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: subset.per_class, subset.total: set exactly one")
     )
 
 

@@ -273,9 +273,7 @@ def test_a_shard_that_changed_costs_its_own_pictures_alone_and_is_named(bench: R
     shown = bench.shown()
     seen = {name for name, one in zip(shown["samples"]["id"], shown["thumbnails"], strict=True) if one}
     assert seen == {f"{row:06d}" for row in range(6)}
-    assert re.search(
-        r"6 pictures cannot be shown, the first because: shard .*00042.tar", bench.page.read_text()
-    )
+    assert re.search(r"6 pictures cannot be shown; the first one: shard .*00042.tar", bench.page.read_text())
 
 
 @pytest.mark.slow
@@ -311,14 +309,14 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
     (bench.folder / "d.json").write_text(json.dumps(head))
     assert main([str(bench.config), f"report.judged={bench.folder}/d.json"]) == 0
     said = capsys.readouterr().out
-    assert "repairs that are right │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
-    assert "noise that was missed  │ not known" in said
+    assert "correct repairs │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
+    assert "missed noise    │ unknown" in said
 
 
 def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
     bench.publish({1: 2})
     bench.page.write_text("<html>my own page</html>")
-    with pytest.raises(PencilError, match="is there, and no review page; nothing was overwritten"):
+    with pytest.raises(PencilError, match="exists and is not a review page; nothing was overwritten"):
         bench.report()
     assert bench.page.read_text() == "<html>my own page</html>"
     bench.page.unlink()
