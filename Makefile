@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up all they need by themselves, in .venv.
+# `make demo` and `make test` install everything they need into .venv.
 
 SHELL := /bin/bash
 VENV := .venv
@@ -10,48 +10,48 @@ PYTHON ?= $(shell for found in python3 python3.12 python3.11; do \
 .PHONY: help install demo test browser quick lint format bench clean
 .DEFAULT_GOAL := help
 
-help:  ## this page
+help:  ## show this page
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-install: $(VENV)/installed  ## the virtual environment, with everything in it
+install: $(VENV)/installed  ## create .venv with everything in it
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11 or 3.12 found; install one, or name it: make PYTHON=...'; exit 2; }
-	@echo 'installing into $(VENV) (torch is large: a few minutes the first time)'
+	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11 or 3.12 found; install one, or set it: make PYTHON=...'; exit 2; }
+	@echo 'installing into $(VENV) (torch is large, so the first time takes a few minutes)'
 	@$(PYTHON) -m venv $(VENV) || { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
-demo: install  ## see it work: digits with 40 % wrong labels
+demo: install  ## repair digits with 40 % label noise
 	@$(BIN)/python -m pipelines.demo
 
-test: install browser  ## every test this machine can run
+test: install browser  ## run every test this machine can run
 	$(BIN)/pytest -m '' --durations=15
 
-# Tests of the review page drive a browser of the system; without one they are skipped, by name.
+# Tests of the review page need chromium or Chrome; without one they are skipped and listed by name.
 browser:
 	@if command -v chromium chromium-browser google-chrome > /dev/null; then exit 0; fi; \
 	if test "$$(id -u)" = 0; then as=; elif sudo -n true 2> /dev/null; then as=sudo; \
-	else echo 'note: no chromium, and no right to install it: run "sudo apt-get install chromium", or tests'; \
-		echo '      of the review page are skipped'; exit 0; fi; \
-	echo 'installing chromium, for tests of the review page'; \
+	else echo 'note: chromium is missing and cannot be installed without root; tests of the review page'; \
+		echo '      are skipped (to run them: sudo apt-get install chromium)'; exit 0; fi; \
+	echo 'installing chromium for tests of the review page'; \
 	{ $$as apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$as apt-get install -y -qq \
 		--no-install-recommends chromium fonts-dejavu-core; } > /dev/null \
-	|| echo 'note: chromium could not be installed with apt-get: tests of the review page are skipped'
+	|| echo 'note: apt-get could not install chromium; tests of the review page are skipped'
 
-quick: install  ## the quick tests: no cluster, no network, seconds
+quick: install  ## run the quick tests: no cluster, no network, seconds
 	$(BIN)/pytest
 
-lint: install  ## format, style and types
+lint: install  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: install  ## put every file into the house format
+format: install  ## format every file
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install  ## the benchmarks at their small size; each prints its ratio to a limit
+bench: install  ## run the benchmarks at their small size; each prints its ratio to a limit
 	@for bench in index label_table owners subset; do \
 		echo "== benchmarks/$$bench.py"; $(BIN)/python benchmarks/$$bench.py || exit 1; done
 	@if test -d runs/demo/catalogue; then echo '== benchmarks/train.py'; \

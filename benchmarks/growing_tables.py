@@ -1,6 +1,6 @@
-"""Tables as they grow: a million rows, and a hundred million, opened in one process and measured in turn.
+"""Tables of several sizes, a million rows to a hundred million, opened in one process and measured in turn.
 
-For benchmarks/label_table.py. The tables are sparse files: their values are zeros, and take no disk.
+For benchmarks/label_table.py. The tables are sparse files: their values are zeros and need no disk space.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import numpy as np
 
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
-    Header,
-    choose_layout,
+    Layout,
+    TableHeader,
     fixed_batch,
     labels_schema,
     write_part_file,
@@ -27,6 +27,8 @@ from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
 
 ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]
 SMALLEST_HOLE = 4096
+NUM_CLASSES = 14
+NAMES = tuple(str(number) for number in range(NUM_CLASSES))
 
 
 class SparseSink(io.RawIOBase):
@@ -54,18 +56,18 @@ class SparseSink(io.RawIOBase):
         super().close()
 
 
-def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
-    """A table whose values are all zeros, and take no disk."""
-    layout = choose_layout(num_rows, num_classes)
-    header = Header(layout, tuple(range(layout.num_parts)), first_epoch=1, scale=10.0)
+def make_sparse(folder: Path, num_rows: int) -> None:
+    """Make a table whose values are all zeros, and need no disk space."""
+    layout = Layout.of(num_rows, NUM_CLASSES)
+    header = TableHeader(layout, tuple(range(layout.num_parts)), 1, 10.0, NAMES, "sparse")
     sizes = [len(layout.rows_of(part)) for part in header.parts]
-    shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((num_classes,), np.float32)]
+    shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((NUM_CLASSES,), np.float32)]
 
     def batches(schema: object, kinds: list) -> Iterator[object]:
         for size in sizes:
             yield fixed_batch(schema, [np.zeros((size, *shape), kind) for shape, kind in kinds])
 
-    schema = labels_schema(num_classes)
+    schema = labels_schema(NUM_CLASSES)
     for name, columns, kinds in (
         (LEDGER_FILE, LEDGER_SCHEMA, [((), np.int32)]),
         (LABELS_FILE, schema, shapes),
@@ -76,10 +78,10 @@ def make_sparse(folder: Path, num_rows: int, num_classes: int) -> None:
 
 @dataclass
 class Grown:
-    """A table of one size, with NumPy's array beside it, and how long each took for a batch."""
+    """A table of one size, a NumPy array of the same size, and the time each took for a batch."""
 
     num_rows: int
-    words: str  # of its line, as far as they are known once it is open
+    words: str  # the first half of its line, known once it is open
     batches: np.ndarray
     ways: dict[str, ReadAndWrite]
     times: dict[str, list[float]]
@@ -89,7 +91,7 @@ class Grown:
 
 
 def grow(options: argparse.Namespace) -> None:
-    """Print a line for each size: what opening costs, and what a batch does, beside the smallest table's."""
+    """Print a line for each size: the cost of opening it and of a batch, compared with the smallest table."""
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         grown = [opened(folder / str(num_rows), num_rows, options) for num_rows in options.scale]
@@ -107,11 +109,11 @@ def grow(options: argparse.Namespace) -> None:
 
 
 def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
-    """Make a table, open it, and touch some of its rows for the first time."""
+    """Make a table, open it, and touch some rows for the first time."""
     folder.mkdir()
-    make_sparse(folder, num_rows, num_classes=14)
+    make_sparse(folder, num_rows)
     before, started = resident_mb(), time.perf_counter()
-    table = LabelTable.open(folder, writable_parts="all", num_classes=14)
+    table = LabelTable.open(folder, writable_parts="all", class_names=NAMES)
     seconds = time.perf_counter() - started
     num_touched = min(options.touched, *options.scale) // options.batch * options.batch
     rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)
@@ -128,13 +130,13 @@ def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
     grown.words += f" {grown.took('ours'):9.3f}"
     grown.ways["numpy"], grown.times["ours"] = mapped(folder / "plain", num_rows), []
     for batch in grown.batches:
-        grown.ways["numpy"](batch, np.ones((options.batch, 14), np.float32))
+        grown.ways["numpy"](batch, np.ones((options.batch, NUM_CLASSES), np.float32))
     return grown
 
 
 def take_turns(grown: list[Grown], batch: int) -> None:
     """Pass once over the rows of all sizes, a batch of each in turn."""
-    logits = np.ones((batch, 14), np.float32)
+    logits = np.ones((batch, NUM_CLASSES), np.float32)
     for number in range(len(grown[0].batches)):
         for one in grown:
             for name, way in one.ways.items():
@@ -144,8 +146,8 @@ def take_turns(grown: list[Grown], batch: int) -> None:
 
 
 def mapped(path: Path, num_rows: int) -> ReadAndWrite:
-    """One array in a sparse file, mapped: the limit where memory ends."""
-    array = np.memmap(path, np.float32, "w+", shape=(num_rows, 14)).view(np.ndarray)
+    """One array in a sparse file, mapped: the limit for tables larger than memory."""
+    array = np.memmap(path, np.float32, "w+", shape=(num_rows, NUM_CLASSES)).view(np.ndarray)
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
         array.take(rows, axis=0)
@@ -155,6 +157,6 @@ def mapped(path: Path, num_rows: int) -> ReadAndWrite:
 
 
 def resident_mb() -> float:
-    """The memory of this process that is in use now."""
+    """Read the resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024

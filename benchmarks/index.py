@@ -1,11 +1,12 @@
-"""What indexing costs: our reader beside tarfile, webdataset and Ray, and a catalogue of many rows opened.
+"""Measure indexing: our tar reader against tarfile, webdataset and Ray, and opening a large catalogue.
 
     python benchmarks/index.py                                # about two minutes
-    python benchmarks/index.py --rows 100000000               # the large catalogue: 8 GB of disk, a while
+    python benchmarks/index.py --rows 100000000               # a large catalogue: needs 8 GB of disk, slow
 
-All readers read the same shards (a 10 kB JPEG, a .cls and a .json a sample), files in the page cache, on one
-core; Ray is given that one core, is warm, and decodes nothing. Samples a second of processor time, of all
-processes that take part, so that other work on the machine does not count; the best of three runs.
+All readers read the same shards (a 10 kB JPEG, a .cls and a .json per sample) from the page cache, on one
+core; Ray is warmed up, gets that one core, and decodes nothing. The figures are samples per second of CPU
+time, summed over all processes involved, so other work on the machine does not count. The best of three
+runs is reported.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from pencil_scale.catalogue.update import publish
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
 from pencil_scale.stream.plan import EpochOrder, RowCounts, deal
+from pencil_scale.stream.window_reader import ok_table
 
 LIMIT_OVER_RAY = 10
 LIMIT_GB = 3.0
@@ -45,7 +47,7 @@ NUM_CLASSES = 14
 
 
 def main() -> None:
-    """Print both tables, and fail when a limit is missed."""
+    """Print both tables; fail if a limit is missed."""
     options = parse()
     folder = Path(tempfile.mkdtemp(prefix="pencil-index-", dir=options.folder))
     try:
@@ -60,7 +62,7 @@ def parse() -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shards", type=int, default=4, help="shards to read (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=5000, help="samples a shard (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=5000, help="samples per shard (default %(default)s)")
     parser.add_argument("--rows", type=int, default=4_000_000, help="catalogue rows (default %(default)s)")
     parser.add_argument("--folder", help="where to put the data (default: the temporary folder)")
     return parser.parse_args()
@@ -70,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def compare_readers(folder: Path, options: argparse.Namespace) -> list[str]:
-    """Time every reader in one process on one core."""
+    """Time every reader in one process, on one core."""
     paths = make_shards(folder, options.shards, options.samples)
     num_bytes = sum(path.stat().st_size for path in paths)
     total = options.shards * options.samples
@@ -90,7 +92,7 @@ def compare_readers(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def make_shards(folder: Path, num_shards: int, num_samples: int) -> list[Path]:
-    """Write tars with Python's writer: JPEGs of about 10 kB, 50 different ones."""
+    """Write tars with Python's tarfile: 50 different JPEGs of about 10 kB."""
     random = np.random.default_rng(0)
     images = [jpeg(random) for _ in range(50)]
     paths = []
@@ -109,7 +111,7 @@ def make_shards(folder: Path, num_shards: int, num_samples: int) -> list[Path]:
 
 
 def jpeg(random: np.random.Generator) -> bytes:
-    """A JPEG of noise, which compresses badly: 132 pixels a side are about 10 kB."""
+    """Make a JPEG of noise, which compresses badly: 132 x 132 pixels take about 10 kB."""
     buffer = io.BytesIO()
     pixels = random.integers(0, 255, (132, 132, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(buffer, "JPEG", quality=66)
@@ -117,7 +119,7 @@ def jpeg(random: np.random.Generator) -> bytes:
 
 
 def best_of(times: int, reader: Callable[[list[Path]], int], paths: list[Path], total: int) -> float:
-    """Time a reader that must find every sample; the first run warms it up when it needs to."""
+    """Time a reader, which must find every sample; the first run warms it up."""
     best = float("inf")
     for _ in range(times):
         start, spent, runs = processor_s(), 0.0, 0
@@ -131,22 +133,22 @@ def best_of(times: int, reader: Callable[[list[Path]], int], paths: list[Path], 
 
 
 def processor_s() -> float:
-    """Add up the processor time of this process and all that it started, from Linux's /proc."""
+    """Add up the CPU time of this process and its descendants, from Linux's /proc."""
     parent, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # the process has just ended
             fields = path.read_text().rpartition(")")[2].split()
             parent[int(path.parent.name)] = int(fields[1])
             ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
     ours, newest = set[int](), {os.getpid()}
-    while newest:  # numbers wrap around, so a child may have a lower one than who started it
+    while newest:  # ids wrap around, so a child may have a lower one than its parent
         ours |= newest
         newest = {pid for pid, starter in parent.items() if starter in newest} - ours
     return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
 def read_plainly(paths: list[Path]) -> int:
-    """The limit: all bytes once, from front to back; it looks for no samples, so -1."""
+    """Read all bytes once, in order: the limit. It counts no samples, so it returns -1."""
     for path in paths:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 20):
@@ -155,7 +157,7 @@ def read_plainly(paths: list[Path]) -> int:
 
 
 def read_ours(paths: list[Path]) -> int:
-    """Our reader: keys, members, offsets, damage."""
+    """Read with our reader: keys, members, offsets, damage."""
     found = 0
     for path in paths:
         with open_source(str(path)) as source:
@@ -164,7 +166,7 @@ def read_ours(paths: list[Path]) -> int:
 
 
 def index_ours(paths: list[Path]) -> int:
-    """All that the job does to a sample: id, label, image header, content hash, Arrow."""
+    """Do everything the index job does per sample: id, label, image header, content hash, Arrow."""
     names = tuple(f"class {number}" for number in range(NUM_CLASSES))
     rules = IndexRules("key", LabelSource("cls"), LabelClasses(names, {}))
     found = 0
@@ -175,7 +177,7 @@ def index_ours(paths: list[Path]) -> int:
 
 
 def read_tarfile(paths: list[Path]) -> int:
-    """Python's own reader: headers alone, no content."""
+    """Read with Python's tarfile: headers only, no content."""
     found = 0
     for path in paths:
         with tarfile.open(path) as archive:
@@ -184,7 +186,7 @@ def read_tarfile(paths: list[Path]) -> int:
 
 
 def read_webdataset(paths: list[Path]) -> int:
-    """webdataset's iterator, undecoded."""
+    """Read with webdataset's iterator, without decoding."""
     import webdataset
 
     dataset = webdataset.WebDataset([str(path) for path in paths], shardshuffle=False, empty_check=False)
@@ -192,12 +194,12 @@ def read_webdataset(paths: list[Path]) -> int:
 
 
 def read_with_ray(paths: list[Path]) -> int:
-    """Ray Data's reader, undecoded, drained as Arrow."""
+    """Read with Ray Data into Arrow, without decoding."""
     import ray
 
     if not ray.is_initialized():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # one core, perhaps busy
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the one core may be busy
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         ray.init(address="local", num_cpus=1, include_dashboard=False, **quiet)
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -210,8 +212,8 @@ def read_with_ray(paths: list[Path]) -> int:
 READERS: dict[str, Callable[[list[Path]], int]] = {
     "plain sequential read": read_plainly,
     "ours: samples, offsets, damage": read_ours,
-    "ours: labels, images, hashes, rows too": index_ours,
-    "python tarfile (headers alone)": read_tarfile,
+    "ours: also labels, images, hashes, rows": index_ours,
+    "python tarfile (headers only)": read_tarfile,
     "webdataset iterator": read_webdataset,
     "ray read_webdataset": read_with_ray,
 }
@@ -221,7 +223,7 @@ READERS: dict[str, Callable[[list[Path]], int]] = {
 
 
 def open_large(folder: Path, options: argparse.Namespace) -> list[str]:
-    """Make a catalogue of many rows, then open it and plan an epoch in a process of its own."""
+    """Make a large catalogue, then open it and plan an epoch in a process of its own."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     start = time.perf_counter()
     make_catalogue(str(folder), options.rows)
@@ -245,7 +247,7 @@ def open_large(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def make_catalogue(storage: str, num_rows: int) -> None:
-    """Write segments as the job does; only the ids are not real."""
+    """Write segments as the job does, with made-up ids."""
     store = Folder(f"{storage}/catalogue")
     writer = RowsWriter(store, 0)
     random = np.random.default_rng(0)
@@ -260,6 +262,7 @@ def make_catalogue(storage: str, num_rows: int) -> None:
     urls = [f"s3://crawl/{number:06d}.tar" for number in range(-(-num_rows // SHARD_ROWS))]
     manifest = {
         **{"format": FORMAT, "version": 1, "num_rows": num_rows, "num_ok": num_rows},
+        **{"id": "benchmark", "classes": [f"class {number}" for number in range(NUM_CLASSES)]},
         **{"num_classes": NUM_CLASSES, "alias_tables": [], "damage_tables": [], "chunks": chunks},
         "shards": [asdict(ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {})) for url in urls],
         "segments": [asdict(segment) for segment in segments],
@@ -268,7 +271,7 @@ def make_catalogue(storage: str, num_rows: int) -> None:
 
 
 def some_rows(first: int, stop: int, random: np.random.Generator) -> pa.Table:
-    """Make rows [first, stop): fresh hashes, offsets that rise within each shard, uneven sizes."""
+    """Make rows [first, stop) with random hashes and sizes, and offsets that rise within each shard."""
     num = stop - first
     rows = np.arange(first, stop)
     ids = pa.array(rows).cast(pa.string())
@@ -298,11 +301,11 @@ def some_rows(first: int, stop: int, random: np.random.Generator) -> pa.Table:
 def measured(
     step: Callable[[str], object], storage: str, queue: "multiprocessing.Queue[tuple[float, float]]"
 ) -> None:
-    """Time one step and give the process's peak memory, its libraries included."""
+    """Time one step, and report the process's peak memory, libraries included."""
     start = time.perf_counter()
     step(storage)
     seconds = time.perf_counter() - start
-    # Not getrusage: its peak is inherited from the process that started this one.
+    # Not getrusage: that peak is inherited from the parent process.
     lines = Path("/proc/self/status").read_text().splitlines()
     peak_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     queue.put((seconds, peak_kb * 1024 / 1e6))
@@ -319,16 +322,16 @@ def plan_epoch(storage: str) -> EpochOrder:
 
 
 def read_window(storage: str) -> int:
-    """The same, and look up the first window's rows."""
+    """Also look up the rows of the first window."""
     catalogue = Catalogue.open(storage)
     order = plan_epoch(storage)
     cut = deal(order.left(), 8)[0][0]
-    rows = order.piece(cut).rows(lambda chunk: catalogue.ok_rows([chunk]).row.astype(np.int64))
+    rows = order.piece(cut).rows(lambda chunk: ok_table(catalogue, chunk)["row"].to_numpy())
     return len(rows)
 
 
 def load_rows(storage: str) -> int:
-    """Open it and load all rows into arrays."""
+    """Open it and load the numbers of all rows."""
     return len(Catalogue.open(storage).ok_rows())
 
 

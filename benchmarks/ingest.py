@@ -1,12 +1,12 @@
-"""How fast photos become batches: the stream beside webdataset's WebLoader, on the same shards and cores.
+"""Measure how fast photos become batches: our stream against webdataset's WebLoader, same shards and cores.
 
     python benchmarks/ingest.py photos.tar                     # a tar or folder with class folders in it
     PENCIL_DATA=photos/ python benchmarks/ingest.py --cpus 2 --rounds 5
 
-Both read the same tars from the same disk and give batches of shuffled uint8 images of 256 x 256, scaled by
-PIL's bilinear filter. Both are warmed up, and then take turns of some epochs in a row, so that what else the
-machine is doing meets both alike; the CPU time of all processes of each (Linux) is told too, which no
-neighbour changes. The last figure is what the cores could do if nothing but decoding had to be done.
+Both read the same tars from the same disk and yield batches of shuffled uint8 images of 256 x 256, scaled
+with PIL's bilinear filter. Both are warmed up and then take turns of a few epochs, so that other work on
+the machine affects both equally. The CPU time of all processes of each (Linux) is printed too; other work
+does not change it. The last figure is the speed of decoding alone, on all cores.
 """
 
 import argparse
@@ -56,16 +56,16 @@ class Measured(NamedTuple):
     cpu_ms: float
 
     def __str__(self) -> str:
-        return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU an image"
+        return f"{self.images_per_s:6.0f} images/s, {self.cpu_ms:5.2f} ms of CPU per image"
 
 
-Turn = Callable[[], Generator[tuple[int, int], None, None]]  # gives every batch's epoch and number of images
+Turn = Callable[[], Generator[tuple[int, int], None, None]]  # yields epoch and number of images per batch
 
 
 def main() -> None:
-    """Print images a second of both, and their ratio."""
+    """Print images per second of both, and their ratio."""
     options = parse()
-    # Readers outlive the other one's turn.
+    # Keep readers alive during the other one's turn.
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     ray.init(
         address="local",
@@ -82,9 +82,8 @@ def main() -> None:
             "pencil_scale": partial(turn_of_stream, replace(spec, num_epochs=options.epochs + 1)),
             "webdataset": partial(turn_of_loader, loader, options.epochs + 1),
         }
-        print(
-            f"{len(urls)} shards, {options.epochs} epochs a turn, {options.cpus} cores, batch {options.batch}"
-        )
+        print(f"{len(urls)} shards, {options.cpus} cores, batch {options.batch}")
+        print(f"each reader reads {options.epochs} epochs per turn")
         found = take_turns(readers, options.rounds, options.epochs)
         limit = options.cpus * decoding_alone(urls[0], options.size)
     report(found, limit)
@@ -95,17 +94,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     given = os.environ.get("PENCIL_DATA")
     parser.add_argument("photos", nargs="?" if given else None, default=given, help="tar or folder")
-    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1, help="cores for each")
+    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1, help="cores for each reader")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--copies", type=int, default=2, help="read the photos so many times an epoch")
-    parser.add_argument("--epochs", type=int, default=4, help="in a row, before the other has its turn")
+    parser.add_argument("--copies", type=int, default=2, help="times the photos are read per epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs per turn")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=256)
     return parser.parse_args()
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> StreamSpec:
-    """Make shards of the photos, as often as asked, and index them."""
+    """Make shards with the requested copies of the photos, and index them."""
     source = Path(options.photos)
     if source.is_file():
         with tarfile.open(source) as archive:
@@ -115,18 +114,18 @@ def prepare(folder: Path, options: argparse.Namespace) -> StreamSpec:
     for copy in range(options.copies):
         arguments = ["folder", str(tree), str(folder / "shards"), "--prefix", f"copy{copy}"]
         if make_shards.main([*arguments, "--samples-per-shard", "400"]) != 0:
-            raise SystemExit("the shards could not be made")
+            raise SystemExit("could not make the shards")
     names = sorted(path.name for path in tree.iterdir())
     (folder / "classes.txt").write_text("\n".join(names) + "\n")
     text = CONFIG.format(folder=folder, size=options.size, crop=options.size * 7 // 8, batch=options.batch)
     (folder / "config.yaml").write_text(text)
     config = load_config(folder / "config.yaml")
     spec = StreamSpec.from_config(config, index_shards.run(config).catalogue.version)
-    return replace(spec, worker_cpus=0.0)  # nobody trains here: all cores read
+    return replace(spec, worker_cpus=0.0)  # nothing trains here: all cores read
 
 
 def class_tree(source: Path, tree: Path) -> Path:
-    """Gather all photos under folders of their classes, whatever splits they lie in."""
+    """Gather all photos in class folders, whatever split they belong to."""
     for path in sorted(source.rglob("*.jpg")):
         (tree / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tree / path.parent.name / path.name)
@@ -136,7 +135,7 @@ def class_tree(source: Path, tree: Path) -> Path:
 
 
 def web_loader(urls: list[str], options: argparse.Namespace) -> Any:
-    """The loader as webdataset's own examples build it: a worker process a core."""
+    """Build the loader as in webdataset's own examples, with one worker process per core."""
     dataset = (
         wds.WebDataset(urls, shardshuffle=len(urls), nodesplitter=wds.split_by_node, seed=1)
         .shuffle(1000)
@@ -155,7 +154,7 @@ def scaled(image: Image.Image, size: int) -> torch.Tensor:
 
 
 def turn_of_stream(spec: StreamSpec) -> Generator[tuple[int, int], None, None]:
-    """Read some epochs of ours."""
+    """Read some epochs with our stream."""
     stream = Stream(spec)
     try:
         for epoch in range(spec.num_epochs):
@@ -166,14 +165,14 @@ def turn_of_stream(spec: StreamSpec) -> Generator[tuple[int, int], None, None]:
 
 
 def turn_of_loader(loader: Any, num_epochs: int) -> Generator[tuple[int, int], None, None]:
-    """Read some epochs of theirs."""
+    """Read some epochs with webdataset's loader."""
     for epoch in range(num_epochs):
         for images, _ in loader:
             yield epoch, len(images)
 
 
 def take_turns(readers: dict[str, Turn], rounds: int, num_epochs: int) -> dict[str, list[Measured]]:
-    """Measure each reader in turn, after a turn that does not count."""
+    """Measure each reader in turn, after one turn that does not count."""
     found: dict[str, list[Measured]] = {name: [] for name in readers}
     for number in range(rounds + 1):
         for name, read in readers.items():
@@ -188,9 +187,9 @@ def take_turns(readers: dict[str, Turn], rounds: int, num_epochs: int) -> dict[s
 def measured(
     batches: Generator[tuple[int, int], None, None], num_epochs: int, cpu_seconds: Callable[[], float]
 ) -> tuple[int, float, float]:
-    """Images, seconds and CPU seconds from the first batch of one epoch to that of another.
+    """Measure images, seconds and CPU seconds from the first batch of one epoch to that of another.
 
-    What had been made when the first one came is as much as is left when the last one does.
+    As many batches are read ahead at the start as at the end.
     """
     next(batches)
     start, cpu_start, images = time.perf_counter(), cpu_seconds(), 0
@@ -204,22 +203,22 @@ def measured(
 
 
 def cpu_seconds(with_ray: bool) -> float:
-    """CPU time of this process and those it started: Ray's and what Ray started, or all the others.
+    """Add up the CPU time of this process and its descendants: those of Ray, or all the others.
 
-    The loader's workers are forks of this process and bear its command line; Ray's processes do not.
+    The loader's workers are forks of this process and have its command line; Ray's processes do not.
     """
     me, ticks = os.getpid(), 0
     running = family(me)
     for process, command in running.items():
         if process == me or (command != running[me]) == with_ray:
-            with contextlib.suppress(OSError):  # it ended while we looked
+            with contextlib.suppress(OSError):  # the process has just ended
                 fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def photos_of(url: str) -> Iterator[bytes]:
-    """The photos of one shard."""
+    """Read the photos of one shard."""
     with tarfile.open(url) as archive:
         for member in archive:
             content = archive.extractfile(member) if member.name.endswith(".jpg") else None
@@ -228,7 +227,7 @@ def photos_of(url: str) -> Iterator[bytes]:
 
 
 def decoding_alone(url: str, size: int) -> float:
-    """Images a second of one core that does nothing else, by its own clock."""
+    """Measure images per CPU second on one core that does nothing else."""
     photos = list(photos_of(url))[:200]
     start = time.process_time()
     for data in photos:
@@ -244,11 +243,11 @@ def report(found: dict[str, list[Measured]], limit: float) -> None:
         print(f"{name:<14}{Measured(*middle)}")
     ratios = [one.images_per_s / other.images_per_s for one, other in zip(ours, theirs, strict=True)]
     costs = [other.cpu_ms / one.cpu_ms for one, other in zip(ours, theirs, strict=True)]
-    for name, values in (("images/s", ratios), ("images a CPU second", costs)):
+    for name, values in (("images/s", ratios), ("images per CPU second", costs)):
         print(f"ratio of {name}: {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
     rate = statistics.median(one.images_per_s for one in ours)
     print(f"decoding alone, all cores: {limit:.0f} images/s; the stream reaches {rate / limit:.2f} of it")
-    print("wanted: both ratios above 1")
+    print("goal: both ratios above 1")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What a label costs: the table beside plain NumPy (the limit), SQLite and LMDB, and as it grows.
+"""Measure the label table against plain NumPy (the limit), SQLite and LMDB, and as it grows.
 
     python benchmarks/label_table.py                          # a minute or two
     python benchmarks/label_table.py --scale 1000000 10000000 100000000 --megabytes 512 --seconds 1
 
-A batch is read and written back, as a training step does. NumPy does it with take and put on one array of the
-same size, and nothing else: no ledger, no checks, no file. The stores keep the ledger too, and write a row
-only if it does not bear the epoch; they commit once a batch, without fsync, in their fastest settings.
-Large tables are sparse files, so they need little disk; NumPy then works on a mapped array of the same size.
-All sizes stay open and take turns, batch by batch, so whatever else the machine does meets all of them alike.
-A step on more rows touches more distant pages, which costs NumPy as much: its own rise stands beside ours.
+A batch is read and written back, as in a training step. NumPy does this with take and put on one array of
+the same size, without ledger, checks or file. SQLite and LMDB keep a ledger too and write a row only if it
+does not have the epoch yet; they commit once per batch, without fsync, in their fastest settings. Large
+tables are sparse files, so they need little disk; NumPy then works on a mapped array of the same size. All
+sizes stay open and take turns, batch by batch, so that other work on the machine affects them equally. In a
+larger table a step touches pages further apart, which slows NumPy down too; its slowdown is printed next to
+ours.
 """
 
 import argparse
@@ -29,22 +30,22 @@ from pencil_scale.labels.table import LabelTable
 def main() -> None:
     """Print both tables."""
     options = parse()
-    print(f"rows/s of read + write, a table of at most {options.megabytes} MB of logits")
+    print(f"rows/s of read + write, tables with at most {options.megabytes} MB of logits")
     print(f"{'C':>5} {'batch':>6} {'rows':>10} {'ours':>11} {'numpy':>11} {'sqlite':>9} {'lmdb':>9}", end="")
     print(f" {'ours/numpy':>11} {'ours/store':>11}")
     for num_classes in options.classes:
         compare(num_classes, options)
-    print(f"\ntime a batch of {options.batch} as the table grows, C = 14, {options.touched:,} rows touched")
+    print(f"\ntime per batch of {options.batch} as the table grows, C = 14, {options.touched:,} rows touched")
     print(
         f"{'rows':>12} {'parts':>6} {'file GB':>8} {'open s':>7} {'resident MB':>12} {'first ms':>9}", end=""
     )
     print(f" {'ours ms':>8} {'numpy ms':>9} {'ours/first':>11} {'numpy/first':>12} {'ours/numpy':>11}")
-    # A process of its own, so that resident memory is that of these tables alone.
+    # A separate process, so that resident memory is that of these tables only.
     process = multiprocessing.get_context("spawn").Process(target=grow, args=(options,))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"the process that measures growing tables ended with {process.exitcode}")
+        raise SystemExit(f"the process that measures growing tables ended with code {process.exitcode}")
 
 
 def parse() -> argparse.Namespace:
@@ -54,22 +55,22 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--classes", type=int, nargs="*", default=[14, 100, 400, 1000])
     parser.add_argument("--batches", type=int, nargs="*", default=[32, 256, 1024])
-    parser.add_argument("--megabytes", type=int, default=128, help="logits of the compared tables, at most")
-    parser.add_argument("--seconds", type=float, default=0.5, help="to measure each number")
+    parser.add_argument("--megabytes", type=int, default=128, help="most logits per compared table, in MB")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time per measurement")
     parser.add_argument(
-        "--scale", type=int, nargs="*", default=[10**6, 10**7, 10**8], help="rows as it grows"
+        "--scale", type=int, nargs="*", default=[10**6, 10**7, 10**8], help="rows of the growing table"
     )
-    parser.add_argument("--batch", type=int, default=256, help="as it grows")
-    parser.add_argument("--touched", type=int, default=51_200, help="rows read and written as it grows")
-    parser.add_argument("--passes", type=int, default=10, help="over those rows, once they were touched")
+    parser.add_argument("--batch", type=int, default=256, help="batch size for the growing table")
+    parser.add_argument("--touched", type=int, default=51_200, help="rows used of the growing table")
+    parser.add_argument("--passes", type=int, default=10, help="passes over those rows, after the first")
     parser.add_argument(
-        "--folder", type=Path, default=None, help="where to put the files; default: a new one"
+        "--folder", type=Path, default=None, help="folder for the files (default: a temporary one)"
     )
     return parser.parse_args()
 
 
 def compare(num_classes: int, options: argparse.Namespace) -> None:
-    """Print one line a batch size for one class count."""
+    """Print one line per batch size for one class count."""
     num_rows = min(10**6, options.megabytes * 2**20 // (4 * num_classes))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = {
@@ -96,7 +97,7 @@ def compare(num_classes: int, options: argparse.Namespace) -> None:
 
 
 def settle(folder: Path, ways: list[ReadAndWrite], num_rows: int, num_classes: int) -> None:
-    """Let the disk have what was made, then visit every row once: not the first epoch is measured."""
+    """Flush the files to disk, then visit every row once, so that the first epoch is not measured."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -109,7 +110,7 @@ def settle(folder: Path, ways: list[ReadAndWrite], num_rows: int, num_classes: i
 
 
 def rows_per_s(way: ReadAndWrite, num_rows: int, num_classes: int, batch: int, seconds: float) -> float:
-    """Median speed over batches of distinct random rows."""
+    """Measure the median speed over batches of distinct random rows."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(batch, num_classes)).astype(np.float32)
     batches = rng.permutation(num_rows)[: num_rows // batch * batch].reshape(-1, batch)
@@ -123,7 +124,7 @@ def rows_per_s(way: ReadAndWrite, num_rows: int, num_classes: int, batch: int, s
 
 
 def ours(folder: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
-    """The label table."""
+    """Use the label table."""
     table = LabelTable.create(folder, np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)])
     epochs = iter(range(10**9))
 
@@ -135,7 +136,7 @@ def ours(folder: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
 
 
 def plain(num_rows: int, num_classes: int) -> ReadAndWrite:
-    """One array in memory: the limit."""
+    """Use one array in memory: the limit."""
     array = np.ones((num_rows, num_classes), np.float32)
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
@@ -146,7 +147,7 @@ def plain(num_rows: int, num_classes: int) -> ReadAndWrite:
 
 
 def in_sqlite(path: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
-    """A table of blobs by row number."""
+    """Use an SQLite table of blobs by row number."""
     database = sqlite3.connect(path, isolation_level=None)
     database.execute("pragma journal_mode = off")
     database.execute("pragma synchronous = off")
@@ -172,7 +173,7 @@ def in_sqlite(path: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
 
 
 def in_lmdb(path: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
-    """A memory-mapped tree by row number: the last epoch, then the logits."""
+    """Use LMDB by row number: the last epoch, then the logits."""
     store = lmdb.open(str(path), map_size=2**34, sync=False, metasync=False, writemap=True, map_async=True)
     epochs = iter(range(1, 10**9))
     value = bytes(4) + np.ones(num_classes, np.float32).tobytes()

@@ -1,15 +1,15 @@
-"""What a training process needs of memory, as the catalogue grows: nothing more, but for its labels.
+"""Measure the memory of a training process as the catalogue grows: only its labels should take more.
 
-    python benchmarks/memory.py                               # 10,000, 100,000 and 1,000,000 rows: minutes
-    python benchmarks/memory.py --rows 10000 10000000         # further
+    python benchmarks/memory.py                               # 10,000 to 1,000,000 rows, takes minutes
+    python benchmarks/memory.py --rows 10000 10000000         # larger
 
-Some thousand real images of 8 x 8 pixels lie in one shard; a catalogue of many rows points at them again and
-again, and the real command trains on it, as far as a checkpoint in the first epoch. Then every training
-process is asked what it has: `private` is memory of its own, `mapped` are pages of files (libraries, and the
-rows of the label table that were touched), `peak` the most both ever were. The first size is the limit that
-the others are divided by. Windows are of 1 MB, which every size fills: with the default of 64 MB a small
-catalogue is read in smaller windows than a large one, and a rank holds up to three blocks of them. Reading
-is done by other processes of Ray; the largest peak of those is beside it.
+One shard holds a few thousand real images of 8 x 8 pixels. A large catalogue points at them again and
+again, and the real command trains on it until a checkpoint in the first epoch. Then the memory of every
+training process is read: `private` is its own memory, `mapped` are pages of files (libraries, and the rows
+of the label table that were touched), and `peak` is the largest sum of both. Ratios are to the first size.
+Windows are 1 MB, which every size fills; with the default of 64 MB a small catalogue would be read in
+smaller windows than a large one, and a rank holds up to three blocks of them. Other Ray processes do the
+reading; their largest peak is printed too.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from pencil_scale.catalogue.update import publish
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
-from pencil_scale.train.checkpoint_store import SNAPSHOT
+from pencil_scale.train.checkpoints import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent
-NUM_IMAGES = CHUNK_ROWS  # a chunk of rows is then read as in life: one stretch of one shard
+NUM_IMAGES = CHUNK_ROWS  # so that a chunk is read as usual: one stretch of one shard
 NUM_CLASSES = 4
-MOST_GROWTH = 1.1  # of private memory, from the first size to the last
-PATIENCE_S = 600  # for one size; a machine may be busy
+MOST_GROWTH = 1.1  # limit on the growth of private memory, from the first size to the last
+PATIENCE_S = 600  # per size; the machine may be busy
 CONFIG = """
 run: {{name: memory, storage: {folder}/lake-{rows}, seed: 1}}
 data: {{shards: "{folder}/tiny.tar", classes: {folder}/classes.txt, window_mb: {window_mb}}}
@@ -63,7 +63,7 @@ checkpoint: {{every_steps: {steps}, keep: 1}}
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process has of memory, in MB."""
+    """The memory of a process, in MB."""
 
     private: float
     mapped: float
@@ -71,7 +71,7 @@ class Memory:
 
     @classmethod
     def of(cls, pid: int) -> "Memory":
-        """Ask the system."""
+        """Read it from /proc."""
         words = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         found = {
             line[0]: int(line[1]) / 1024 for line in words if line[0] in ("RssAnon:", "RssFile:", "VmHWM:")
@@ -80,15 +80,15 @@ class Memory:
 
 
 def main() -> None:
-    """Print one line a size, and fail when memory grows with the catalogue."""
+    """Print one line per size and rank; fail if memory grows with the catalogue."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60, help="of training before memory is looked at")
+    parser.add_argument("--steps", type=int, default=60, help="training steps before memory is read")
     parser.add_argument(
-        "--window-mb", type=int, default=1, help="of encoded images read at once: data.window_mb"
+        "--window-mb", type=int, default=1, help="data.window_mb: encoded images read at once"
     )
     options = parser.parse_args()
     print(
@@ -100,14 +100,14 @@ def main() -> None:
         for num_rows in options.rows:
             found, other = measure(Path(folder), few, num_rows, options)
             limit = limit or found
-            tell(num_rows, found, limit, other)
+            print_sizes(num_rows, found, limit, other)
     growth = max(now.private / then.private for now, then in zip(found, limit, strict=True))
     if growth > MOST_GROWTH:
-        raise SystemExit(f"private memory grew {growth:.2f} times, {MOST_GROWTH} is the limit")
+        raise SystemExit(f"private memory grew by a factor of {growth:.2f}; the limit is {MOST_GROWTH}")
 
 
-def tell(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory) -> None:
-    """Print what the processes of one size have."""
+def print_sizes(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory) -> None:
+    """Print the memory of the processes of one size."""
     for rank, (now, then) in enumerate(zip(found, limit, strict=True)):
         print(f"{num_rows:10,} {rank:5} {now.private:11.1f} {now.mapped:10.1f} {now.peak:8.1f}", end="")
         print(
@@ -119,7 +119,7 @@ def tell(num_rows: int, found: list[Memory], limit: list[Memory], other: Memory)
 
 
 def make_shard(folder: Path) -> Catalogue:
-    """Write the images there are, and a catalogue of just them, by the job itself."""
+    """Write the images, and index just them with the real job."""
     random = np.random.default_rng(0)
     with tarfile.open(folder / "tiny.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(NUM_IMAGES):
@@ -137,7 +137,7 @@ def make_shard(folder: Path) -> Catalogue:
 
 
 def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
-    """Publish a catalogue of many rows over the few images, each with an id of its own."""
+    """Publish a large catalogue over the few images; every row has its own id."""
     store = Folder(f"{storage}/catalogue")
     writer = RowsWriter(store, 0)
     for first in range(0, num_rows, SEGMENT_ROWS):
@@ -151,7 +151,7 @@ def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
 
 
 def repeated_rows(few: Catalogue, first: int, stop: int) -> pa.Table:
-    """Rows [first, stop), each pointing at the image of its number modulo those there are."""
+    """Make rows [first, stop), each pointing at image number row % NUM_IMAGES."""
     rows = np.arange(first, stop)
     table = few.read(0, NUM_IMAGES).take(pa.array(rows % NUM_IMAGES))
     ids = [f"{row:09d}" for row in rows]
@@ -166,15 +166,15 @@ def repeated_rows(few: Catalogue, first: int, stop: int) -> pa.Table:
 def measure(
     folder: Path, few: Catalogue, num_rows: int, options: argparse.Namespace
 ) -> tuple[list[Memory], Memory]:
-    """Train to the checkpoint; the memory of every training process, and of the largest other one of Ray."""
+    """Train to the checkpoint; read the memory of all training processes and of Ray's largest other one."""
     config, storage = folder / f"{num_rows}.yaml", folder / f"lake-{num_rows}"
     words = {"workers": options.workers, "steps": options.steps, "window_mb": options.window_mb}
     config.write_text(CONFIG.format(folder=folder, rows=num_rows, **words))
     make_catalogue(few, storage, num_rows)
-    listed = storage / "checkpoints" / "memory" / SNAPSHOT
+    checkpoints, wanted = storage / "checkpoints" / "memory", f"checkpoint-{options.steps:09d}"
     with started(config, folder / f"{num_rows}.log") as process:
         until = time.monotonic() + PATIENCE_S
-        while f"checkpoint-{options.steps:09d}" not in (listed.read_text() if listed.exists() else ""):
+        while not any(wanted in path.read_text() for path in checkpoints.glob(f"*/{SNAPSHOT}")):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{num_rows:,} rows: {(folder / f'{num_rows}.log').read_text()[-2000:]}")
             time.sleep(0.1)
@@ -186,7 +186,7 @@ def measure(
 
 @contextmanager
 def started(config: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start the command as a person would; kill all of it at the end."""
+    """Start the command as a user would; kill all its processes at the end."""
     command = [sys.executable, "-m", "pencil_scale.train", str(config)]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)

@@ -1,12 +1,12 @@
-"""What it costs that labels live with their owners: the exchange alone, and what of it a step feels.
+"""Measure the label exchange between ranks: alone, and how much time it adds to a training step.
 
     python benchmarks/owners.py                                  # about a minute
     python benchmarks/owners.py --ranks 2 4 8 --classes 14 1000 --batch 256 --step-ms 55
 
-Ranks are processes on this machine, over loopback. `exchange` is one round: rows asked for and rows moved,
-nothing else going on. A step is either `waiting`, as when a GPU computes and the processor is free, or
-`busy`, as when the processor computes. `one by one` fetches, computes, moves and waits; `overlapped` is how
-the owners do it. The exposed share is what the labels add to a step that has none of them.
+Ranks are processes on this machine that talk over loopback. `exchange` is one round, in which rows are
+requested and moved and nothing else happens. A step is either `waiting`, as when a GPU computes and the CPU
+is free, or `busy`, as when the CPU computes. `one by one` fetches, computes, moves and waits; `overlapped`
+is what training does. The exposed time is what labels add to a step without labels.
 """
 
 import argparse
@@ -31,9 +31,9 @@ Step = Callable[[], None]
 
 
 def main() -> None:
-    """Print one line for every world, class count and kind of step."""
+    """Print one line per world size, class count and kind of step."""
     options = parse()
-    print(f"batch {options.batch} a rank, steps of {options.step_ms:g} ms, {os.cpu_count()} cores, loopback")
+    print(f"batch {options.batch} per rank, steps of {options.step_ms:g} ms, {os.cpu_count()} cores")
     print(f"{'ranks':>6} {'C':>5} {'exchange ms':>12} {'step':>8} {'alone ms':>9} {'one by one':>11}", end="")
     print(f" {'overlapped':>11} {'exposed ms':>11} {'exposed %':>10} {'hidden %':>9}")
     for world in options.ranks:
@@ -49,15 +49,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--classes", type=int, nargs="*", default=[14, 1000])
-    parser.add_argument("--batch", type=int, default=256, help="rows a rank and step")
-    parser.add_argument("--step-ms", type=float, default=55.0, help="a step without labels")
-    parser.add_argument("--steps", type=int, default=30, help="in a pass over all rows")
-    parser.add_argument("--repeats", type=int, default=3, help="passes, of which the fastest counts")
+    parser.add_argument("--batch", type=int, default=256, help="rows per rank and step")
+    parser.add_argument("--step-ms", type=float, default=55.0, help="duration of a step without labels")
+    parser.add_argument("--steps", type=int, default=30, help="steps in a pass over all rows")
+    parser.add_argument("--repeats", type=int, default=3, help="passes; the fastest counts")
     return parser.parse_args()
 
 
 def measure(world: int, num_classes: int, folder: Path, options: argparse.Namespace) -> None:
-    """Start the ranks; the first one prints."""
+    """Start the ranks; rank 0 prints."""
     num_rows = world * options.batch * options.steps
     table = LabelTable.create(
         folder / "whole", np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)]
@@ -72,7 +72,7 @@ def measure(world: int, num_classes: int, folder: Path, options: argparse.Namesp
 
 
 def run_rank(rank: int, world: int, folder: Path, options: argparse.Namespace) -> None:
-    """Measure as one of the ranks."""
+    """Measure as one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world)
@@ -85,7 +85,7 @@ def run_rank(rank: int, world: int, folder: Path, options: argparse.Namespace) -
     exchange_s = exchange_alone(table, world, batches, next(epochs))
     for step in (waiting(options.step_ms / 1e3), busy(options.step_ms / 1e3)):
         with Owners(table, rank, world) as owners:
-            # In turn, several times, and the best of each: other work on this machine comes and goes.
+            # In turn, several times, and the best of each: the load on this machine varies.
             times = [
                 (
                     no_labels(batches, step),
@@ -109,12 +109,12 @@ def run_rank(rank: int, world: int, folder: Path, options: argparse.Namespace) -
 
 
 def hidden(whole: float, exposed: float) -> str:
-    """The share of the labels' time that a step does not feel; nothing to say where noise is larger."""
+    """Format the share of the label time that is hidden; a dash if noise is larger than that time."""
     return f"{100 * (1 - exposed / whole):9.0f}" if whole > 0 else f"{'-':>9}"
 
 
 def waiting(seconds: float) -> Step:
-    """A step in which the processor waits."""
+    """Make a step in which the CPU waits."""
 
     def waiting() -> None:
         time.sleep(seconds)
@@ -123,7 +123,7 @@ def waiting(seconds: float) -> Step:
 
 
 def busy(seconds: float) -> Step:
-    """A step of as much work as takes the time while every rank works."""
+    """Make a step with as much CPU work as takes this long while every rank works."""
     matrix = torch.rand(256, 256)
 
     def work(times: int) -> float:
@@ -143,7 +143,7 @@ def busy(seconds: float) -> Step:
 
 
 def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: int) -> float:
-    """One round: as many rows asked for as moved."""
+    """Measure one round that requests and moves equally many rows."""
     exchange = Exchange(table, world, dist.new_group(backend="gloo"))
     exchange.capacity = max(len(batch.rows) for batch in batches)
     times = []
@@ -158,12 +158,12 @@ def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: i
 
 
 def no_labels(batches: list[Batch], step: Step) -> float:
-    """Seconds a step that has no labels."""
+    """Measure seconds per step without labels."""
     return timed(step() for _ in batches)
 
 
 def one_by_one(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> float:
-    """Seconds a step that fetches its labels, computes, and waits until they are home."""
+    """Measure seconds per step that fetches labels, computes, and waits until they are written."""
 
     def steps() -> Iterator[None]:
         for batch in batches:
@@ -177,7 +177,7 @@ def one_by_one(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
 
 
 def overlapped(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> float:
-    """Seconds a step whose labels come and go while others compute."""
+    """Measure seconds per step if labels are exchanged while other steps compute."""
 
     def steps() -> Iterator[None]:
         for batch in owners.with_labels(batches, epoch):
@@ -190,7 +190,7 @@ def overlapped(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
 
 
 def timed(steps: Iterator[None]) -> float:
-    """Seconds a step, over all steps, from the moment that every rank is ready."""
+    """Measure the mean seconds per step, starting when every rank is ready."""
     dist.barrier()
     started = time.perf_counter()
     num_steps = sum(1 for _ in steps)

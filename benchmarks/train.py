@@ -1,12 +1,12 @@
-"""How near training comes to its two limits: reading alone, and computing alone, measured in the same run.
+"""Measure how close training comes to its limits: reading alone and computing alone, in the same run.
 
-    python benchmarks/train.py configs/demo.yaml                      # shards must be indexed
+    python benchmarks/train.py configs/demo.yaml                      # index the shards first
     python benchmarks/train.py configs/cifar10.yaml --gpu --profile optimizer.cuda_graph=true workers.gpu=true
 
-One worker. Reading goes through Ray Data, computing goes over batches kept in memory, both with the labels'
-owners; end to end does both at once. Each is measured over some epochs in a row, reading from its first batch
-on. On a GPU the limit is the slower of the two; on a CPU, where both share the cores, it is
-1/(1/reading + 1/computing).
+With one worker. Reading goes through Ray Data; computing uses batches kept in memory and exchanges labels;
+end to end does both. Each is measured over several consecutive epochs, reading from its first batch on. On
+a GPU the limit is the slower of the two; on a CPU, where both share the cores, it is 1/(1/reading +
+1/computing).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.start_labels import fresh_table
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.local_ray import ensure_ray
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.preparation import (
@@ -45,16 +45,16 @@ from pencil_scale.train.run import with_absolute_storage
 
 @dataclass(frozen=True)
 class Trained:
-    """Some epochs of training, a mean epoch of them."""
+    """The mean of some training epochs."""
 
     images_per_s: float
     epoch_s: float
-    data_wait: float  # of the time
+    data_wait: float  # share of the time
     label_wait: float
 
 
 class Bench:
-    """One worker's parts, without Ray Train."""
+    """What one worker consists of, without Ray Train."""
 
     def __init__(self, config: Config, device: torch.device, catalogue: Catalogue, folder: str) -> None:
         self.config, self.device, self.num_classes = config, device, catalogue.num_classes
@@ -68,7 +68,7 @@ class Bench:
         self.epoch = self.num_steps = 0
 
     def read(self, num_epochs: int) -> tuple[float, list[Batch]]:
-        """Images a second of epochs that are read and thrown away; and the batches of one."""
+        """Measure images per second of reading alone; also return the batches of one epoch."""
         with self._stream(num_epochs) as (stream, first_epoch):
             started = time.perf_counter()
             kept: list[Batch] = list(first_epoch)
@@ -78,21 +78,21 @@ class Bench:
             return num / (time.perf_counter() - started), kept
 
     def compute(self, kept: list[Batch], num_epochs: int) -> Trained:
-        """Train the same batches over and over, after once for the kernels to be chosen."""
+        """Train on the same batches repeatedly, after one epoch in which kernels are chosen."""
         self._train_epoch(kept)
         set_aside()  # as a run does after its first epoch
         return self._train([kept] * num_epochs)
 
     def both(self, num_epochs: int) -> Trained:
-        """Train what is being read."""
+        """Train while reading."""
         with self._stream(num_epochs) as (stream, first_epoch):
             return self._train([first_epoch, *(stream.batches(n) for n in range(1, num_epochs))])
 
     @contextmanager
     def _stream(self, num_epochs: int) -> Iterator[tuple[Stream, Iterator[Batch]]]:
-        """A stream whose first batch is there, and which ends with these epochs.
+        """Open a stream that has its first batch, and that ends with these epochs.
 
-        One that read on would disturb what is measured next.
+        If it read further, it would disturb the next measurement.
         """
         stream = Stream(replace(self.spec, num_epochs=num_epochs))
         first_epoch = stream.batches(0)
@@ -114,7 +114,7 @@ class Bench:
         return Trained(num / seconds, seconds / len(epochs), *waits)
 
     def _train_epoch(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Train an epoch of the pencil stage."""
+        """Train one epoch of the pencil stage."""
         figures: dict[str, float] = {}
         hooks = Hooks(
             epoch=lambda _: Epoch(self.num_steps, self.preparation.ahead(iter(batches))),
@@ -129,7 +129,7 @@ class Bench:
         return figures
 
     def _schedule(self) -> Schedule:
-        """One that is all pencil, and ends with this epoch."""
+        """Make a schedule that is all pencil stage and ends with this epoch."""
         lengths = {"backbone": 0, "pencil": self.epoch + 1, "finetune": 0}
         stages = {
             name: stage.model_copy(update={"epochs": lengths[name]}) for name, stage in self.config.stages
@@ -159,7 +159,7 @@ def main() -> None:
     print(f"samples {num_samples:,}, batch {config.optimizer.batch_per_worker}, {device.type}")
     print(f"reading alone    {reading:10,.0f} images/s")
     print(f"computing alone  {computing:10,.0f} images/s")
-    print(f"end to end       {both.images_per_s:10,.0f} images/s, {both.epoch_s:.2f} s an epoch")
+    print(f"end to end       {both.images_per_s:10,.0f} images/s, {both.epoch_s:.2f} s per epoch")
     print(f"waiting for data {both.data_wait:.3f} of the time, for labels {both.label_wait:.3f}")
     print(f"ratio to the limit of {limit:,.0f}: {both.images_per_s / limit:.3f}")
     if profile is not None:
@@ -174,10 +174,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of each kind")
-    parser.add_argument(
-        "--profile", action="store_true", help="also say where the training thread's time goes"
-    )
+    parser.add_argument("--epochs", type=int, default=5, help="epochs per measurement")
+    parser.add_argument("--profile", action="store_true", help="also profile the training thread")
     return parser.parse_intermixed_args()
 
 

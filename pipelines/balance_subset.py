@@ -1,23 +1,21 @@
-"""Draw a subset with equally many samples of each class, and publish it for `data.subset`.
+"""Draw a subset with the same number of samples from each class, and publish it for `data.subset`.
 
     python -m pipelines.balance_subset configs/clothing1m.yaml subset.name=260k subset.total=260000
     python -m pipelines.balance_subset CONFIG subset.per_class=500 subset.by=corrected subset.shards=always
 
-Every sample has a place in an order that the seed gives; a class takes its first ones. So the same seed on a
-grown catalogue keeps every member it can. Run again with nothing changed it says so and ends.
+The seed puts all samples into an order, and each class takes its first ones. So the same seed on a larger
+catalogue keeps as many members as possible. If nothing has changed, a second run draws nothing.
 """
 
 import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
@@ -28,27 +26,21 @@ from pencil_scale.config.settings import Config, SubsetJob
 from pencil_scale.labels.published import Published, find_published, require_same_rows
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.subset.candidates import (
+from pencil_scale.storage.storage import Storage
+from pencil_scale.subset.choice import (
+    Counts,
     Places,
     Rule,
+    allocate,
     candidates,
     count,
     merge_picks,
     no_limits,
     place_limits,
-    stretches,
+    row_ranges,
 )
-from pencil_scale.subset.choice import Counts, allocate
-from pencil_scale.subset.files import (
-    SubsetWords,
-    read_table,
-    read_words,
-    same_place,
-    subset_folder,
-    write_subset,
-)
-from pipelines.progress import Progress
-from pipelines.ray_tasks import each, is_in_memory
+from pencil_scale.subset.files import SubsetWords, read_table, read_words, same_place, write_subset
+from pipelines.tasks import each, is_in_memory, print_table
 
 MOST_CLASSES = 30  # in a printed table
 
@@ -59,52 +51,52 @@ class Summary:
 
     folder: str
     words: SubsetWords
-    available: Counts  # samples of each class that might have been taken
-    drawn: bool  # False: it stood already
+    available: Counts  # samples of each class to choose from
+    drawn: bool  # False: drawn by an earlier run
     num_shards_written: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config that the command line names."""
-    return run_job(run, argv, module="pipelines.balance_subset", what=(__doc__ or "").splitlines()[0])
+    return run_job(run, argv, module="pipelines.balance_subset", what=__doc__ or "")
 
 
 def run(config: Config) -> Summary:
-    """Count, allocate, pick, publish; then copy the members into shards of their own, if that is wanted."""
-    options, storage = config.subset, Folder(config.run.storage).url  # tasks stand in other folders
-    folder = subset_folder(storage, options.name)
-    catalogue = Catalogue.open(storage)
-    published = _labels(config)
+    """Count, allocate, pick, publish; then copy the members into their own shards, if that is wanted."""
+    options, storage = config.subset, Storage(config.run.storage)
+    folder = storage.path(storage.subset(options.name))
+    catalogue = Catalogue.open(storage.url)
+    published = None
+    if options.by != "noisy" or options.min_confidence > 0:
+        published = find_published(storage.url, options.labels or config.run.name)
     rule = _rule(config, catalogue, published)
     drawn_with = _drawn_with(config, rule, published)
-    words, available = read_words(folder), _count(rule, storage)
-    quotas = _allocate(options, available, catalogue.manifest["classes"])
-    drawn = words is None or not _is_same(words, storage, catalogue, drawn_with)
+    words, available = read_words(folder), _count(rule, storage.url)
+    quotas = _allocate(options, available, catalogue.class_names)
+    drawn = words is None or not _is_same(words, storage.url, catalogue, drawn_with)
     if drawn or words is None:
-        members = _pick(rule, storage, quotas, available)
+        members = _pick(rule, storage.url, quotas, available)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
         words = SubsetWords(
-            storage, catalogue.id, catalogue.version, len(members), catalogue.class_names, counts, drawn_with
+            storage.url,
+            catalogue.id,
+            catalogue.version,
+            len(members),
+            catalogue.class_names,
+            counts,
+            drawn_with,
         )
     else:
         members = read_table(folder, words)
-    shards, num_written = _copy_shards(config, catalogue, folder, members, words.shards)
+    shards, num_written = _copy_shards(options, catalogue, folder, members, words.shards)
     if drawn or shards != words.shards:
-        words = write_subset(folder, SubsetWords(**{**vars(words), "shards": shards}), members)
+        words = write_subset(folder, replace(words, shards=shards), members)
     summary = Summary(folder, words, available, drawn, num_written)
-    print_summary(summary, catalogue.manifest["classes"])
+    print_summary(summary)
     return summary
 
 
-# --- who may be taken --------------------------------------------------------------------------------
-
-
-def _labels(config: Config) -> Published | None:
-    options = config.subset
-    if options.by == "noisy" and options.min_confidence == 0:
-        return None
-    storage = Folder(config.run.storage).url
-    return find_published(storage, options.labels or config.run.name)
+# --- which samples may be taken ----------------------------------------------------------------------
 
 
 def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> Rule:
@@ -112,7 +104,7 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
     excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude) if url]
     manifest = None if published is None else published.manifest
     if manifest is not None:
-        named = config.subset.labels or config.run.name
+        named = options.labels or config.run.name
         ClassOrder.between(manifest.class_names, catalogue.class_names, f"subset.labels: {named}")
         require_same_rows(manifest, catalogue)
     return Rule(
@@ -126,17 +118,14 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
 
 
 def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict[str, Any]:
-    """Every setting that decides who is a member."""
-    options = config.subset
-    chosen = {name: getattr(options, name) for name in ("per_class", "total", "by", "on_shortage")}
-    labels = None if published is None else hashlib.sha256(published.manifest.encode()).hexdigest()[:16]
-    excluded = hashlib.sha256(rule.excluded.tobytes()).hexdigest()[:16] if len(rule.excluded) else None
-    return chosen | {
-        "seed": config.run.seed,
-        "min_confidence": options.min_confidence,
-        "labels": None if published is None else f"{published.name} {labels}",
-        "excluded": excluded,
-    }
+    """Every setting that decides which samples are members."""
+    chosen = config.subset.model_dump(include={"per_class", "total", "by", "on_shortage", "min_confidence"})
+    labels = excluded = None
+    if published is not None:
+        labels = f"{published.name} {_short_hash(published.manifest.encode())}"
+    if len(rule.excluded):
+        excluded = _short_hash(rule.excluded.tobytes())
+    return chosen | {"seed": config.run.seed, "labels": labels, "excluded": excluded}
 
 
 def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with: dict[str, Any]) -> bool:
@@ -145,25 +134,29 @@ def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with:
     return same_source and dict(words.drawn_with) == json.loads(json.dumps(drawn_with))
 
 
+def _short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 # --- counting and picking ----------------------------------------------------------------------------
 
 
 def _count(rule: Rule, storage: str) -> Counts:
     if rule.is_plain:
         return np.array(rule.catalogue.manifest["class_counts"], np.int64)
-    pieces = [(rows,) for rows in stretches(rule)]
+    pieces = [(rows,) for rows in row_ranges(rule)]
     total = np.zeros(rule.catalogue.num_classes, np.int64)
-    with Progress("counting", len(pieces)) as progress:
-        for _, found in each(count, pieces, rule, here=is_in_memory(storage)):
-            total += found
-            progress.advance()
+    for _, found in each("counting", count, pieces, rule, here=is_in_memory(storage)):
+        total += found
     return total
 
 
 def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
-    """Say how many each class gives, before anything is read for it."""
+    """Say how many samples each class gives, and print it before anything is read."""
     if (options.per_class is None) == (options.total is None):
-        raise PencilError("subset.per_class, subset.total: set one of the two, as in subset.total=260000")
+        raise PencilError(
+            "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
+        )
     quotas = allocate(
         available,
         per_class=options.per_class,
@@ -171,68 +164,62 @@ def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Co
         on_shortage=options.on_shortage,
         names=names,
     )
-    table = Table(title=f"allocation: {int(quotas.sum()):,} samples")
-    for column in ("class", "may be taken", "taken"):
-        table.add_column(column, justify="left" if column == "class" else "right")
-    for number in range(min(len(names), MOST_CLASSES)):
-        table.add_row(names[number], f"{available[number]:,}", f"{quotas[number]:,}")
+    rows = {name: f"{quotas[c]:,} of {available[c]:,}" for c, name in enumerate(names[:MOST_CLASSES])}
     if len(names) > MOST_CLASSES:
-        rest = slice(MOST_CLASSES, None)
-        more = f"{len(names) - MOST_CLASSES:,} classes more"
-        table.add_row(more, f"{int(available[rest].sum()):,}", f"{int(quotas[rest].sum()):,}")
-    Console(markup=False, highlight=False).print(table)
+        taken, others = (int(counts[MOST_CLASSES:].sum()) for counts in (quotas, available))
+        rows[f"{len(names) - MOST_CLASSES:,} more classes"] = f"{taken:,} of {others:,}"
+    print_table(f"allocation: {int(quotas.sum()):,} samples", rows)
     return quotas
 
 
 def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Table:
     members = _picked(rule, storage, quotas, place_limits(quotas, available))
-    if len(members) < int(quotas.sum()):  # the limits were too narrow: look at everybody
+    if len(members) < int(quotas.sum()):  # the limits were too narrow: look at all samples
         members = _picked(rule, storage, quotas, no_limits(len(quotas)))
     if len(members) != int(quotas.sum()):
         raise PencilError(
-            f"{len(members):,} samples were found where {int(quotas.sum()):,} were counted; the catalogue "
-            "changed meanwhile: run again"
+            f"{len(members):,} samples were found, {int(quotas.sum()):,} were expected; the catalogue has "
+            "changed: run again"
         )
     return members
 
 
 def _picked(rule: Rule, storage: str, quotas: Counts, limits: Places) -> pa.Table:
-    """Pick from every stretch on Ray; picks are merged as they come, so that few wait here."""
-    pieces = [(rows, quotas, limits) for rows in stretches(rule)]
+    """Pick from every range of rows; picks are merged as they arrive, to keep memory small."""
+    pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
     waiting: list[pa.Table] = []
-    with Progress("picking", len(pieces)) as progress:
-        for _, found in each(candidates, pieces, rule, here=is_in_memory(storage)):
-            waiting.append(found)
-            if sum(map(len, waiting)) > 2 * int(quotas.sum()) + (1 << 20):
-                waiting = [merge_picks(waiting, quotas, rule.seed)]
-            progress.advance()
+    for _, found in each("picking", candidates, pieces, rule, here=is_in_memory(storage)):
+        waiting.append(found)
+        if sum(map(len, waiting)) > 2 * int(quotas.sum()) + (1 << 20):
+            waiting = [merge_picks(waiting, quotas, rule.seed)]
     return merge_picks(waiting, quotas, rule.seed)
 
 
-# --- shards of their own -----------------------------------------------------------------------------
+# --- shards with only the members --------------------------------------------------------------------
 
 
 def _copy_shards(
-    config: Config, catalogue: Catalogue, folder: str, members: pa.Table, before: str | None
+    options: SubsetJob, catalogue: Catalogue, folder: str, members: pa.Table, before: str | None
 ) -> tuple[str | None, int]:
-    """Copy the members into new shards where that is wanted; gives their folder, and how many it wrote."""
-    options = config.subset
+    """Copy the members into new shards if that is wanted; return their folder and the number written."""
     if options.shards == "never" or len(members) == 0:
         return before, 0
     places = places_of(catalogue, members["row"].to_numpy())
     share = thinness(catalogue, places)
     if options.shards == "thin" and share >= options.thin_share:
         return before, 0
-    print(f"members are {share:.1%} of the bytes of their shards: copying them into shards of their own")
+    print(f"members are {share:.1%} of the bytes of their shards: copying them into their own shards")
     size = options.samples_per_shard
     words = [catalogue.version, size, hashlib.sha256(members["row"].to_numpy().tobytes()).hexdigest()]
-    target = f"{folder}/shards-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]}"
+    target = f"{folder}/shards-{_short_hash(json.dumps(words).encode())[:12]}"
     names = [f"{number:06d}.tar" for number in range(-(-len(places) // size))]
-    there = {name.rpartition("/")[2] for name in Folder(target).names("")}
-    pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in there]
-    with Progress("copying shards", len(names), done=len(names) - len(pieces)) as progress:
-        for _ in each(_copy_shard, pieces, (catalogue, places, target), here=is_in_memory(folder)):
-            progress.advance()
+    finished = {name.rpartition("/")[2] for name in Folder(target).names("")}
+    pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in finished]
+    shared, here = (catalogue, places, target), is_in_memory(folder)
+    for _ in each(
+        "copying shards", _copy_shard, pieces, shared, here=here, num_done=len(names) - len(pieces)
+    ):
+        pass
     return target, len(pieces)
 
 
@@ -243,21 +230,20 @@ def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, 
     Folder(folder).put(name, shard_bytes(samples))
 
 
-def print_summary(summary: Summary, names: Sequence[str]) -> None:
-    """Print the end table."""
-    words = summary.words
-    table = Table(title="subset", show_header=False)
-    table.add_row("samples", f"{words.num_members:,} of {int(summary.available.sum()):,}")
-    table.add_row(
-        "classes", f"{len(names):,}, {min(words.class_counts):,} to {max(words.class_counts):,} each"
-    )
-    table.add_row("catalogue version", str(words.catalogue_version))
-    table.add_row("drawn", "now" if summary.drawn else "before; nothing has changed")
+def print_summary(summary: Summary) -> None:
+    """Print the summary table."""
+    words, counts = summary.words, summary.words.class_counts
+    rows = {
+        "samples": f"{words.num_members:,} of {int(summary.available.sum()):,}",
+        "classes": f"{len(counts):,}, with {min(counts):,} to {max(counts):,} samples",
+        "catalogue version": str(words.catalogue_version),
+        "drawn": "now" if summary.drawn else "by an earlier run; nothing has changed",
+    }
     if words.shards:
-        table.add_row("shards written now", f"{summary.num_shards_written:,}")
-    Console(markup=False, highlight=False).print(table)
-    if words.shards:  # a path is never cut to the width of a table
-        say(f"shards of its own: {words.shards}")
+        rows["shards written now"] = f"{summary.num_shards_written:,}"
+    print_table("subset", rows)
+    if words.shards:  # a table would cut a long path
+        say(f"shards with only these samples: {words.shards}")
     say(f"to train on it: data.subset={summary.folder}")
 
 

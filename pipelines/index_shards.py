@@ -1,34 +1,37 @@
-"""Index the shards: read every tar once, strictly, and publish the catalogue everything else trusts.
+"""Index the shards: read every tar once, check it strictly, and publish the catalogue.
 
     python -m pipelines.index_shards configs/demo.yaml
     python -m pipelines.index_shards CONFIG data.shards='s3://crawl/{000..099}.tar' data.check_images=decode
 
-Writes <storage>/catalogue/ with a page to look at, summary.html. Run again it reads only shards that are new
-or changed. Validation and test shards get catalogues of their own (catalogue/validation, catalogue/test); ids
-they share with training leave training. One such job at a time works on a storage: it holds catalogue/lease.
+Writes <storage>/catalogue/, with an overview in summary.html. A second run reads only shards that are new or
+have changed. Validation and test shards have their own catalogues (catalogue/validation, catalogue/test), and
+training leaves out the ids in them. Only one such job at a time works on a storage: it holds catalogue/lease.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, catalogue_folder, read_manifest
-from pencil_scale.catalogue.changes import Changes, check_damage, compare
+import ray
+
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe, missing_damage
 from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
-from pencil_scale.catalogue.rules import make_overlay, make_rules
+from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.catalogue.staging import ShardReport
+from pencil_scale.catalogue.staging import ShardReport, check_damage, check_early, stage_shard, staged_name
 from pencil_scale.catalogue.update import (
     CatalogueUpdate,
-    Overlay,
+    Changes,
     StagedShard,
     Written,
+    compare,
     finish_publish,
     merged_entries,
     publish,
@@ -38,14 +41,17 @@ from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
-from pipelines.shard_making.shard_tasks import stage_all
+from pencil_scale.storage.storage import Storage
+from pencil_scale.stream.ray_tasks import TaskDiedError
+from pipelines.tasks import each, is_in_memory
 
 UNKNOWN_LABELS_KEPT = 100
+SMALL_BYTES = 64 << 20  # read in less time than a local Ray takes to start
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The catalogue as it now stands, and what this run did to it."""
+    """The catalogue as it is now, and what this run did to it."""
 
     catalogue: Catalogue
     num_shards_read: int
@@ -57,14 +63,18 @@ class Summary:
 class Part:
     """One catalogue to bring up to date: training, validation or test."""
 
-    name: str  # empty for training
-    storage: str
+    name: str
+    folder: str
     shards: Sequence[str]
     rules: IndexRules
     rules_name: str
     overlay: Overlay
     img2dataset: bool
     max_damaged_share: float
+
+    def say(self, words: str) -> None:
+        """Print a line about this catalogue."""
+        print(f"{self.name}: {words}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,59 +84,105 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config) -> Summary:
     """Bring the catalogues of validation, test and training up to date, in this order."""
-    storage = Folder(config.run.storage).url
-    with Lease.hold(storage, "catalogue/lease", what=f"the shards of {storage} are being indexed") as lease:
-        return _run(config, lease)
-
-
-def _run(config: Config, lease: Lease) -> Summary:
-    data, storage, limit = config.data, config.run.storage, config.data.max_damaged_share
+    storage, data, limit = Storage(config.run.storage), config.data, config.data.max_damaged_share
     decode = data.check_images == "decode"
-    clean = {name: urls for name, urls in (("validation", data.validation), ("test", data.test)) if urls}
-    held_out = []
-    if clean:
-        label = data.clean_label or data.label
-        clean_rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
-        overlay = make_overlay(data.exclude)
-        parts = [
-            Part(name, storage, urls, *clean_rules, overlay, False, limit) for name, urls in clean.items()
-        ]
-        held_out = [index(part, lease).catalogue for part in parts]
-    rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
-    overlay = make_overlay(data.exclude, held_out)
-    part = Part("", storage, data.shards, *rules, overlay, data.img2dataset, limit)
-    before = read_manifest(catalogue_folder(storage))
-    summary = index(part, lease)
-    _say_excluded(overlay, [summary.catalogue, *held_out])
-    _say_returned(before, summary.catalogue)
+    lease_name, what = f"{storage.catalogue()}/lease", f"the shards of {storage.url} are being indexed"
+    with Lease.hold(storage.url, lease_name, what=what) as lease:
+        held_out = []
+        for name, urls in (("validation", data.validation), ("test", data.test)):
+            if urls:
+                label = data.clean_label or data.label
+                rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
+                folder = storage.path(storage.catalogue(name))
+                part = Part(name, folder, urls, *rules, make_overlay(data.exclude), False, limit)
+                held_out.append(index(part, lease).catalogue)
+        rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
+        overlay, folder = make_overlay(data.exclude, held_out), storage.path(storage.catalogue())
+        before = read_manifest(folder)
+        part = Part("training", folder, data.shards, *rules, overlay, data.img2dataset, limit)
+        summary = index(part, lease)
+    _warn_about_excluded(overlay, before, summary.catalogue, held_out)
     return summary
 
 
 def index(part: Part, lease: Lease) -> Summary:
     """Bring one catalogue up to date: list, read what changed, check the damage, merge, publish."""
-    folder = catalogue_folder(part.storage, part.name)
-    store = Folder(folder)
+    store = Folder(part.folder)
     finish_publish(store)
-    manifest = read_manifest(folder)
-    old = Catalogue(folder, manifest) if manifest else None
+    manifest = read_manifest(part.folder)
+    old = Catalogue(part.folder, manifest) if manifest else None
     _check_identity(old, part)
-    # A catalogue names its shards for life. (A file of patterns may be sent along with a job.)
-    refuse_lost(f"data.{part.name or 'shards'}", *(one for one in part.shards if not one.startswith("@")))
+    # A catalogue refers to its shards permanently. (A file of patterns may be sent along with a job.)
+    key = "data.shards" if part.name == "training" else f"data.{part.name}"
+    refuse_lost(key, *(pattern for pattern in part.shards if not pattern.startswith("@")))
     listing = list_shards(part.shards, part.img2dataset)
     changes = compare(listing, old, part.rules_name)
     _say_changes(part, listing, changes, old)
     if old is not None and _is_current(old, part, changes, listing):
         _sweep(store, lease)
-        _say(part, f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        part.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         if alarm := held_out_alarm(old.manifest):
-            _say(part, f"WARNING: {alarm}")
+            part.say(f"WARNING: {alarm}")
         return Summary(old, 0, None, published=False)
-    shards = _in_listed_order(changes, listing)
-    what = f"indexing {part.name or 'training'} shards"
-    reports = stage_all(store, shards, part.rules, part.rules_name, part.max_damaged_share, what)
+    # In the order of the list: of two equal samples, the first in the list is kept.
+    order = {shard.url: place for place, shard in enumerate(listing.shards)}
+    shards = sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
+    reports = _stage_all(part, store, shards)
     check_damage(shards, reports, listing.missing, part.max_damaged_share)
     lease.check()
     return _publish(part, store, old, changes, listing, shards, reports, lease)
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
+    """Read the shards, one task each, and return their reports; what an interrupted run staged is reused.
+
+    Records go from the task to the store; only a report of a few hundred bytes comes back.
+    """
+    total_bytes = sum(shard.version.num_bytes for shard in shards)
+    pieces = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
+    reports: dict[int, ShardReport] = {}
+    try:
+        for number, report in each(
+            f"indexing {part.name} shards",
+            _stage,
+            pieces,
+            (store.url, part.rules),
+            here=_is_small(store, total_bytes, part.rules),
+            isolated=True,
+        ):
+            reports[number] = report
+            if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
+                read = sorted(reports)
+                found = [reports[number] for number in read]
+                check_early([shards[number] for number in read], found, total_bytes, part.max_damaged_share)
+    except TaskDiedError as error:
+        raise PencilError(
+            f"shard {shards[error.number].url}: the process that read it died in every attempt "
+            f"({error.kind}); remove it from data.shards, or index with data.check_images=header"
+        ) from error
+    return [reports[number] for number in range(len(shards))]
+
+
+def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardReport:
+    url, rules = shared
+    return stage_shard(Folder(url), shard, rules, name)
+
+
+def _is_small(store: Folder, total_bytes: int, rules: IndexRules) -> bool:
+    """Whether to read in this process: no cluster is running, and one core needs about a second.
+
+    Images are always decoded in tasks: an image that crashes its decoder must not crash the job.
+    """
+    if is_in_memory(store.url):
+        return True
+    has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+    return total_bytes <= SMALL_BYTES and not has_cluster and not rules.decode_images
+
+
+# --- publishing --------------------------------------------------------------------------------------
 
 
 def _publish(
@@ -152,19 +208,18 @@ def _publish(
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
     _sweep(store, lease)
-    print(summary_text(catalogue, part.name or "training"))
+    print(summary_text(catalogue, part.name))
     return Summary(catalogue, len(shards), written, published=True)
 
 
 def _sweep(store: Folder, lease: Lease) -> None:
-    """Remove what was staged; the manifest that is now published has no need of it."""
-    lease.check()  # else it would be what another job stages
+    """Remove what was staged; the published manifest does not need it."""
+    lease.check()  # without the lease, it could be what another job stages
     for name in store.names("staging"):
         store.delete(name)
 
 
 def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
-    unknown = Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)
     return ShardEntry(
         shard.url,
         shard.version.num_bytes,
@@ -174,9 +229,12 @@ def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
         rules_name,
         report.oddities,
         report.skipped,
-        dict(unknown),
+        dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)),
         report.suffixes,
     )
+
+
+# --- checks and messages -----------------------------------------------------------------------------
 
 
 def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:
@@ -188,8 +246,8 @@ def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) 
 def _check_identity(old: Catalogue | None, part: Part) -> None:
     if old is not None and old.manifest["identity"] != part.rules.identity:
         raise PencilError(
-            f"data.identity: {old.folder} names its samples by {old.manifest['identity']}, the config by "
-            f"{part.rules.identity}; rows are for life, so choose another run.storage"
+            f"data.identity: {old.folder} identifies samples by {old.manifest['identity']}, the config by "
+            f"{part.rules.identity}; row numbers are permanent, so choose another run.storage"
         )
     if part.rules.identity == "shard_key":
         stems = Counter(shard_stem(url) for url in expand_urls(part.shards))
@@ -201,61 +259,45 @@ def _check_identity(old: Catalogue | None, part: Part) -> None:
             )
 
 
-def _in_listed_order(changes: Changes, listing: Listing) -> list[Shard]:
-    """The first of two equal samples is the first in the list, whatever made its shard be read."""
-    order = {shard.url: place for place, shard in enumerate(listing.shards)}
-    return sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
-
-
 def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
     gone = [old.shards[number].url for number in changes.gone] if old else []
-    waiting, missing = listing.waiting, listing.missing
+    reread = [shard.url for shard in changes.reread]
     for what, urls in (
-        ("changed since indexed, read again", [shard.url for shard in changes.changed]),
-        (
-            "to read again, because labels, classes or checks changed",
-            [shard.url for shard in changes.reread],
-        ),
-        ("vanished; samples move to where the same ids are, or wait", gone),
-        ("unfinished (no _stats.json), left for later", waiting),
-        ("listed but not there", missing),
+        ("changed since the last run, to read again", [shard.url for shard in changes.changed]),
+        ("to read again, because labels, classes or checks changed", reread),
+        ("vanished; their samples are used where another shard has the same ids", gone),
+        ("unfinished (no _stats.json), skipped for now", listing.waiting),
+        ("listed but missing", listing.missing),
     ):
         if urls:
-            _say(part, f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
+            part.say(f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
     if old is not None and (differs := difference(part.rules.classes.names, old.class_names)):
-        _say(
-            part,
+        part.say(
             f"WARNING: data.classes has changed: the list {differs}, compared with version {old.version}; "
-            "labels given as names keep their class, labels given as numbers change it",
+            "labels given as names keep their class, labels given as numbers change it"
         )
     if changes.unlisted:
-        _say(part, f"{many(len(changes.unlisted), 'shard')} left the list but unchanged in the store: kept")
+        part.say(f"{many(len(changes.unlisted), 'shard')} no longer listed, but unchanged in the store: kept")
 
 
-def _say_excluded(overlay: Overlay, catalogues: Sequence[Catalogue]) -> None:
-    """A misspelt id takes nothing down, and nobody would know."""
-    found = sum(catalogue.manifest["status"].get("excluded", 0) for catalogue in catalogues)
+def _warn_about_excluded(
+    overlay: Overlay, before: dict[str, Any] | None, after: Catalogue, held_out: Sequence[Catalogue]
+) -> None:
+    """Warn about misspelt ids, and about a config without the list, which would undo a takedown."""
+    was, now = ((found or {"status": {}})["status"].get("excluded", 0) for found in (before, after.manifest))
+    found = now + sum(catalogue.manifest["status"].get("excluded", 0) for catalogue in held_out)
     if found < overlay.num_listed:
         print(
             f"WARNING: data.exclude lists {many(overlay.num_listed, 'id')}, of which {found:,} are in the "
-            "catalogue; the others match no sample: see how pipelines.why spells an id",
+            "catalogue; the others match no sample: pipelines.why shows how an id is spelled",
             file=sys.stderr,
         )
-
-
-def _say_returned(before: dict[str, Any] | None, after: Catalogue) -> None:
-    """A takedown must not be undone by a config that merely lacks the list."""
-    was, now = ((found or {"status": {}})["status"].get("excluded", 0) for found in (before, after.manifest))
     if now < was:
         print(
-            f"WARNING: {many(was - now, 'sample')} that had been taken down are back, because data.exclude "
-            "does not list them any more; if that is not intended, set data.exclude and index again",
+            f"WARNING: data.exclude no longer lists {many(was - now, 'sample')} that it excluded before, so "
+            "training uses them again; if that is not intended, set data.exclude and index again",
             file=sys.stderr,
         )
-
-
-def _say(part: Part, words: str) -> None:
-    print(f"{part.name or 'training'}: {words}", file=sys.stderr)
 
 
 if __name__ == "__main__":

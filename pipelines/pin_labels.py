@@ -1,11 +1,10 @@
-"""Pin what people decided: those labels never move again, training uses them, exports mark them.
+"""Pin the decisions of people: pinned labels never change, training uses them, and exports mark them.
 
     python -m pipelines.pin_labels configs/demo.yaml pin.file=decisions.json pin.by=ada
 
-Takes the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. All of it
-is pinned or, if an id or a class is not known, nothing. The newest decision on a sample wins. Several people
-may pin at the same time. A run under way continues without new pins; the next one, and every export, starts
-with them.
+Reads the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. If an id or
+a class is unknown, nothing is pinned. The newest decision on a sample wins. Several people may pin at the
+same time. A running training ignores new pins; the next one uses them, and so does every export.
 """
 
 import sys
@@ -14,14 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
+import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.label_sources import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.config.command import run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (
@@ -36,13 +32,14 @@ from pencil_scale.labels.pins import (
 )
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import without_passwords
+from pipelines.tasks import print_table
 
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The pins as they now stand, and what this run changed of them."""
+    """The pins as they are now, and what this run changed."""
 
     folder: str
     num_pins: int
@@ -53,13 +50,13 @@ class Summary:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config that the command line names."""
-    return run_job(run, argv, module="pipelines.pin_labels", what=(__doc__ or "").splitlines()[0])
+    return run_job(run, argv, module="pipelines.pin_labels", what=__doc__ or "")
 
 
 def run(config: Config) -> Summary:
-    """Read the decisions, find their rows, and lay them over what was pinned before."""
+    """Read the decisions, find their rows, and add them to the pins."""
     if config.pin.file is None:
-        raise PencilError("pin.file: which file? set it, as in pin.file=decisions.json")
+        raise PencilError("pin.file is not set; name the file of decisions, as in pin.file=decisions.json")
     storage = config.run.storage
     catalogue = Catalogue.open(storage)
     classes = read_label_classes(config.data.classes, config.data.aliases)
@@ -77,27 +74,32 @@ def run(config: Config) -> Summary:
     num_new = sum(row not in before for row, _ in news)
     num_pins = len(read_pins(storage).table)
     summary = Summary(pins_folder(storage), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided)
-    print_summary(summary)
+    shown = {
+        "new pins": f"{summary.num_new:,}",
+        "pins with a new class": f"{summary.num_changed:,}",
+        "entries without a class": f"{summary.num_undecided:,}",
+        "all pins": f"{summary.num_pins:,}",
+    }
+    print_table(f"pins {without_passwords(summary.folder)}", shown)
     return summary
 
 
 def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> pa.Table:
-    """Find every sample's row and key by the hash of its id, in one pass over the catalogue."""
-    # An id may be written as it is, or as our own tables spell it.
+    """Find the row and key of every sample by the hash of its id, in one pass over the catalogue."""
+    # An id may be spelled as it is, or as in our own tables.
     spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
     owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
-    keys = np.unique(np.array(list(owners), dtype="S16"))
+    keys = pa.array(list(owners), pa.binary(16))
     rows, found_keys = np.full(len(decisions), -1, np.int64), [b""] * len(decisions)
     for table in catalogue.batches(["row", "sample_key"]):
-        hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
-        found = table.take(pa.array(hits)).to_pydict()
+        found = table.filter(pc.is_in(table["sample_key"], keys)).to_pydict()
         for row, key in zip(found["row"], found["sample_key"], strict=True):
             rows[owners[key]], found_keys[owners[key]] = row, key
     unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]
     if unknown:
         raise PencilError(
             f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "
-            f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: take them out, or index again"
+            f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: remove them, or index again"
         )
     return pa.table({"row": rows, "sample_key": pa.array(found_keys, pa.binary(16))})
 
@@ -115,16 +117,6 @@ def _pins(
         "note": [decision.note for decision in decisions],
     }
     return pa.table(columns, schema=PINS)
-
-
-def print_summary(summary: Summary) -> None:
-    """Print the end table."""
-    table = Table(title=f"pins {without_passwords(summary.folder)}", show_header=False)
-    table.add_row("pinned now", f"{summary.num_new:,}")
-    table.add_row("pinned to another class than before", f"{summary.num_changed:,}")
-    table.add_row("entries without a class", f"{summary.num_undecided:,}")
-    table.add_row("pins in all", f"{summary.num_pins:,}")
-    Console(markup=False, highlight=False).print(table)
 
 
 if __name__ == "__main__":

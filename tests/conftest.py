@@ -59,6 +59,14 @@ def mlflow_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
+@pytest.fixture
+def small_label_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Label parts of 1,024 rows, so that a small table has several of them."""
+    from pencil_scale.labels import part_files
+
+    monkeypatch.setattr(part_files, "PART_ROWS", 1024)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; `make test` runs all that this machine can."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,4 +1,4 @@
-"""A whole training run on lists of batches, without Ray: what the tests of the loop share."""
+"""A complete training run on lists of batches, without Ray, for the tests of the loop."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,18 +16,18 @@ from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper
 
-torch.set_num_threads(1)  # images of 8 x 8: more threads only get in each other's way
+torch.set_num_threads(1)  # images of 8 x 8: more threads are slower
 START = Progress()
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 
 
 class SmallRun:
-    """Images and noisy classes in memory, a table on disk, and a record of all that was told."""
+    """Images and noisy classes in memory, a table on disk, and a record of everything that was reported."""
 
     def __init__(
         self, folder: Path, images: torch.Tensor, noisy_class: np.ndarray, *overrides: str, **pace: Any
@@ -44,7 +44,7 @@ class SmallRun:
         self.ranks = Ranks(0, 1)
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
-        self.steps: list[tuple[int, float]] = []  # a step, and the mean loss told of those up to it
+        self.steps: list[tuple[int, float]] = []  # a step, and the mean loss logged at it
         self.unreadable: set[int] = set()
         self.named: list[tuple[int, list[str]]] = []
 
@@ -55,11 +55,9 @@ class SmallRun:
             save=self.save,
             close_epoch=self.close_epoch,
             log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
-            total=self.ranks.total,
-            add_up=self.ranks.add_up,
-            join=self.ranks.join,
             name_unreadable=lambda num, names: self.named.append((num, sorted(names))),
             stop=stop,
+            ranks=self.ranks,
         )
         with Owners(self.table, self.ranks.rank, self.ranks.world) as owners:
             return Loop(self.stepper(), self.schedule, owners, hooks, self.pace, seed=1).run(progress)

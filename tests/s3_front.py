@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 
-from pencil_scale.storage import conditional, objects
+from pencil_scale.storage import objects
 
 
 class Front:
@@ -40,7 +40,7 @@ class Front:
 
 def fresh_front(patch: pytest.MonkeyPatch) -> Front:
     """Put a front before the server of `s3_endpoint`, with a bucket of which nothing is known yet."""
-    patch.setattr(conditional, "_keeps_conditions", {})
+    patch.setattr(objects, "_keeps_conditions", {})
     patch.setattr(objects, "_warned", set())
     fsspec.filesystem("s3").mkdir("lake")
     return Front(patch)

@@ -12,8 +12,8 @@ from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
 from pipelines import make_shards
-from pipelines.shard_making.shard_options import ShardJob, jobs_of, parse_arguments
-from pipelines.shard_making.shard_writing import write_shard
+from pipelines.shard_making.options import ShardJob, jobs_of, parse_arguments
+from pipelines.shard_making.writing import write_shard
 
 
 def image(number: int, format: str = "PNG") -> bytes:
@@ -52,7 +52,7 @@ def written_here(job: ShardJob) -> dict[str, dict[str, bytes]]:
     """Write a job's shards in this process, without Ray, and give the samples that tarfile finds."""
     labels, _ = make_shards.add_noise(job.source.labels(), job.noise)
     names = make_shards.shard_names(job.prefix, len(labels.given_class), job.per_shard)
-    for plan in make_shards._plans(job, labels, names):
+    for plan in make_shards.shard_plans(job, labels, names):
         write_shard(plan, labels.classes, job.out)
     return samples_in(Path(job.out))
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tar_making import python_tar
 
 Origin = np.ndarray[Any, np.dtype[np.int64]]
-Place = tuple[int, int, int]  # where a member's first header begins, its data begin, and end
+Place = tuple[int, int, int]  # where a member's first header starts, its data start, and its data end
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Spoiled:
     what: str
 
     def where(self, place: Place) -> int | None:
-        """Find a member whose headers and data are all there, in one stretch, and the zeros behind them.
+        """Find a member whose headers and data are all there, in one stretch, and the zeros after them.
 
         Of bytes right behind the data nobody can say whether they were added there or before.
         """

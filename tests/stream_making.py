@@ -1,4 +1,4 @@
-"""Shards to stream from, and what is true of every batch of them: what the tests of the stream share."""
+"""Shards to stream from, and checks of their batches, for the tests of the stream."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import fsspec
 import numpy as np
 from catalogue_making import Bench, image, samples
 
-from pencil_scale.stream.batches import StreamBatch
+from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pipelines.index_shards import Summary
 
@@ -16,7 +16,7 @@ NUM_ROWS = 500
 
 
 class Shards(Bench):
-    """Shards of small images, whose red and green tell the number; the catalogue copied to disk."""
+    """Shards of small images, whose red and green encode the number; the catalogue is copied to disk."""
 
     def index(self, **data: Any) -> Summary:
         summary = super().index(**data)
@@ -46,11 +46,11 @@ def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
-def rows_of(batches: list[StreamBatch]) -> np.ndarray:
+def rows_of(batches: list[Batch]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *[batch.rows.numpy() for batch in batches]])
 
 
-def assert_own_pixels(batch: StreamBatch) -> None:
+def assert_own_pixels(batch: Batch) -> None:
     """Row n holds the image of number n: red n % 256, green n // 256, blue 7; class n % 3."""
     rows = batch.rows.numpy()
     assert batch.images.shape == (len(rows), 3, 4, 4)
@@ -73,7 +73,7 @@ def damaged(folder: Path) -> Shards:
     return bench
 
 
-def assert_damage_named(batches: list[StreamBatch], folder: Path) -> None:
+def assert_damage_named(batches: list[Batch], folder: Path) -> None:
     problems = sorted(problem for batch in batches for problem in batch.problems)
     assert len(problems) == 2
     assert problems[0].startswith(f"row 5 ('000005', {folder}/0.tar at byte ")

@@ -27,5 +27,10 @@ def kinds(data: bytes) -> list[str]:
     return [damage.kind for damage in read(data)[1]]
 
 
+def details(data: bytes) -> list[str]:
+    """What was found, where several findings share a kind."""
+    return [damage.detail for damage in read(data)[1]]
+
+
 def keys(data: bytes) -> list[str]:
     return [sample.key for sample in read(data)[0]]

@@ -1,4 +1,4 @@
-"""Tiny runs for tests: shards made on the spot, trained by the real command in a process of its own.
+"""Tiny runs for tests: shards made on the spot, trained by the real command in a separate process.
 
 data = TinyData.make(tmp_path)                     # shards, catalogue, config
 with data.start("workers.count=2") as command:     # python -m pencil_scale.train CONFIG ...
@@ -32,15 +32,15 @@ from tar_making import python_tar
 from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import get_ledger
-from pencil_scale.train.checkpoint_store import SNAPSHOT
+from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.train.checkpoints import SNAPSHOT
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent
 COLOURS = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [180, 180, 60]])
 EPOCHS = {"backbone": 2, "pencil": 2, "finetune": 2}
-SPOILT = 100  # the number of a sample whose header is well and whose pixels are not
-PATIENCE_S = 400  # hardly ever needed; a machine may be very busy
+SPOILT = 100  # the number of a sample with an intact header and damaged pixels
+PATIENCE_S = 400  # rarely needed; the machine may be very busy
 CONFIG = """
 run: {{name: tiny, storage: {storage}, seed: 1}}
 data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt, exclude: {folder}/exclude.txt}}
@@ -58,7 +58,7 @@ checkpoint: {{every_steps: 3, keep: 2}}
 
 @dataclass(frozen=True)
 class TinyData:
-    """Some hundred small pictures of four colours, a quarter of them under a wrong name, one spoilt."""
+    """Some hundred small pictures of four colours, a quarter of them with a wrong class, one damaged."""
 
     folder: Path
     num_samples: int
@@ -80,14 +80,14 @@ class TinyData:
         return data
 
     def _index(self) -> None:
-        """Index in memory, which needs no cluster, and put the catalogue where the run looks for it."""
+        """Index in memory, which needs no cluster, and copy the catalogue to where the run reads it."""
         memory = f"memory://{uuid.uuid4().hex}"
         index_shards.run(load_config(self.folder / "config.yaml", [f"run.storage={memory}"]))
         files, path = fsspec.core.url_to_fs(memory)
         files.get(f"{path}/catalogue", str(self.folder / "lake" / "catalogue"), recursive=True)
 
     def take_down(self, number: int) -> None:
-        """Put a sample on the list of those that must vanish, and index again."""
+        """Add a sample to the exclude list, and index again."""
         (self.folder / "exclude.txt").write_text(f"{number:05d}\n")
         index_shards.run(load_config(self.folder / "config.yaml"))
 
@@ -120,10 +120,10 @@ class TinyData:
     def epochs_of_rows(self, name: str = "tiny") -> npt.NDArray[np.int32]:
         """The ledger: the run's last epoch in which each row was trained."""
         manifest = self.labels(name)
-        return np.concatenate([epochs for _, epochs in get_ledger(manifest)]) - manifest.first_epoch
+        return PublishedLabels(manifest).last_epoch() - manifest.first_epoch
 
     def has_checkpoint(self, all_steps: int, name: str = "tiny") -> bool:
-        """Whether a run would go on from this checkpoint, or from a later one, if it were killed now."""
+        """Whether a run would resume from this checkpoint, or from a later one, if it were killed now."""
         lists = [path.read_text() for path in (self.storage / "checkpoints" / name).glob(f"*/{SNAPSHOT}")]
         return any(int(steps) >= all_steps for steps in re.findall(r"checkpoint-(\d{9})", "".join(lists)))
 
@@ -132,7 +132,7 @@ class TinyData:
 
 
 def sample(number: int, chance: np.random.Generator) -> list[tuple[str, bytes]]:
-    """A picture and its class, which is another one in a quarter of all cases."""
+    """A picture and its class, which is wrong in a quarter of all cases."""
     true = number % len(COLOURS)
     given = chance.integers(len(COLOURS)) if chance.random() < 0.33 else true
     pixels = np.clip(COLOURS[true] + chance.normal(0, 25, (8, 8, 3)), 0, 255).astype(np.uint8)
@@ -145,7 +145,7 @@ def sample(number: int, chance: np.random.Generator) -> list[tuple[str, bytes]]:
 
 
 class Command:
-    """A command under way: what it prints, and the processes it started."""
+    """A running command: what it prints, and the processes it started."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self._log = process, log
@@ -155,7 +155,7 @@ class Command:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, words: str, times: int = 1) -> None:
-        """Wait until these words were printed so often."""
+        """Wait until these words were printed this many times."""
         self.wait_until(lambda: len(re.findall(words, self.output)) >= times, f"words {words!r}")
 
     def wait_until(self, reached: Callable[[], bool], what: str) -> None:
@@ -185,15 +185,15 @@ class Command:
         os.killpg(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL the command itself: what it started has to notice by itself."""
+        """SIGKILL the command itself; the processes it started have to notice that."""
         self.process.kill()
         self.process.wait()
 
 
 @contextmanager
 def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Command]:
-    """Start a command with its output in a file; kill what is left of it in the end."""
-    # Sockets of Ray must have short paths; and no cluster of somebody else's must be joined.
+    """Start a command with its output in a file; kill what is left of it at the end."""
+    # Ray's sockets need short paths, and no other cluster may be joined.
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as short:
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         settled = {**inherited, "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", **(env or {})}

@@ -1,4 +1,4 @@
-"""Draw a run's curves from what `python -m pencil_scale.train` printed.
+"""Draw the curves of a run from the output of `python -m pencil_scale.train`.
 
 .venv/bin/python docs/pictures/curve.py benchmarks/results/cifar10-symmetric50.txt docs/pictures/cifar10.png
 """

@@ -1,8 +1,8 @@
-"""Take the README's pictures anew, from what `make demo` left under runs/demo.
+"""Take the screenshots of README and docs again, from the results of `make demo` in runs/demo.
 
     .venv/bin/python docs/pictures/take.py
 
-Needs a Chromium. Pages are shown as a reader sees them; of the other jobs, what they print.
+Needs Chromium. Pages are shown as in a browser, other jobs by their output.
 """
 
 import html
@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 HERE = Path(__file__).parent
 DEMO = Path("runs/demo").resolve()
 CONFIG = "configs/demo.yaml"
-COLOURS = 160  # enough for flat colours and grey digits, and a third of the bytes
+COLOURS = 160  # enough for flat colours and grey digits, at a third of the size
 TERMINAL = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #faf8f3; display: inline-block; }}
 pre {{ margin: 0; padding: 22px 26px; font: 13px/1.45 "DejaVu Sans Mono", monospace; color: #24211c; }}
@@ -54,7 +54,7 @@ def main() -> None:
     with sync_playwright() as driver:
         path = shutil.which("chromium") or shutil.which("google-chrome")
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        # The pages' own policy knows the hashes of what they hold, and they are shown without our folder.
+        # Pages have a content policy with hashes of their scripts, and `show` changes their text.
         page = browser.new_page(viewport={"width": 1240, "height": 860}, bypass_csp=True)
         show(page, DEMO / "report.html")
         page.wait_for_selector("html[data-ready]")
@@ -66,19 +66,18 @@ def main() -> None:
         keep(page, "catalogue.png")
         jobs = {
             "balance_subset": ["pipelines.balance_subset", CONFIG, "subset.total=500"],
-            "export_labels": ["pipelines.export_labels", CONFIG],
             "why": ["pipelines.why", CONFIG, "digit-0555"],
         }
         for name, words in jobs.items():
-            tell(page, name, f"python -m {' '.join(words)}", run("-m", *words))
-        tell(page, "reclean_nightly", "python -m pipelines.reclean_nightly runs/nights.yaml", night())
+            draw(page, name, f"python -m {' '.join(words)}", run("-m", *words))
+        draw(page, "reclean_nightly", "python -m pipelines.reclean_nightly runs/nights.yaml", night())
         table = run("-c", f'import duckdb; duckdb.sql("{QUERY}").show(max_width=110)')
-        tell(page, "export-duckdb", f'duckdb -c "{QUERY}"', table)
+        draw(page, "export-duckdb", f'duckdb -c "{QUERY}"', table)
         browser.close()
 
 
 def show(page: Any, path: Path) -> None:
-    """Open a copy of a page that does not tell where this checkout lies."""
+    """Open a copy of a page without the path of this checkout."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
         copy.write_text(
@@ -89,7 +88,7 @@ def show(page: Any, path: Path) -> None:
 
 
 def night() -> str:
-    """Let two shards of the demo come a night later than the others, and give the end of what is printed."""
+    """Run two nights, the second with two more shards of the demo, and return the end of its output."""
     shutil.rmtree("runs/nights", ignore_errors=True)
     for shards in ("train-00000[0-5].tar", "train-*.tar"):
         Path("runs/nights.yaml").write_text(NIGHTS.replace("SHARDS", f"runs/demo/shards/{shards}"))
@@ -99,28 +98,28 @@ def night() -> str:
 
 
 def run(*words: str) -> str:
-    """Run a command as a person would, and give what it prints."""
+    """Run a command as a user would, and return its output."""
     settled = {**os.environ, "COLUMNS": "110"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=settled, check=True)
     return "\n".join(_without_folder(line) for line in done.stdout.splitlines())
 
 
 def _without_folder(line: str) -> str:
-    """Leave out where this checkout lies; the frames of tables stay straight."""
+    """Remove the path of this checkout; pad table rows so that their frames stay aligned."""
     shorter = line.replace(f"{DEMO.parent.parent}/", "")
     if line.endswith("│"):
         return shorter[:-1] + " " * (len(line) - len(shorter)) + "│"
     return shorter
 
 
-def tell(page: Any, name: str, command: str, output: str) -> None:
-    """Picture a command with what it printed."""
+def draw(page: Any, name: str, command: str, output: str) -> None:
+    """Take a picture of a command and its output."""
     page.set_content(TERMINAL.format(command=html.escape(command), output=html.escape(output.rstrip())))
     keep(page.locator("body"), f"{name}.png")
 
 
 def keep(shown: Any, name: str) -> None:
-    """Write a picture with few colours, which flat pages need no more of."""
+    """Save a picture with few colours, which are enough for flat pages."""
     picture = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
     picture.quantize(COLOURS, dither=Image.Dither.NONE).save(HERE / name, optimize=True)
     print(f"{name}: {(HERE / name).stat().st_size / 1000:.0f} kB")

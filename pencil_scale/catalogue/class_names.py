@@ -1,10 +1,10 @@
 """The class list of a dataset: a text file of names, one per line; its line number from 0 is the class.
 
-A class number means nothing without the list it counts in, so everything that stores class numbers stores
-the names beside them, and every reader compares.
+A class number has no meaning without its list, so everything that stores class numbers also stores the names,
+and every reader compares them.
 
     order = ClassOrder.between(labels.class_names, catalogue_names, "labels of run demo")
-    order.logits(logits)         # the same distribution, in the order of the catalogue's list
+    order.logits(logits)         # the same logits, in the order of the catalogue's list
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,33 @@ from pencil_scale.storage.errors import PencilError
 SHOWN = 5
 
 
-def read_class_names(url: str) -> tuple[str, ...]:
-    """Read and check the list: at least two names, none blank, none twice."""
+def read_lines(url: str, key: str) -> list[str]:
+    """Read the lines of a text file that a key of the config names."""
     try:
         with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
-            names = tuple(line.strip() for line in file.read().splitlines())
+            lines: list[str] = file.read().splitlines()
     except (OSError, ImportError, ValueError) as error:
-        raise PencilError(f"data.classes: {url} cannot be read: {error}") from error
+        raise PencilError(f"{key}: {url} cannot be read: {error}") from error
+    return lines
+
+
+def read_class_names(url: str) -> tuple[str, ...]:
+    """Read and check the list: at least two names, none blank, no duplicates."""
+    names = tuple(line.strip() for line in read_lines(url, "data.classes"))
     blank = [number for number, name in enumerate(names, 1) if not name]
     if blank:
         raise PencilError(f"data.classes: {url}: line {blank[0]} is blank; every line names a class")
     first: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         if first.setdefault(name, number) != number:
-            raise PencilError(f"data.classes: {url}: '{name}' stands on lines {first[name]} and {number}")
+            raise PencilError(f"data.classes: {url}: '{name}' is on lines {first[name]} and {number}")
     if len(names) < 2:
-        raise PencilError(f"data.classes: {url} names {len(names)} classes; at least 2 were expected")
+        raise PencilError(f"data.classes: {url} has {len(names)} classes; expected at least 2")
     return names
 
 
 def difference(found: Sequence[str], expected: Sequence[str]) -> str:
-    """Describe how one class list differs from another; empty where they are the same."""
+    """Describe how one class list differs from another; empty if they are the same."""
     in_found, in_expected = set(found), set(expected)
     parts = [
         _listed("lacks", [name for name in expected if name not in in_found]),
@@ -62,10 +68,10 @@ def _listed(what: str, names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class ClassOrder:
-    """How the class numbers of one list become those of another list of the same names."""
+    """Translates class numbers between two lists of the same names in different order."""
 
-    columns: npt.NDArray[np.int64]  # [C]: for each class of the wanted list its number in the found list
-    numbers: npt.NDArray[np.int64]  # [C + 1]: the inverse; the last entry keeps -1, no usable label, at -1
+    columns: npt.NDArray[np.int64]  # [C]: for each class of the wanted list, its number in the found list
+    numbers: npt.NDArray[np.int64]  # [C + 1]: the inverse; the last entry maps -1, no usable label, to -1
 
     @classmethod
     def between(cls, found: Sequence[str], wanted: Sequence[str], what: str) -> "ClassOrder":
@@ -81,7 +87,7 @@ class ClassOrder:
 
     @property
     def is_same(self) -> bool:
-        """Whether both lists have one order."""
+        """Whether both lists have the same order."""
         return bool((self.columns == np.arange(len(self.columns))).all())
 
     def logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

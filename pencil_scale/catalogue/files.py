@@ -1,24 +1,24 @@
-"""Catalogue files: how its Parquet files are written, whole and under names nobody had before.
+"""Catalogue files: Parquet tables written once, under names that were never used before.
 
-Row groups hold 4,096 rows: one chunk of an epoch plan is one row group, read alone.
+Row groups have 4,096 rows: a chunk of an epoch plan is one row group and can be read alone.
 """
 
 import io
 import uuid
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Segment
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.urls import filesystem_of
 
 SEGMENT_ROWS = 64 * CHUNK_ROWS
 
-# Ids, keys and hashes differ in every row: a dictionary would only cost.
-_DICTIONARY = [
+# Ids, keys and hashes differ in every row: a dictionary would only cost space.
+_DICTIONARY = {
     "status",
     "found_status",
     "format",
@@ -28,116 +28,99 @@ _DICTIONARY = [
     "shard",
     "kind",
     "detail",
-]
+}
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    """Spell a table as a Parquet file."""
+    """Write a table as the bytes of a Parquet file."""
     sink = io.BytesIO()
-    names = [name for name in _DICTIONARY if name in table.schema.names]
+    names = [name for name in table.schema.names if name in _DICTIONARY]
     pq.write_table(table, sink, row_group_size=CHUNK_ROWS, compression="zstd", use_dictionary=names)
     return sink.getvalue()
 
 
 def put_table(store: Folder, folder: str, table: pa.Table) -> str:
-    """Write a table under a name of its own and give the name."""
+    """Write a table under a new name and return the name."""
     name = f"{folder}/{uuid.uuid4().hex}.parquet"
     store.put(name, parquet_bytes(table))
     return name
 
 
 class TableWriter:
-    """Takes tables in order and writes them as files of at most `SEGMENT_ROWS` rows each."""
+    """Takes tables in order and writes them as files of at most `SEGMENT_ROWS` rows."""
 
     def __init__(self, store: Folder, folder: str) -> None:
-        self.names: list[str] = []
+        self.num_rows = 0
         self._store = store
         self._folder = folder
+        self._names: list[str] = []
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
 
     def add(self, table: pa.Table) -> None:
         """Append some rows."""
         self._waiting.append(table)
+        self.num_rows += len(table)
         self._num_waiting += len(table)
         while self._num_waiting >= SEGMENT_ROWS:
-            self._write(SEGMENT_ROWS)
+            self._write()
 
     def finish(self) -> list[str]:
-        """Write what is left and name all files."""
-        if self._num_waiting:
-            self._write(self._num_waiting)
-        return self.names
-
-    def _write(self, num_rows: int) -> None:
-        table = pa.concat_tables(self._waiting).combine_chunks()
-        head, rest = table.slice(0, num_rows), table.slice(num_rows)
-        self._waiting, self._num_waiting = [rest], len(rest)
-        self.names.append(put_table(self._store, self._folder, head))
-
-
-class RowsWriter(TableWriter):
-    """Takes new rows, numbered one after the other, and names the segments that hold them."""
-
-    def __init__(self, store: Folder, first_row: int) -> None:
-        super().__init__(store, "segments")
-        self.first_row = self.next_row = first_row
-
-    def add(self, table: pa.Table) -> None:
-        """Append rows whose `row` continues where the last ones ended."""
-        self.next_row += len(table)
-        super().add(table)
-
-    def segments(self) -> list[Segment]:
-        """Write what is left and name all segments."""
-        self.finish()
-        starts = range(self.first_row, self.next_row, SEGMENT_ROWS)
-        lasts = [min(first + SEGMENT_ROWS, self.next_row) - 1 for first in starts]
-        places = zip(self.names, starts, lasts, strict=True)
-        return [Segment(name, "rows", first, last, last - first + 1) for name, first, last in places]
-
-
-class ChangesWriter:
-    """Takes newer words on old rows in any order and writes them as segments sorted by row."""
-
-    def __init__(self, store: Folder) -> None:
-        self.segments: list[Segment] = []
-        self._store = store
-        self._waiting: list[pa.Table] = []
-        self._num_waiting = 0
-
-    def add(self, table: pa.Table) -> None:
-        """Take some changed rows; a row that comes again later is newer."""
-        if len(table):
-            self._waiting.append(table)
-            self._num_waiting += len(table)
-        if self._num_waiting >= SEGMENT_ROWS:
-            self._write()
-
-    def finish(self) -> list[Segment]:
-        """Write what is left and name all segments."""
+        """Write the remaining rows and return the names of all files."""
         if self._num_waiting:
             self._write()
-        return self.segments
+        return self._names
 
     def _write(self) -> None:
         table = pa.concat_tables(self._waiting).combine_chunks()
-        self._waiting, self._num_waiting = [], 0
-        # Of several words on one row in this segment only the last may stay: reading takes any.
-        rows = table["row"].to_numpy()
-        newest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-        table = table.take(pa.array(newest))
-        first, last = table["row"][0].as_py(), table["row"][-1].as_py()
-        name = put_table(self._store, "segments", table)
-        self.segments.append(Segment(name, "changes", first, last, len(table)))
+        self._names.append(put_table(self._store, self._folder, table.slice(0, SEGMENT_ROWS)))
+        rest = table.slice(SEGMENT_ROWS)
+        self._waiting, self._num_waiting = [rest], len(rest)
 
 
-def as_rows(records: pa.Table, row: Any, shard: int, status: Any) -> pa.Table:
-    """Give records their place in the catalogue."""
-    places = {
-        "row": pa.array(row, pa.int64()),
-        "shard": pa.array(np.full(len(records), shard, np.int32)),
-        "status": status,
-    }
-    columns = [places[name] if name in places else records[name] for name in ROW.names]
-    return pa.table(columns, schema=ROW)
+class RowsWriter(TableWriter):
+    """Takes new rows, numbered consecutively from `first_row`, and writes them as segments."""
+
+    def __init__(self, store: Folder, first_row: int) -> None:
+        super().__init__(store, "segments")
+        self.first_row = first_row
+
+    @property
+    def next_row(self) -> int:
+        return self.first_row + self.num_rows
+
+    def segments(self) -> list[Segment]:
+        """Write the remaining rows and return all segments."""
+        firsts = range(self.first_row, self.next_row, SEGMENT_ROWS)
+        pairs = zip(self.finish(), firsts, strict=True)
+        return [Segment(name, first, min(SEGMENT_ROWS, self.next_row - first)) for name, first in pairs]
+
+
+class ChangedRows:
+    """Newer versions of known rows: added in any order, each row once, and read back by range.
+
+    Memory holds one segment of them; the others are kept as sorted files in the staging folder.
+    """
+
+    def __init__(self, store: Folder) -> None:
+        self._store = store
+        self._files: dict[str, tuple[int, int]] = {}  # name -> first and last row
+        self._waiting: list[pa.Table] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Take some rows."""
+        self._waiting.append(table)
+        if sum(map(len, self._waiting)) >= SEGMENT_ROWS:
+            table = pa.concat_tables(self._waiting).sort_by("row")
+            name = put_table(self._store, "staging", table)
+            self._files[name] = (table["row"][0].as_py(), table["row"][-1].as_py())
+            self._waiting = []
+
+    def between(self, first: int, stop: int) -> pa.Table:
+        """Read the rows from `first` to `stop` - 1, in any order."""
+        filesystem, root = filesystem_of(self._store.url)
+        wanted = (pc.field("row") >= first) & (pc.field("row") < stop)
+        names = [name for name, (low, high) in self._files.items() if low < stop and high >= first]
+        found = [pq.read_table(f"{root}/{name}", filesystem=filesystem, filters=wanted) for name in names]
+        found += [table.filter(wanted) for table in self._waiting]
+        return pa.concat_tables([ROW.empty_table(), *found])

@@ -1,16 +1,14 @@
-"""Label classes: from what a label source says to a class number, or to the reason there is none.
+"""Label sources: from what a member, file or table says about a sample to its class.
 
-A raw label is looked up as written: first in the alias file, then among the class names, then as a
-number. What matches nothing is `unknown_class` and is counted by its text, so that the alias file can
-be written from the list, most frequent first.
+A raw label is looked up as written: first in the alias file, then among the class names, then as a number. A
+label that matches nothing has status `unknown_class`; these labels are counted by their text, so that the
+alias file can be written from the list, most frequent first.
 
-Label lookup: labels that stand outside the shards, found by the hash of a sample's id or key.
-
-A key-to-label file of 100 million lines takes 20 bytes a line here, in three arrays that every task of
-a machine shares, instead of a dictionary in each.
+Labels outside the shards are found by the hash of a sample's id or key. A key-to-label file of 100 million
+lines takes 20 bytes per line, in three arrays that all tasks on a machine share.
 
     lookup = read_lookup("file:s3://crawl/noisy_label_kv.txt")
-    lookup.find(sample_key("images/0/1"))        # raw label, None, or [raw, raw] where lines disagree
+    lookup.find(sample_key("images/0/1"))        # raw label, None, or [raw, raw] if lines disagree
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
 
-from pencil_scale.catalogue.class_names import read_class_names
+from pencil_scale.catalogue.class_names import read_class_names, read_lines
 from pencil_scale.catalogue.schema import from_json, from_stored
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES, split_name
 from pencil_scale.storage.errors import PencilError, sample_key
@@ -32,7 +30,7 @@ from pencil_scale.storage.urls import filesystem_of
 
 @dataclass(frozen=True)
 class LabelClasses:
-    """The classes in order, and every text that stands for one of them."""
+    """The classes in order, and every text that means one of them."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
@@ -41,7 +39,7 @@ class LabelClasses:
         return len(self.names)
 
     def classify(self, raw: Any) -> tuple[int | None, str | None]:
-        """Give the class of one raw label, or None and the status that says why there is none."""
+        """Find the class of a raw label, or None and the status that says why there is none."""
         if isinstance(raw, str):
             return self._of_text(raw.strip())
         if isinstance(raw, list | tuple):
@@ -69,7 +67,7 @@ class LabelClasses:
         return (number, None) if 0 <= number < len(self.names) else (None, "label_out_of_range")
 
     def _of_many(self, raws: Sequence[Any]) -> tuple[int | None, str | None]:
-        """Give the class that all of several labels agree on; a list inside a list is no label."""
+        """Find the class that several labels agree on; a nested list is not a label."""
         if not raws:
             return None, "unlabelled"
         nested = any(isinstance(raw, list | tuple) for raw in raws)
@@ -80,42 +78,31 @@ class LabelClasses:
 def read_label_classes(classes_url: str, aliases_url: str | None = None) -> LabelClasses:
     """Read the class list, and the alias file with `raw<TAB>class` on each line."""
     names = read_class_names(classes_url)
-    numbers = {name: number for number, name in enumerate(names)}
-    classes = LabelClasses(names, numbers)
+    classes = LabelClasses(names, {name: number for number, name in enumerate(names)})
     if aliases_url is None:
         return classes
-    aliases = dict(_alias(line, place, aliases_url, classes) for place, line in _lines(aliases_url))
-    return LabelClasses(names, numbers | aliases)
+    aliases = {}
+    for place, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
+        raw, tab, wanted = line.rpartition("\t")
+        number, _ = classes.classify(wanted)
+        if tab and number is not None:
+            aliases[raw.strip()] = number
+        elif line.strip():
+            raise PencilError(
+                f"data.aliases: {aliases_url} line {place} is {line!r}; expected a raw string, a tab and one "
+                f"of the {len(classes)} classes"
+            )
+    return LabelClasses(names, {**classes.numbers, **aliases})
 
 
 def raw_text(raw: Any) -> str:
-    """Spell a raw label for the list of those that matched nothing, at a length a table can show."""
+    """The text of a raw label for the list of those that match no class, short enough for a table."""
     text = raw if isinstance(raw, str) else repr(raw)
     try:
-        text.encode("utf-8", "surrogateescape")  # bytes of a member that are no UTF-8 stand as they are
+        text.encode("utf-8", "surrogateescape")  # bytes that are not UTF-8 are kept as they are
     except UnicodeEncodeError:
         text = from_json(text)
     return text[:80]
-
-
-def _alias(line: str, place: int, url: str, classes: LabelClasses) -> tuple[str, int]:
-    raw, tab, wanted = line.rpartition("\t")
-    number, _ = classes.classify(wanted)
-    if not tab or number is None:
-        raise PencilError(
-            f"data.aliases: {url} line {place} is {line!r}; a raw string, a tab and one of the "
-            f"{len(classes)} classes was expected"
-        )
-    return raw.strip(), number
-
-
-def _lines(url: str) -> list[tuple[int, str]]:
-    try:
-        with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
-            lines = file.read().splitlines()
-    except (OSError, ImportError, ValueError) as error:
-        raise PencilError(f"data.aliases: {url} cannot be read: {error}") from error
-    return [(place, line) for place, line in enumerate(lines, start=1) if line.strip()]
 
 
 @dataclass(frozen=True)
@@ -128,7 +115,7 @@ class LabelLookup:
     values: tuple[Any, ...]
 
     def find(self, key: bytes) -> Any:
-        """Give the raw label of a hashed id: None when there is none, a list when there are several."""
+        """Find the raw label of a hashed id: None if there is none, a list if there are several."""
         high, low = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:], "big")
         place = int(np.searchsorted(self.high, np.uint64(high)))
         found: dict[int, Any] = {}
@@ -165,7 +152,7 @@ def build_lookup(pairs: Iterable[tuple[str, Any]]) -> LabelLookup:
 
 
 def lookup_key(name: str) -> str:
-    """Spell a key as a key-to-label file and a shard both know it: no `./`, no image suffix."""
+    """The form of a key that key-to-label files and shards share: no `./`, no image suffix."""
     name = name.removeprefix("./")
     split = split_name(name)
     return split[0] if split is not None and split[1] in IMAGE_SUFFIXES else name
@@ -181,7 +168,7 @@ def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
                     yield lookup_key(name.strip()), label.strip()
                 elif line:
                     raise PencilError(
-                        f"data.label: {url} line {place} is {line!r}; a key and a label was expected"
+                        f"data.label: {url} line {place} is {line!r}; expected a key and a label"
                     )
     except (OSError, ValueError) as error:
         raise PencilError(f"data.label: {url} cannot be read ({error})") from error
@@ -190,23 +177,19 @@ def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
 def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tuple[str, Any]]:
     filesystem, path = filesystem_of(url)
     form = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
-    options = {"format": _csv_of_text(id_column)} if form == "csv" else {"format": "parquet"}
+    # An id such as 000123 must not become the number 123.
+    convert = pyarrow.csv.ConvertOptions(column_types={id_column: pa.string()})
+    csv = pyarrow.dataset.CsvFileFormat(convert_options=convert)
     try:
-        table = pyarrow.dataset.dataset(path, filesystem=filesystem, **options)
+        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if form == "csv" else form)
         absent = [name for name in (id_column, label_column) if name not in table.schema.names]
         if absent:
             raise PencilError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
         for batch in table.to_batches(columns=[id_column, label_column]):
             names, labels = batch.column(0).to_pylist(), batch.column(1).to_pylist()
             for name, label in zip(names, labels, strict=True):
-                # An id may stand there as it is, or as our own tables spell it.
+                # An id may be written as it is, or as our own tables escape it.
                 for spelled in {} if name is None else {str(name), from_stored(str(name))}:
                     yield spelled, tuple(label) if isinstance(label, list) else label
     except (OSError, pa.ArrowInvalid) as error:
         raise PencilError(f"{url}: cannot be read as {form} ({error})") from error
-
-
-def _csv_of_text(id_column: str) -> Any:
-    """An id such as 000123 must not become the number 123."""
-    convert = pyarrow.csv.ConvertOptions(column_types={id_column: pa.string()})
-    return pyarrow.dataset.CsvFileFormat(convert_options=convert)

@@ -1,9 +1,17 @@
-"""Catalogue manifest: what a catalogue says of itself, from what an update wrote and measured."""
+"""Catalogue manifest: what a catalogue contains, measured in one pass over all rows.
 
+The recommended shuffle window follows from how much chunks differ. Let chunk k have share p_kc of class c,
+and P_c be the overall share. The class shares of a window of w random chunks have variance V/w with
+V = mean_k sum_c (p_kc - P_c)^2; those of a random batch of B samples have sum_c P_c (1 - P_c) / B. A window
+is large enough when its variance is no larger than that of such a batch.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,15 +19,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue.duplicates import Classes, Keys, find_equal_content, hashes_of
 from pencil_scale.catalogue.files import put_table
-from pencil_scale.catalogue.schema import DAMAGE, DAMAGED_STATUSES, SUFFIXES_SHOWN, damage_line, status_line
+from pencil_scale.catalogue.rules import Overlay
+from pencil_scale.catalogue.schema import (
+    CHUNK_ROWS,
+    DAMAGE,
+    DAMAGED_STATUSES,
+    SUFFIXES_SHOWN,
+    damage_line,
+    status_line,
+)
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.statistics import Statistics, measure
-from pencil_scale.catalogue.update import Overlay, Written
+from pencil_scale.catalogue.update import Written
 from pencil_scale.storage.folder import Folder
 
 UNKNOWN_LABELS_SHOWN = 1000
 LEAST_MIXED_SHOWN = 10
+EXAMPLES = 5  # rows of each damaged status
+REFERENCE_BATCH = 256
+MAX_MIX_ENTRIES = 50_000_000
+COLUMNS = ["row", "shard", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
 
 
 def describe(
@@ -31,7 +51,7 @@ def describe(
     version: int,
     catalogue_id: str,
 ) -> dict[str, Any]:
-    """Measure what was written, and give the manifest that will publish it."""
+    """Measure what was written and return the manifest that publishes it."""
     draft = {
         "format": FORMAT,
         "version": version,
@@ -51,132 +71,200 @@ def describe(
         "damage_tables": list(written.damage_tables),
     }
     catalogue = Catalogue(store.url, draft)
-    statistics = measure(catalogue, len(rules.classes))
-    chunks = put_table(store, "chunks", statistics.chunk_table())
-    figures = _figures(catalogue, statistics) | _found_in_shards(shards)
+    measured = Measured(catalogue)
+    chunks = {
+        "num_ok": pa.array(measured.num_ok, pa.int32()),
+        "ok_bytes": pa.array(measured.ok_bytes, pa.int64()),
+    }
+    indexed = [entry for entry in shards if entry.state == "indexed"]
+    manifest = {
+        **draft,
+        **measured.figures(),
+        **_table_counts(catalogue),
+        "num_samples": sum(entry.num_samples for entry in indexed),
+        "oddities": _most_common([entry.oddities for entry in indexed]),
+        "skipped_members": _most_common([entry.skipped for entry in indexed]),
+        "suffixes": _most_common([entry.suffixes for entry in indexed], SUFFIXES_SHOWN + 1),
+        "unknown_labels": _most_common([entry.unknown_labels for entry in indexed], UNKNOWN_LABELS_SHOWN),
+        "chunks": put_table(store, "chunks", pa.table(chunks)),
+    }
     head = ("num_rows", "num_ok", "num_classes", "status", "damage")
-    manifest = {**draft, **figures, "chunks": chunks}
     return {**{name: manifest[name] for name in head}, **manifest}
 
 
-def _figures(catalogue: Catalogue, statistics: Statistics) -> dict[str, Any]:
-    damage, num_lost = _damage_counts(catalogue.small_tables("damage_tables"))
-    duplicates = sum(len(table) for table in catalogue.small_tables("alias_tables"))
-    equal = statistics.equal_content
-    return {
-        "num_ok": statistics.total_ok,
-        "status": dict(statistics.statuses.most_common()),
-        "damage": damage,
-        "num_lost_samples": num_lost,
-        "num_duplicates": duplicates,
-        "num_duplicates_of_other_content": statistics.num_other_content,
-        "class_counts": statistics.class_counts.tolist(),
-        "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},
-        "truth": {"num_known": statistics.num_true, "num_wrong": statistics.num_wrong},
-        "window": {"num_chunks": statistics.window_chunks(), "mb": round(statistics.window_mb(), 3)},
-        "shard_mix": _shard_mix(statistics),
-        "least_mixed": _least_mixed(catalogue, statistics),
-        "damaged_samples": _damaged_samples(catalogue, statistics),
-        "unlabelled_id": _unlabelled_id(catalogue, statistics),
-    }
+def missing_damage(urls: Sequence[str]) -> pa.Table:
+    """The damage of shards that are listed but missing; they have no number, so -1."""
+    lines = [damage_line(url, 0, "shard_missing", "listed, but missing") for url in urls]
+    rows = [(-1, 0, 0, "shard_missing", None, 0, line) for line in lines]
+    return pa.Table.from_pylist([dict(zip(DAMAGE.names, row, strict=True)) for row in rows], schema=DAMAGE)
 
 
-def _damage_counts(tables: Iterable[pa.Table]) -> tuple[dict[str, int], int]:
+def _most_common(counts: Sequence[dict[str, int]], num: int | None = None) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total.most_common(num))
+
+
+def _table_counts(catalogue: Catalogue) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     num_lost = 0
-    for table in tables:
+    for table in catalogue.small_tables("damage_tables"):
         kinds.update(table["kind"].to_pylist())
         num_lost += pc.sum(table["num_samples"]).as_py() or 0
-    return dict(kinds.most_common()), num_lost
-
-
-def _shard_mix(statistics: Statistics) -> dict[str, Any]:
-    """How even the classes lie in a shard: the share of its largest class, beside that of the whole."""
-    rows = statistics.shard_mix.sum(axis=1)
-    mix = statistics.shard_mix[rows > 0]
-    if len(mix) == 0:
-        return {"num_shards": 0}
-    largest = mix.max(axis=1) / mix.sum(axis=1)
+    num_duplicates = sum(len(table) for table in catalogue.small_tables("alias_tables"))
     return {
-        "num_shards": len(mix),
-        "num_single_class": int((largest == 1).sum()),
-        "mean_largest_share": round(float(largest.mean()), 4),
-        "largest_share_overall": round(
-            float(statistics.class_counts.max() / statistics.class_counts.sum()), 4
-        ),
-        "mean_num_classes": round(float((mix > 0).sum(axis=1).mean()), 2),
+        "damage": dict(kinds.most_common()),
+        "num_lost_samples": num_lost,
+        "num_duplicates": num_duplicates,
     }
 
 
-def _least_mixed(catalogue: Catalogue, statistics: Statistics) -> list[dict[str, Any]]:
-    """The shards in which one class takes the largest share."""
-    totals = statistics.shard_mix.sum(axis=1)
-    shares = statistics.shard_mix.max(axis=1) / np.maximum(totals, 1)
-    return [
-        {
-            "url": catalogue.shards[number].url,
-            "num_ok": int(totals[number]),
-            "num_classes": int((statistics.shard_mix[number] > 0).sum()),
-            "largest": catalogue.manifest["classes"][int(statistics.shard_mix[number].argmax())],
-            "share": round(float(shares[number]), 4),
+class Measured:
+    """The figures of a catalogue; reads all rows once, and their content hashes once per range of hashes."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        num_classes = catalogue.num_classes
+        num_shards = min(len(catalogue.shards), max(1, MAX_MIX_ENTRIES // num_classes))
+        self.shard_mix = np.zeros(
+            (num_shards, num_classes), np.int64
+        )  # of the first shards, if there are many
+        self.class_counts = np.zeros(num_classes, np.int64)
+        self.num_ok: list[int] = []  # by chunk
+        self.ok_bytes: list[int] = []  # by chunk
+        self._statuses: Counter[str] = Counter()
+        self._examples: dict[str, list[int]] = {}  # the first damaged or unlabelled rows
+        self._num_true = self._num_wrong = self._num_other_content = 0
+        self._squares = 0.0  # sum over the chunks of n_k * sum_c p_kc^2
+        aliases = catalogue.aliases()
+        aliases = aliases.filter(pc.is_valid(aliases["content_key"])).sort_by("row")
+        self._twins = aliases["row"].to_numpy(), hashes_of(aliases["content_key"])
+        for table in catalogue.batches(COLUMNS):
+            statuses = pc.value_counts(table["status"]).to_pylist()
+            self._statuses.update({each["values"]: each["counts"] for each in statuses})
+            self._num_other_content += self._other_content(table)
+            self._add_examples(table)
+            self._add_ok(table)
+
+    def figures(self) -> dict[str, Any]:
+        """The entries of the manifest that describe the rows."""
+        num_ok, catalogue = sum(self.num_ok), self._catalogue
+        equal = find_equal_content(num_ok, lambda: _contents(catalogue))
+        num_chunks = self._window_chunks(num_ok)
+        window_mb = num_chunks * sum(self.ok_bytes) / max(1, len(self.ok_bytes)) / 1e6
+        unlabelled = self._examples.get("unlabelled", [])[:1]
+        ids = [catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0] for row in unlabelled]
+        return {
+            "num_ok": num_ok,
+            "status": dict(self._statuses.most_common()),
+            "num_duplicates_of_other_content": self._num_other_content,
+            "class_counts": self.class_counts.tolist(),
+            "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},
+            "truth": {"num_known": self._num_true, "num_wrong": self._num_wrong},
+            "window": {"num_chunks": num_chunks, "mb": round(window_mb, 3)},
+            "shard_mix": self._mix_of_shards(),
+            "least_mixed": self._least_mixed(),
+            "damaged_samples": self._damaged_samples(),
+            "unlabelled_id": str(ids[0])[:200]
+            if ids
+            else None,  # to compare with the ids of the label source
         }
-        for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
-        if totals[number]
-    ]
 
+    def _add_ok(self, table: pa.Table) -> None:
+        """Count the ok rows by class, chunk and shard."""
+        first_chunk, num_chunks = table["row"][0].as_py() // CHUNK_ROWS, -(-len(table) // CHUNK_ROWS)
+        ok = table.filter(pc.equal(table["status"], "ok"))
+        classes = ok["noisy_class"].to_numpy().astype(np.int64)
+        chunks = ok["row"].to_numpy() // CHUNK_ROWS - first_chunk
+        shape = (num_chunks, len(self.class_counts))
+        mix = np.bincount(chunks * shape[1] + classes, minlength=shape[0] * shape[1]).reshape(shape)
+        num_ok = mix.sum(axis=1)
+        self.class_counts += mix.sum(axis=0)
+        self.num_ok.extend(num_ok.tolist())
+        sizes = np.bincount(chunks, weights=ok["image_bytes"].to_numpy(), minlength=num_chunks)
+        self.ok_bytes.extend(int(size) for size in sizes)
+        self._squares += float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
+        shards = ok["shard"].to_numpy()
+        known = shards < len(self.shard_mix)
+        np.add.at(self.shard_mix, (shards[known], classes[known]), 1)
+        both = ok.filter(pc.is_valid(ok["true_class"]))
+        self._num_true += len(both)
+        self._num_wrong += pc.sum(pc.not_equal(both["true_class"], both["noisy_class"])).as_py() or 0
 
-def _unlabelled_id(catalogue: Catalogue, statistics: Statistics) -> str | None:
-    """The id of a sample without label, to be compared with what the label source calls its samples."""
-    for row in statistics.examples.get("unlabelled", [])[:1]:
-        return str(catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0])[:200]
-    return None
+    def _add_examples(self, table: pa.Table) -> None:
+        words = (*DAMAGED_STATUSES, "unlabelled")
+        wanted = [status for status in words if len(self._examples.get(status, [])) < EXAMPLES]
+        table = table.filter(pc.is_in(table["status"], pa.array(wanted, pa.string())))
+        for status in wanted if len(table) else ():
+            rows = table.filter(pc.equal(table["status"], status))["row"].slice(0, EXAMPLES).to_pylist()
+            if rows:
+                self._examples[status] = [*self._examples.get(status, []), *rows][:EXAMPLES]
 
+    def _other_content(self, table: pa.Table) -> int:
+        """Count aliases whose image differs from their row's: ids that name more than one image."""
+        rows, contents = self._twins
+        first = table["row"][0].as_py()
+        low, high = np.searchsorted(rows, [first, first + len(table)])
+        own = table["content_key"].take(pa.array(rows[low:high] - first))
+        known = pc.is_valid(own).to_numpy()
+        return int(np.count_nonzero(hashes_of(own)[known] != contents[low:high][known]))
 
-def _damaged_samples(catalogue: Catalogue, statistics: Statistics) -> list[dict[str, Any]]:
-    """Some rows of each damaged status, with their place and what to do."""
-    found = []
-    for status, row in ((status, row) for status, rows in statistics.examples.items() for row in rows):
-        if status in DAMAGED_STATUSES:
-            (place,) = catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
-            line = status_line(catalogue.shards[place["shard"]].url, place["image_offset"], status)
-            found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
-    return found
+    def _window_chunks(self, num_ok: int) -> int:
+        """The number of chunks in a window whose class mix is as good as a random batch's."""
+        if num_ok == 0:
+            return 1
+        overall = float(np.sum((self.class_counts / num_ok) ** 2))
+        if overall >= 1:
+            return 1
+        needed = math.ceil(REFERENCE_BATCH * max(self._squares / num_ok - overall, 0.0) / (1.0 - overall))
+        return min(max(1, needed), len(self.num_ok))
 
-
-def _found_in_shards(shards: Sequence[ShardEntry]) -> dict[str, Any]:
-    oddities: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    suffixes: Counter[str] = Counter()
-    num_samples = 0
-    for entry in shards:
-        if entry.state == "indexed":
-            num_samples += entry.num_samples
-            oddities.update(entry.oddities)
-            skipped.update(entry.skipped)
-            unknown.update(entry.unknown_labels)
-            suffixes.update(entry.suffixes)
-    return {
-        "num_samples": num_samples,
-        "oddities": dict(oddities.most_common()),
-        "skipped_members": dict(skipped.most_common()),
-        "suffixes": dict(suffixes.most_common(SUFFIXES_SHOWN + 1)),
-        "unknown_labels": dict(unknown.most_common(UNKNOWN_LABELS_SHOWN)),
-    }
-
-
-def missing_damage(urls: Sequence[str]) -> pa.Table:
-    """Damage of shards that were listed and are not there; they have no number, so -1."""
-    rows = [
-        {
-            "shard": -1,
-            "start": 0,
-            "end": 0,
-            "kind": "shard_missing",
-            "key": None,
-            "num_samples": 0,
-            "detail": damage_line(url, 0, "shard_missing", "listed, but not there"),
+    def _mix_of_shards(self) -> dict[str, Any]:
+        """How evenly classes are spread: the largest class's share of a shard, and of all samples."""
+        mix = self.shard_mix[self.shard_mix.sum(axis=1) > 0]
+        if len(mix) == 0:
+            return {"num_shards": 0}
+        largest = mix.max(axis=1) / mix.sum(axis=1)
+        overall = float(self.class_counts.max() / self.class_counts.sum())
+        return {
+            "num_shards": len(mix),
+            "num_single_class": int((largest == 1).sum()),
+            "mean_largest_share": round(float(largest.mean()), 4),
+            "largest_share_overall": round(overall, 4),
+            "mean_num_classes": round(float((mix > 0).sum(axis=1).mean()), 2),
         }
-        for url in urls
-    ]
-    return pa.Table.from_pylist(rows, schema=DAMAGE)
+
+    def _least_mixed(self) -> list[dict[str, Any]]:
+        """The shards with the largest share of a single class."""
+        totals = self.shard_mix.sum(axis=1)
+        shares = self.shard_mix.max(axis=1) / np.maximum(totals, 1)
+        return [
+            {
+                "url": self._catalogue.shards[number].url,
+                "num_ok": int(totals[number]),
+                "num_classes": int((self.shard_mix[number] > 0).sum()),
+                "largest": self._catalogue.class_names[int(self.shard_mix[number].argmax())],
+                "share": round(float(shares[number]), 4),
+            }
+            for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
+            if totals[number]
+        ]
+
+    def _damaged_samples(self) -> list[dict[str, Any]]:
+        """Some rows of each damaged status, with their place and what to do."""
+        found = []
+        for status, row in ((status, row) for status, rows in self._examples.items() for row in rows):
+            if status in DAMAGED_STATUSES:
+                (place,) = self._catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
+                line = status_line(self._catalogue.shards[place["shard"]].url, place["image_offset"], status)
+                found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
+        return found
+
+
+def _contents(catalogue: Catalogue) -> Iterator[tuple[Keys, Classes]]:
+    """The content hashes and classes of all ok rows and aliases."""
+    rows = catalogue.batches(["status", "content_key", "noisy_class"])
+    for table in chain(rows, catalogue.small_tables("alias_tables")):
+        ok = table.filter(pc.equal(table["status"], "ok"))
+        yield hashes_of(ok["content_key"]), ok["noisy_class"].to_numpy()

@@ -1,19 +1,15 @@
-"""Range reader: the bytes of many images out of many shards, in few requests.
+"""Ranges: the bytes of images and samples out of many shards, in few requests.
 
-Images that lie close together in a shard are fetched with one request, several requests at a time by
-threads, and each image is cut out as its range arrives: memory holds the images asked for and the ranges on
-their way. Before the first byte of a shard is used, its size and ETag (or modification time) are compared
-with what was indexed, because an offset into a rewritten shard would give another product's picture.
+Images that are close together in a shard are fetched with one request, several requests at a time by threads.
+Before the first byte of a shard is used, its size and ETag (or modification time) are compared with the
+index, because an offset into a rewritten shard would give another product's image. A failed request is
+retried a few times, after a growing random pause, and logged. Errors that waiting cannot fix (shard missing,
+no access, shard changed) stop the reading at once.
 
     images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
 
-A request that fails is tried again a few times, after a growing, random pause, and every time is logged.
-What cannot be mended by waiting (no such shard, no access, a changed shard) stops at once, by name.
-
-Sample ranges: whole samples out of shards, by byte range, without reading what lies between.
-
-The catalogue knows where every image is, and so where a neighbour's image ends and the next begins: between
-the two lie all members of a sample, whichever order its writer chose. What belongs to it is told by its key.
+A sample's members are between the image before its own and the image after it, whatever order its writer
+chose, so one range holds all of them; its key identifies them.
 
     places = places_of(catalogue, rows)                      # row, shard, key, image_offset, start, stop
     for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard
@@ -26,31 +22,22 @@ import random
 import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import (
-    ByteSource,
-    FileSource,
-    MemorySource,
-    RemoteSource,
-    ShardVersion,
-    filesystem_of,
-    is_local,
-    version_of,
-)
+from pencil_scale.storage.urls import ByteSource, MemorySource, ShardVersion, open_source, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +50,14 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
-
-class IndexedShard(Protocol):
-    """A shard as the catalogue knows it."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def version(self) -> ShardVersion: ...
+SPAN_ROWS = 64 * CHUNK_ROWS
+COLUMNS = ["row", "shard", "image_offset", "image_bytes", "key", "status"]
+Members = list[tuple[str, bytes]]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes [start, stop) of a shard, and which of the wanted images they hold, in order of offset."""
+    """Bytes [start, stop) of a shard, and which of the requested images they hold, in order of offset."""
 
     start: int
     stop: int
@@ -84,41 +65,42 @@ class Range:
 
 
 class RangeReader:
-    """Reads images from shards that are still what the catalogue says they are."""
+    """Reads images from shards that have not changed since they were indexed."""
 
-    def __init__(self, shards: Sequence[IndexedShard], num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, shards: Sequence[ShardEntry], num_threads: int = NUM_THREADS) -> None:
         self._shards = shards
         self._num_threads = num_threads
 
     def read(self, shard: npt.NDArray[np.int32], offset: Int64s, length: Int64s) -> list[bytes]:
-        """Give the bytes of each image, in the order asked for."""
+        """Give the bytes of each image, in the order of the arguments."""
         images: list[bytes] = [b""] * len(shard)
         with ExitStack() as open_shards, ThreadPoolExecutor(self._num_threads) as pool:
-            opening = {
-                number: pool.submit(self._open, int(number), open_shards) for number in np.unique(shard)
-            }
-            tasks = []
-            for number, coming in opening.items():
-                source = _result(coming, list(opening.values()))
-                wanted = np.flatnonzero(shard == number)
-                for piece in coalesce(offset, length, wanted, source.far_bytes, source.chunk_bytes):
-                    tasks.append(pool.submit(self._fetch, source, piece, offset, length, images))
-            for task in tasks:
-                _result(task, tasks)
+            try:
+                opening = {
+                    number: pool.submit(self._open, int(number), open_shards) for number in np.unique(shard)
+                }
+                tasks = []
+                for number, coming in opening.items():
+                    source, wanted = coming.result(), np.flatnonzero(shard == number)
+                    for piece in coalesce(offset, length, wanted, source.far_bytes, source.chunk_bytes):
+                        tasks.append(pool.submit(self._fetch, source, piece, offset, length, images))
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         return images
 
     def _open(self, number: int, open_shards: ExitStack) -> ByteSource:
-        """Open a shard after making sure of its version."""
+        """Open a shard after checking its version."""
         entry = self._shards[number]
         found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
         if found != entry.version:
             raise PencilError(_changed(entry, found))
-        filesystem, path = filesystem_of(entry.url)
-        if not is_local(filesystem):
-            return RemoteSource(filesystem, path, entry.url, found.num_bytes)
-        source = persistently(f"shard {entry.url}", lambda: FileSource(path, entry.url))
-        open_shards.callback(source.close)
-        return source
+        return persistently(
+            f"shard {entry.url}",
+            lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes)),
+        )
 
     @staticmethod
     def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
@@ -127,7 +109,7 @@ class RangeReader:
         def once() -> bytes:
             data = source.read(piece.start, num_bytes)
             if len(data) != num_bytes:
-                raise OSError(f"{len(data):,} bytes came")
+                raise OSError(f"got {len(data):,} bytes")
             return data
 
         data = persistently(f"shard {source.url}: {num_bytes:,} bytes at {piece.start:,}", once)
@@ -137,7 +119,7 @@ class RangeReader:
 
 
 def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, most_bytes: int) -> list[Range]:
-    """Join images whose gap is at most `far_bytes` into ranges of at most `most_bytes`, or one image."""
+    """Join images at most `far_bytes` apart into ranges of one image, or of at most `most_bytes`."""
     order = wanted[np.argsort(offset[wanted], kind="stable")]
     starts = offset[order].tolist()
     stops = (offset[order] + length[order]).tolist()
@@ -156,61 +138,41 @@ def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, mos
 
 
 def persistently(what: str, attempt: Callable[[], Result]) -> Result:
-    """Try a few times, with growing random pauses; the last failure names what was tried and how often."""
+    """Try a few times, with growing random pauses; the last error says what was tried and how often."""
     for number in range(1, MAX_ATTEMPTS + 1):
         try:
             return attempt()
         except Exception as error:
-            if isinstance(_root(error), HOPELESS):
-                raise PencilError(f"{what}: {_reason(error)}; check that it is there and readable") from error
+            # The store's own error is under the one that our modules make of it.
+            cause = error.__cause__ if isinstance(error, PencilError) and error.__cause__ else error
+            reason = f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]})"
+            if isinstance(cause, HOPELESS):
+                raise PencilError(f"{what}: {reason}; check that it exists and is readable") from error
             if number == MAX_ATTEMPTS:
                 raise PencilError(
-                    f"{what}: failed {MAX_ATTEMPTS} times, last with {_reason(error)}; check the store and "
-                    "the network, then start the same command again"
+                    f"{what}: failed {MAX_ATTEMPTS} times, last with {reason}; check the store and the "
+                    "network, then start the same command again"
                 ) from error
             pause_s = random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
-            logger.warning("%s: %s; attempt %d in %.1f s", what, _reason(error), number + 1, pause_s)
+            logger.warning("%s: %s; attempt %d in %.1f s", what, reason, number + 1, pause_s)
             time.sleep(pause_s)
     raise AssertionError("unreachable")
 
 
-def _result(coming: "Future[Result]", all_coming: "Sequence[Future[Result]]") -> Result:
-    """Wait for one; where it failed, what has not begun yet is not begun."""
-    try:
-        return coming.result()
-    except BaseException:
-        for task in all_coming:
-            task.cancel()
-        wait(all_coming)
-        raise
-
-
-def _changed(entry: IndexedShard, found: ShardVersion | None) -> str:
+def _changed(entry: ShardEntry, found: ShardVersion | None) -> str:
     if found is None:
-        return f"shard {entry.url} is gone since it was indexed; bring it back, or run index_shards again"
+        return f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
     was = entry.version
     sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
     difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
     return f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
 
 
-def _root(error: BaseException) -> BaseException:
-    """What the store itself said, under the words our own modules put around it."""
-    return error.__cause__ if isinstance(error, PencilError) and error.__cause__ else error
-
-
-def _reason(error: BaseException) -> str:
-    root = _root(error)
-    return f"{type(root).__name__} ({' '.join(str(root).split())[:200]})"
-
-
-SPAN_ROWS = 64 * CHUNK_ROWS
-COLUMNS = ["row", "shard", "image_offset", "image_bytes", "key", "status"]
-Members = list[tuple[str, bytes]]
+# -- samples ------------------------------------------------------------------------------------------
 
 
 def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
-    """Look up, for rows that rise, the range between each one's neighbours; sorted by shard and offset."""
+    """Look up, for ascending rows, the range between each one's neighbours; sorted by shard and offset."""
     found = []
     for first in range(0, catalogue.num_rows, SPAN_ROWS):
         begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
@@ -220,14 +182,15 @@ def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
 
 
 def _places(catalogue: Catalogue, rows: Int64s, first: int) -> pa.Table:
-    # Neighbours may be in the chunk before or behind; one that is not seen only makes a range longer.
+    # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
     stop = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
     table = catalogue.read(max(0, first - CHUNK_ROWS), stop, COLUMNS)
     known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
     table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
     shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
     ends = offset + table["image_bytes"].to_numpy()
-    # Where a shard lost or gained bytes, padding may be shorter than it should: only on one grid is it sure.
+    # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
+    # distance is a multiple of 512.
     on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
     ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
     after_other = np.append(False, shard[1:] == shard[:-1])
@@ -240,7 +203,7 @@ def _places(catalogue: Catalogue, rows: Int64s, first: int) -> pa.Table:
 
 
 def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
-    """Read whole samples, in the order of their places; shards that changed since are refused by name."""
+    """Read complete samples, in the order of their places; a shard that has changed is an error."""
     start, stop = places["start"].to_numpy(), places["stop"].to_numpy()
     ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, stop - start)
     offsets = (places["image_offset"].to_numpy() - start).tolist()
@@ -260,13 +223,13 @@ def _sample_at(reader: ShardReader, key: str, image_offset: int) -> Sample:
             if image is not None and image.offset == image_offset:
                 return found
     raise PencilError(
-        f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run index_shards "
-        "again"
+        f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run "
+        "index_shards again"
     )
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
-    """Spell samples as a WebDataset shard: contents bit for bit, no clock, no user."""
+    """Write samples as a WebDataset shard: contents bit for bit, without times and owners."""
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for key, members in samples:
@@ -280,14 +243,14 @@ def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
 def renamed(
     samples: Iterable[tuple[str, Members]], places: pa.Table, catalogue: Catalogue
 ) -> Iterator[tuple[str, Members]]:
-    """Put the shard's name before keys that are only unique in their shard, as identity `shard_key` does."""
+    """Prefix keys that are unique only within a shard with its name, as identity `shard_key` does."""
     unique = catalogue.manifest["identity"] == "key"
     for (key, members), shard in zip(samples, places["shard"].to_pylist(), strict=True):
         yield (key if unique else f"{shard_stem(catalogue.shards[shard].url)}/{key}"), members
 
 
 def thinness(catalogue: Catalogue, places: pa.Table) -> float:
-    """The share that these images have of the bytes of all shards they lie in."""
+    """The share of these images in the bytes of all shards that hold them."""
     shards = np.unique(places["shard"].to_numpy())
     num_bytes = sum(catalogue.shards[number].num_bytes for number in shards.tolist())
     taken = sum(padded(size) for size in places["image_bytes"].to_pylist())

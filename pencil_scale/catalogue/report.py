@@ -1,6 +1,6 @@
-"""Catalogue report: what the catalogue holds, as a short table for a terminal and as one page to look at.
+"""Catalogue report: what the catalogue contains, as a short table for the terminal and as an HTML page.
 
-The page needs no network and no script. Everything that came out of a shard is escaped by the template.
+The page needs no network and no scripts. The template escapes everything that comes from a shard.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pencil_scale.storage.urls import without_passwords
 
 DAMAGE_SHOWN = 200
 UNKNOWN_SHOWN = 50
-MANY_HELD_OUT = 0.01  # of the rows; a test set that overlaps by so much is an error more often than not
+MANY_HELD_OUT = 0.01  # of the rows; a test set that overlaps by more than this is usually a mistake
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Catalogue</title>
@@ -32,8 +32,7 @@ td.key { min-width: 7rem; }
 .warning { border-left: 4px solid #c80; padding-left: .75rem; }
 </style></head><body>
 <h1>Catalogue, version {{ version }}</h1>
-<p>Written {{ created }} from {{ num_shards }}. Samples are named by {{ identity }},
-labels come from {{ label }}.</p>
+<p>Created {{ created }} from {{ num_shards }}. Sample ids: {{ identity }}. Labels: {{ label }}.</p>
 {% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 <table>{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>Classes</h2>
@@ -41,29 +40,30 @@ labels come from {{ label }}.</p>
 {% for name, count, share in classes %}
 <tr><td class="text">{{ name }}</td><td class="number">{{ "{:,}".format(count) }}</td>
 <td><div class="bar" style="width: {{ share }}%"></div></td></tr>{% endfor %}</table>
-{% if mixes %}<h2>Class mix, least even shards first</h2>
-<table><tr><th>shard</th><th class="number">ok</th><th class="number">classes</th>
-<th>largest class</th><th class="number">its share</th></tr>
+{% if mixes %}<h2>Least mixed shards</h2>
+<table><tr><th>shard</th><th class="number">ok samples</th><th class="number">classes</th>
+<th>largest class</th><th class="number">share</th></tr>
 {% for mix in mixes %}
 <tr><td class="text">{{ mix.url }}</td><td class="number">{{ "{:,}".format(mix.num_ok) }}</td>
 <td class="number">{{ mix.num_classes }}</td><td>{{ mix.largest }}</td>
 <td class="number">{{ "{:.1%}".format(mix.share) }}</td></tr>{% endfor %}</table>{% endif %}
-<h2>Statuses and damage</h2>
-<table><tr><th>word</th><th class="number">count</th><th>what to do</th></tr>
+<h2>Sample status and damage</h2>
+<table><tr><th>status</th><th class="number">count</th><th>what to do</th></tr>
 {% for word, count, advice in words %}
 <tr><td>{{ word }}</td><td class="number">{{ "{:,}".format(count) }}</td><td>{{ advice }}</td></tr>
 {% endfor %}</table>
 {% if samples %}<h2>Damaged samples</h2>
-<p>The first of each kind; all of them are rows of the catalogue with this status.</p>
-<table><tr><th>status</th><th class="number">row</th><th>key</th><th>where, and what to do</th></tr>
+<p>Examples of each status. The catalogue has a row for every damaged sample.</p>
+<table><tr><th>status</th><th class="number">row</th><th>key</th><th>details</th></tr>
 {% for row in samples %}
 <tr><td>{{ row.status }}</td><td class="number">{{ "{:,}".format(row.row) }}</td>
 <td class="text key">{{ row.key }}</td><td class="text">{{ row.detail }}</td></tr>
 {% endfor %}</table>{% endif %}
-{% if damage %}<h2>Damage table</h2>
-<p>{{ "{:,}".format(damage|length) }} of {{ "{:,}".format(num_damage) }} entries, with what no row could be
-made of; all of them are in the Parquet files that the manifest names as <code>damage_tables</code>.</p>
-<table><tr><th>kind</th><th>key</th><th>where, what was found, what to do</th></tr>
+{% if damage %}<h2>Damaged shards</h2>
+<p>Data that could not be turned into rows: {{ "{:,}".format(damage|length) }} of
+{{ "{:,}".format(num_damage) }} entries. All entries are in the Parquet files listed in the manifest as
+<code>damage_tables</code>.</p>
+<table><tr><th>kind</th><th>key</th><th>details</th></tr>
 {% for row in damage %}
 <tr><td>{{ row.kind }}</td><td class="text key">{{ (row.key or "")[:200] }}</td>
 <td class="text">{{ row.detail }}</td></tr>
@@ -78,12 +78,14 @@ made of; all of them are in the Parquet files that the manifest names as <code>d
 
 
 def summary_page(catalogue: Catalogue) -> str:
-    """Spell the catalogue as one HTML page."""
+    """Render the catalogue as one HTML page."""
     manifest = catalogue.manifest
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     counts = manifest["class_counts"]
     largest = max([*counts, 1])
-    damage, num_damage = _damage_rows(catalogue)
+    damage: list[dict[str, Any]] = []
+    for table in catalogue.small_tables("damage_tables"):
+        damage += table.slice(0, DAMAGE_SHOWN - len(damage)).to_pylist()
     return environment.from_string(_PAGE).render(
         version=catalogue.version,
         created=manifest["created"],
@@ -100,13 +102,13 @@ def summary_page(catalogue: Catalogue) -> str:
         words=[(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)],
         samples=manifest["damaged_samples"],
         damage=damage,
-        num_damage=num_damage,
+        num_damage=sum(manifest["damage"].values()),
         unknown=list(manifest["unknown_labels"].items())[:UNKNOWN_SHOWN],
     )
 
 
 def summary_text(catalogue: Catalogue, name: str) -> str:
-    """Spell the catalogue as a short table."""
+    """Render the catalogue as a short table."""
     manifest = catalogue.manifest
     lines = [f"{name} catalogue, version {catalogue.version}: {catalogue.folder}"]
     words = [(word, f"{count:,}: {ADVICE.get(word, '')}") for word, count in _words(manifest) if word != "ok"]
@@ -120,43 +122,42 @@ def summary_text(catalogue: Catalogue, name: str) -> str:
     alarm = held_out_alarm(manifest)
     lines += [f"  note: {warning}" for warning in warnings(manifest) if warning != alarm]
     lines += [f"  WARNING: {alarm}"] if alarm else []
-    return "\n".join([*lines, f"  look at it: {catalogue.folder}/summary.html"])
+    return "\n".join([*lines, f"  report: {catalogue.folder}/summary.html"])
 
 
 def warnings(manifest: dict[str, Any]) -> list[str]:
-    """Say what a person should think about before training."""
+    """List what a person should check before training."""
     alarm = held_out_alarm(manifest)
     found = [alarm] if alarm else []
+    num_rows, extensions = manifest["num_rows"], extensions_line(manifest["suffixes"])
     unlabelled = manifest["status"].get("unlabelled", 0)
-    if unlabelled > manifest["num_rows"] / 2:
+    if unlabelled > num_rows / 2:
         found.append(
-            f"{unlabelled:,} of {manifest['num_rows']:,} samples have no label, one of them "
+            f"{unlabelled:,} of {num_rows:,} samples have no label, for example "
             f"{manifest['unlabelled_id']!a}; is data.label {without_passwords(manifest['label'])} right? "
-            f"({extensions_line(manifest.get('suffixes', {}))})"
+            f"({extensions})"
         )
     unclear = sum(manifest["status"].get(status, 0) for status in UNCLEAR_IMAGE)
-    if unclear > manifest["num_rows"] / 2:
-        found.append(
-            f"{unclear:,} of {manifest['num_rows']:,} samples have no image or several; "
-            f"{extensions_line(manifest.get('suffixes', {}))}"
-        )
+    if unclear > num_rows / 2:
+        found.append(f"{unclear:,} of {num_rows:,} samples have no image or several; {extensions}")
     others = manifest["num_duplicates_of_other_content"]
     if others:
         found.append(
-            f"{others:,} duplicates have the id of another image: the same "
-            f"id names different samples; is data.identity {manifest['identity']} right? (try shard_key)"
+            f"{others:,} duplicates have the id of a different image; is data.identity "
+            f"{manifest['identity']} right? (try shard_key)"
         )
-    if manifest["equal_content"]["num_proven_wrong"]:
-        equal = manifest["equal_content"]
+    equal = manifest["equal_content"]
+    if equal["num_proven_wrong"]:
         found.append(
-            f"{equal['num_conflicting_images']:,} images come with different labels: at least "
+            f"{equal['num_conflicting_images']:,} images occur with different labels: at least "
             f"{equal['num_proven_wrong']:,} labels ({equal['proven_noise']:.2%}) are wrong"
         )
     mix = manifest["shard_mix"]
     if manifest["window"]["num_chunks"] > 1:
         found.append(
-            f"classes lie unevenly ({mix['num_single_class']:,} of {mix['num_shards']:,} shards hold one "
-            f"class): shuffle with data.window_mb of {max(1, round(manifest['window']['mb']))} or more"
+            f"classes are unevenly spread over the shards ({mix['num_single_class']:,} of "
+            f"{mix['num_shards']:,} shards have a single class): "
+            f"set data.window_mb to at least {_window_mb(manifest):,}"
         )
     empty = sum(count == 0 for count in manifest["class_counts"])
     if empty:
@@ -165,7 +166,7 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
 
 
 def held_out_alarm(manifest: dict[str, Any]) -> str | None:
-    """Say that many samples left training because a clean set has their ids, and how that may be an error."""
+    """Warn if many samples are not trained on because a clean set has their ids: often a mistake."""
     num, num_rows = manifest["status"].get("held_out", 0), manifest["num_rows"]
     if num <= MANY_HELD_OUT * num_rows:
         return None
@@ -177,57 +178,49 @@ def held_out_alarm(manifest: dict[str, Any]) -> str | None:
     if identity == "key":
         return said + (
             "if keys are only row numbers or file names, different images share them: index with "
-            "data.identity: shard_key into another run.storage; if they are the same images, all is well"
+            "data.identity: shard_key into another run.storage; if they are the same images, this is correct"
         )
-    return said + "look at some: if they are other images, choose another data.identity and run.storage"
+    return said + "check some: if they are different images, choose another data.identity and run.storage"
 
 
 def many(number: int, thing: str) -> str:
-    """Spell a number of things."""
+    """Format a number of things, as in `1 shard` or `2 shards`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    counts = manifest["class_counts"]
-    filled = [count for count in counts if count]
+    states = [shard["state"] for shard in manifest["shards"]]
+    vanished = states.count("vanished")
+    shards = many(len(states) - vanished, "shard") + (f" ({vanished:,} more vanished)" if vanished else "")
     mix, truth = manifest["shard_mix"], manifest["truth"]
     facts = [
-        ("samples", f"{manifest['num_samples']:,} in {_shards(manifest)}"),
-        ("rows", f"{manifest['num_rows']:,}, of which ok {manifest['num_ok']:,}"),
+        ("samples", f"{manifest['num_samples']:,} in {shards}"),
+        ("rows", f"{manifest['num_rows']:,}, of which {manifest['num_ok']:,} ok"),
         ("duplicates", f"{manifest['num_duplicates']:,}"),
         ("classes", f"{manifest['num_classes']:,}"),
     ]
+    filled = [count for count in manifest["class_counts"] if count]
     if filled:
-        imbalance = f"largest {max(filled):,}, smallest {min(filled):,}: {max(filled) / min(filled):.1f} to 1"
-        facts.append(("imbalance", imbalance))
-        share = f"{mix['mean_largest_share']:.1%} of a mean shard, {mix['largest_share_overall']:.1%} of all"
-        facts.append(("largest class", share))
-        window = max(1, round(manifest["window"]["mb"]))
-        facts.append(("to shuffle well", f"data.window_mb of {window:,} or more"))
+        imbalance = (
+            f"largest {max(filled):,}, smallest {min(filled):,} ({max(filled) / min(filled):.1f} to 1)"
+        )
+        mean, overall = mix["mean_largest_share"], mix["largest_share_overall"]
+        facts += [
+            ("class sizes", imbalance),
+            ("largest class", f"{mean:.1%} of a shard on average, {overall:.1%} overall"),
+            ("shuffle window", f"at least {_window_mb(manifest):,} MB (data.window_mb)"),
+        ]
     if truth["num_known"]:
-        wrong = truth["num_wrong"]
-        facts.append(("true classes", f"{truth['num_known']:,} known, {wrong:,} labels differ"))
+        facts.append(("true classes", f"{truth['num_known']:,} known, {truth['num_wrong']:,} labels differ"))
     odd = {**manifest["oddities"], **{f"{kind} member": n for kind, n in manifest["skipped_members"].items()}}
-    facts += [(f"odd: {kind}", f"{count:,}") for kind, count in odd.items()]
-    return facts
+    return [*facts, *((f"unusual: {kind}", f"{count:,}") for kind, count in odd.items())]
 
 
-def _shards(manifest: dict[str, Any]) -> str:
-    states = [shard["state"] for shard in manifest["shards"]]
-    vanished = states.count("vanished")
-    return many(len(states) - vanished, "shard") + (f" ({vanished:,} more vanished)" if vanished else "")
+def _window_mb(manifest: dict[str, Any]) -> int:
+    return max(1, round(float(manifest["window"]["mb"])))
 
 
 def _words(manifest: dict[str, Any]) -> list[tuple[str, int]]:
-    """Statuses first, damaged ones after the others, then what stands in the damage table."""
+    """Statuses first, damaged ones after the others, then the kinds in the damage table."""
     statuses = sorted(manifest["status"].items(), key=lambda pair: (pair[0] in DAMAGED_STATUSES, -pair[1]))
     return [*statuses, *manifest["damage"].items()]
-
-
-def _damage_rows(catalogue: Catalogue) -> tuple[list[dict[str, Any]], int]:
-    shown: list[dict[str, Any]] = []
-    total = 0
-    for table in catalogue.small_tables("damage_tables"):
-        total += len(table)
-        shown += table.slice(0, DAMAGE_SHOWN - len(shown)).to_pylist()
-    return shown, total

@@ -1,23 +1,26 @@
-"""Index rules: the config's words on identity, labels and images, made ready for reading shards.
+"""Index rules: what the config says about identity, labels and images, ready for reading shards.
 
-A rule set has a name that changes with anything that would change a record: the policies, the class list,
-the aliases, and the version of the label table. Shards indexed under another name are read again.
+Rules have a name that changes with everything that would change a record: the policies, the class list, the
+aliases, and the version of the label table. Shards that were indexed under another name are read again. Lists
+of excluded and held-out ids are not rules: they are applied to records that have been read.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import Keys, contains
-from pencil_scale.catalogue.label_sources import LabelClasses, read_label_classes, read_lookup
+from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
+from pencil_scale.catalogue.label_sources import read_label_classes, read_lookup
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
-from pencil_scale.catalogue.update import Overlay, hashes_of
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import open_source, version_of
 
@@ -30,31 +33,65 @@ def make_rules(
     truth: str | None = None,
     decode_images: bool = False,
 ) -> tuple[IndexRules, str]:
-    """Read the tables the rules need; gives the rules and their name."""
+    """Read the tables that the rules need; returns the rules and their name."""
     classes = read_label_classes(classes_url, aliases_url)
-    rules = IndexRules(
-        identity,
-        _source(label),
-        classes,
-        None if truth is None else _source(_spelled_out(truth)),
-        decode_images,
-    )
-    return rules, _name(rules, classes)
+    if (
+        truth is not None
+        and truth not in ("cls", "txt")
+        and not truth.startswith(("json:", "file:", "table:"))
+    ):
+        if "#" not in truth:
+            raise PencilError(
+                f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD"
+            )
+        truth = f"table:{truth}"
+    sources = [
+        LabelSource(source, read_lookup(source) if source.startswith(("file:", "table:")) else None)
+        for source in (label, truth)
+        if source is not None
+    ]
+    rules = IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images)
+    versions = [str(version_of(each.url)) for each in sources if each.lookup is not None]
+    words = [identity, *(each.source for each in sources), str(decode_images), *versions]
+    text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
+    return rules, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Sorted hashes of the ids that are excluded or held out; `name` identifies both lists."""
+
+    excluded: Keys
+    held_out: Keys
+    name: str
+    num_listed: int = 0  # different lines on the exclude list
+
+    @property
+    def exclude(self) -> str:
+        """A name for the exclude list alone."""
+        return hashlib.sha256(self.excluded.tobytes()).hexdigest()[:32]
+
+    def statuses(self, found: Any, keys: Any) -> pa.ChunkedArray:
+        """Replace the statuses of listed ids."""
+        hashes = hashes_of(keys)
+        found = pc.if_else(pa.array(contains(self.held_out, hashes)), "held_out", found)
+        return pc.if_else(pa.array(contains(self.excluded, hashes)), "excluded", found)
 
 
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
     """Hash the ids to exclude, and those of the validation and test shards."""
     lines = _ids(exclude_url)
-    # An id may be listed as it is, or as our own tables spell it.
-    excluded = _sorted([sample_key(name) for line in lines for name in {line, from_stored(line)}])
+    # An id may be listed as it is, or as our own tables write it.
+    keys = [sample_key(name) for line in lines for name in {line, from_stored(line)}]
+    excluded = np.unique(np.array(keys, "S16"))
     columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
-    held = np.unique(np.concatenate([np.empty(0, "S16"), *(hashes_of(column) for column in columns)]))
+    held = np.unique(np.concatenate([np.empty(0, "S16"), *map(hashes_of, columns)]))
     digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
     return Overlay(excluded, held, digest, len(set(lines)))
 
 
 def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray[np.int64]:
-    """The ok rows of a catalogue that the list of ids to exclude names now, and did not at indexing."""
+    """Find the ok rows of a catalogue that were added to the exclude list since it was indexed."""
     overlay = make_overlay(exclude_url)
     if overlay.exclude == catalogue.manifest["exclude"] or not len(overlay.excluded):
         return np.empty(0, np.int64)
@@ -65,41 +102,12 @@ def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray
     return np.concatenate(found)
 
 
-def _source(label: str) -> LabelSource:
-    return LabelSource(label, read_lookup(label) if label.startswith(("file:", "table:")) else None)
-
-
-def _spelled_out(truth: str) -> str:
-    """A truth without a scheme is a table, `URL#id,class`."""
-    if truth in ("cls", "txt") or truth.startswith(("json:", "file:", "table:")):
-        return truth
-    if "#" not in truth:
-        raise PencilError(f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD")
-    return f"table:{truth}"
-
-
-def _name(rules: IndexRules, classes: LabelClasses) -> str:
-    sources = [rules.label, *([rules.truth] if rules.truth else [])]
-    tables = [str(version_of(_url(each.source))) for each in sources if each.lookup is not None]
-    words = [rules.identity, *(each.source for each in sources), str(rules.decode_images), *tables]
-    text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _url(source: str) -> str:
-    return source.partition(":")[2].rpartition("#")[0] or source.partition(":")[2]
-
-
 def _ids(url: str | None) -> list[str]:
     if url is None:
         return []
     if version_of(url) is None:
-        raise PencilError(f"data.exclude: {url}: no such file, seen from the folder you are in")
+        raise PencilError(f"data.exclude: {url}: no such file, seen from the current folder")
     with open_source(url) as source:
         text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
-    # Not `splitlines`: an id may hold what Unicode also calls the end of a line.
+    # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-
-
-def _sorted(keys: Sequence[bytes]) -> Keys:
-    return np.unique(np.array(list(keys), dtype="S16"))

@@ -1,21 +1,14 @@
-r"""Raw text: names and ids from shards, kept in files that only take valid UTF-8.
+r"""Catalogue schema: the columns of its tables, every status and kind of damage, ids, and raw text.
 
-Text from a shard may hold bytes that are no UTF-8; in memory they are surrogates. In Parquet and JSON
-such a byte stands as `\xNN` and a backslash as `\\`; everything else stands as itself. Both directions
-are exact, so two different ids never become one.
+`status` is what training uses; `found_status` is what the shard alone says, so that an id removed from the
+exclude list does not require reading its shard again.
+
+Names and ids from shards may contain bytes that are not UTF-8; in memory they are surrogates. Parquet and
+JSON take only valid UTF-8: there such a byte is written as `\xNN` and a backslash as `\\`. Both directions
+are exact, so two different ids never become equal.
 
     to_stored("caf\udce9")       # 'caf\\xe9'
     from_stored("caf\\xe9")      # 'caf\udce9'
-
-Catalogue schema: the columns of its tables, and every word a status or damage can be.
-
-`status` is the word training goes by; `found_status` is what the shard alone said, so that an id taken
-off the exclude list needs no second reading of its shard.
-
-Identity: which text names a sample, by the policy the config chose.
-
-WebDataset keys repeat between shards and change between crawls, so nobody but the owner of the data can
-say what makes two samples the same one.
 """
 
 import re
@@ -32,21 +25,21 @@ _ESCAPE = re.compile(r"\\(?:\\|x([0-9a-f]{2}))")
 
 
 def to_stored(text: str) -> str:
-    """Spell text for a file."""
+    """Escape text for a file."""
     if text.isascii() and "\\" not in text:
         return text
     return _RAW_BYTE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}", text.replace("\\", "\\\\"))
 
 
 def from_stored(text: str) -> str:
-    """Read back what `to_stored` spelled."""
+    """Undo `to_stored`."""
     if "\\" not in text:
         return text
     return _ESCAPE.sub(lambda match: chr(0xDC00 + int(match[1], 16)) if match[1] else "\\", text)
 
 
 def from_json(text: str) -> str:
-    """Take text out of JSON, where half a surrogate pair may stand alone: its bytes, as in a name."""
+    """Convert text from JSON, which may contain half a surrogate pair, to the form of names in memory."""
     if text.isascii():
         return text
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
@@ -55,7 +48,7 @@ def from_json(text: str) -> str:
 CHUNK_ROWS = 4096
 SUFFIXES_SHOWN = 5
 
-# One record of one sample. Texts are spelled by `raw_text.to_stored`.
+# One record of one sample. Texts are escaped by `to_stored`.
 RECORD = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
@@ -72,7 +65,7 @@ RECORD = pa.schema(
     ]
 )
 
-# A row of the catalogue, and an alias of one: a record with its place and the word on it.
+# A row of the catalogue, or an alias of one: a record with its row, its shard and its status.
 ROW = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
@@ -82,7 +75,7 @@ ROW = pa.schema(
     ]
 )
 
-# What could not become a row. `num_samples` is 1 where exactly one sample is meant, 0 where nobody knows.
+# What could not become a row. `num_samples` is 1 for exactly one sample, and 0 if the number is unknown.
 FINDING = pa.schema(
     [
         pa.field("start", pa.int64(), nullable=False),
@@ -95,20 +88,20 @@ FINDING = pa.schema(
 )
 DAMAGE = pa.schema([pa.field("shard", pa.int32(), nullable=False), *FINDING])
 
-# Statuses that are nobody's fault: counted, never trained on, given a prediction on export.
+# Statuses that are not damage: counted, never trained on, given a prediction on export.
 OTHER_STATUSES = {
     "unlabelled": "no label found; give one, or leave it to the trained model",
-    "several_labels": "its labels name different classes; decide between them in an alias file or table",
+    "several_labels": "its labels name different classes; resolve this in an alias file or table",
     "unknown_class": "its label matches no class and no alias; add it to data.aliases",
     "excluded": "listed in data.exclude",
     "held_out": "also in the validation or test shards, so not trained on",
-    "vanished": "no shard holds it any more; the row is kept for its return",
+    "vanished": "no longer in any shard; the row is kept in case it returns",
 }
 
-# Statuses of rows that are damaged: the id could be read, the sample cannot be used.
+# Statuses of damaged rows: the id is readable, but the sample cannot be used.
 DAMAGED_STATUSES = {
-    "cut": "damage in the shard took a part of it; fetch the shard again",
-    "repeated_member": "two members of one name; write the shard again with names that differ",
+    "cut": "part of it is lost to damage in the shard; fetch the shard again",
+    "repeated_member": "two members have the same name; write the shard again with unique names",
     "image_missing": "no image member; write the shard again, or ignore it",
     "several_images": "more than one image member; keep one, or give the others a suffix such as seg.png",
     "image_empty": "the image has 0 bytes; fetch it again",
@@ -117,72 +110,56 @@ DAMAGED_STATUSES = {
     "image_too_large": "the image member is over 256 MiB; shrink it",
     "link_member": "the image or label is a link to elsewhere; write the shard with files",
     "sparse_member": "the image or label is a sparse file; write the shard without --sparse",
-    "label_not_a_number": "its .cls holds no number and no class name; mend the label",
+    "label_not_a_number": "its .cls is neither a number nor a class name; mend the label",
     "label_out_of_range": "its label is a number outside the class list; check data.classes",
     "label_unreadable": "its JSON does not parse or is over 1 MiB; mend it",
 }
 
-# Of samples whose members are not what an image's name lets expect.
+# Statuses that many samples have when file names contain extra dots.
 UNCLEAR_IMAGE = ("image_missing", "several_images", "repeated_member")
-
-_FETCH = "fetch the shard again"
 
 # Damage that left no row: its place is in the damage table, and this is what to do about it.
 DAMAGE_KINDS = {
     "shard_missing": "fetch it, or take it off data.shards",
-    "empty_file": _FETCH,
     "not_a_tar": "fetch the shard again, or take it off data.shards",
     "no_samples": "take it off data.shards",
-    "no_key": "write the shard again with names such as 000123.jpg; if it is no sample, nothing is lost",
-    "cut_in_header": _FETCH,
-    "cut_in_data": _FETCH,
-    "no_end_marker": "fetch the shard again; if its writer never writes the marker, nothing is lost",
-    "uneven_end": "fetch the shard again; all samples before this byte are indexed",
-    "garbled_header": "fetch the shard again; the member of this header is lost",
-    "zeroed_header": _FETCH,
-    "shifted_bytes": "fetch the shard again, in binary: bytes are missing or too many before this place",
-    "zeros_in_archive": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
-    "trailing_garbage": "fetch the shard again; if it is the same again, nothing is lost",
-    "zero_tail": "fetch the shard again: the download was not finished",
-    "bad_pax_header": _FETCH,
-    "oversized_extended_header": "ask who wrote the shard: names of a megabyte are an attack or an error",
-    "stray_extended_header": _FETCH,
-    "lost_extended_header": "fetch the shard again: the header with the full name is damaged",
+    "no_key": "write the shard again with names such as 000123.jpg; if it is not a sample, nothing is lost",
+    "cut_short": "fetch the shard again",
+    "odd_end": "fetch the shard again; if its writer ends every shard like this, nothing is lost",
+    "data_after_end": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
+    "damaged_header": "fetch the shard again; the member of this header is lost",
+    "shifted_bytes": "fetch the shard again, in binary: bytes were lost or added before this place",
     "key_repeated": "write the shard again with unique keys; only the first sample is indexed",
     "key_not_contiguous": "write the shard in order (tar --sort=name): a sample's members belong together",
     "id_missing": "mend the sample, or choose another data.identity",
-    "cut": _FETCH,
     "not_understood": "report this as a bug of pencil_scale, with the sample",
-    "count_mismatch": _FETCH,
 }
 
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
 
 
 def extensions_line(suffixes: Mapping[str, int]) -> str:
-    """Say which extensions members have; where one has a dot, also by which rule it came to be one."""
-    if not suffixes:  # of shards that were indexed before extensions were counted
-        return "extensions were not recorded"
+    """List the extensions of the members; if one contains a dot, explain why."""
     most = sorted(suffixes, key=lambda suffix: (-suffixes[suffix], suffix))[:SUFFIXES_SHOWN]
     others = ", ..." if len(suffixes) > len(most) else ""
     said = f"extensions found: {', '.join(ascii(suffix[:40])[1:-1] for suffix in most)}{others}"
     dotted = next((suffix for suffix in most if "." in suffix), None)
     if dotted is None:
         return said
-    spelt = ascii(dotted[:40])[1:-1]
+    shown = ascii(dotted[:40])[1:-1]
     return (
-        f"{said}; WebDataset ends a sample's key at the first dot of the file name, so KEY.{spelt} is sample "
-        f"KEY with the extension {spelt}: write the shards with names that have no other dot"
+        f"{said}; WebDataset ends a sample's key at the first dot of the file name, so KEY.{shown} is sample "
+        f"KEY with the extension {shown}: write the shards with names that have no other dot"
     )
 
 
 def status_line(url: str, start: int, status: str) -> str:
-    """Say in one line where a damaged sample is, and what to do."""
+    """Say where a damaged sample is and what to do, in one line."""
     return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {DAMAGED_STATUSES[status]}"
 
 
 def damage_line(url: str, start: int, kind: str, found: str) -> str:
-    """Say in one line where damage is, what was found, and what to do."""
+    """Say where damage is, what was found and what to do, in one line."""
     return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"
 
 
@@ -191,7 +168,7 @@ IdPolicy = Callable[[str, Any, str | None], str | None]
 
 
 def id_policy(identity: str, shard_url: str) -> IdPolicy:
-    """Make the policy `key`, `shard_key`, `json:FIELD` or `sha256` for one shard."""
+    """Make the function that gives a sample its id: `key`, `shard_key`, `json:FIELD` or `sha256`."""
     if identity == "key":
         return lambda key, fields, digest: key
     if identity == "shard_key":
@@ -205,18 +182,13 @@ def id_policy(identity: str, shard_url: str) -> IdPolicy:
     raise PencilError(f"data.identity: {identity!r} is none of key, shard_key, json:FIELD, sha256")
 
 
-def needs_json(policy: str) -> bool:
-    """Tell whether a sample's JSON must be read for this identity or label."""
-    return policy.startswith("json:")
-
-
 def shard_stem(url: str) -> str:
-    """Give a shard's own name: its last part, without `.tar`."""
+    """The file name of a shard, without `.tar`."""
     return url.rstrip("/").rpartition("/")[2].removesuffix(".tar")
 
 
 def json_field(fields: Any, name: str) -> Any:
-    """Find a field by its name, or by a dotted path into nested objects; None when it is not there."""
+    """Find a field by its name, or by a dotted path into nested objects; None if it is absent."""
     if not isinstance(fields, dict):
         return None
     if name in fields:

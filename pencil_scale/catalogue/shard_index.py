@@ -1,6 +1,6 @@
-"""Shard index: one shard in, its catalogue records and findings out, in batches.
+"""Shard index: reads one shard and returns its catalogue records and findings, in batches.
 
-Every sample becomes exactly one record, or exactly one finding where no id could be read.
+Every sample becomes exactly one record, or exactly one finding if it has no readable id.
 
     with open_source(url) as source:
         for batch in ShardIndexer(source, rules).batches():     # batch.records, batch.findings
@@ -24,7 +24,6 @@ from pencil_scale.catalogue.schema import (
     damage_line,
     id_policy,
     json_field,
-    needs_json,
     to_stored,
 )
 from pencil_scale.catalogue.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
@@ -37,25 +36,31 @@ from pencil_scale.storage.urls import ByteSource
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 MAX_UNKNOWN_LABELS = 10_000
-MAX_SUFFIXES = 100  # different ones; where keys have dots, every sample brings its own
+MAX_SUFFIXES = 100  # different ones; if keys contain dots, every sample has its own
 _COMES_BACK = {
-    "key_repeated": "the key of an earlier sample, with members that one has, too",
-    "key_not_contiguous": "more members of an earlier sample, with others in between",
+    "key_repeated": "the key of an earlier sample, with members of the same names",
+    "key_not_contiguous": "more members of an earlier sample, after other samples",
 }
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
 @dataclass(frozen=True)
 class LabelSource:
-    """Where a class comes from: `cls`, `txt`, `json:FIELD`, or a table joined by key or id."""
+    """Where to read a class: `cls`, `txt`, `json:FIELD`, or a table joined by key or id."""
 
     source: str
     lookup: LabelLookup | None = None
 
+    @property
+    def url(self) -> str:
+        """The address of the table."""
+        place = self.source.partition(":")[2]
+        return place.rpartition("#")[0] or place
+
 
 @dataclass(frozen=True)
 class IndexRules:
-    """What the config says about reading a sample."""
+    """The settings for reading a sample."""
 
     identity: str
     label: LabelSource
@@ -80,7 +85,7 @@ class _Image(NamedTuple):
 
 
 class ShardIndexer:
-    """Indexes one shard; the counters are right once the batches are all taken."""
+    """Indexes one shard; the counters are complete once all batches have been read."""
 
     def __init__(self, source: ByteSource, rules: IndexRules) -> None:
         self.num_samples = 0
@@ -92,21 +97,21 @@ class ShardIndexer:
         self._reader = ShardReader(source)
         self._sample_id = id_policy(rules.identity, source.url)
         sources = [rules.identity, rules.label.source, rules.truth.source if rules.truth else ""]
-        self._needs_json = any(needs_json(each) for each in sources)
+        self._needs_json = any(each.startswith("json:") for each in sources)
         self._records: list[tuple[Any, ...]] = []
         self._findings: list[tuple[Any, ...]] = []
 
     @property
     def skipped(self) -> Counter[str]:
-        """Members that belong to no sample, by kind."""
+        """The number of members that belong to no sample, by kind."""
         return self._reader.skipped
 
     def batches(self) -> Iterator[IndexBatch]:
         """Read the shard to its end; memory holds one batch and the keys of the shard."""
-        trouble = False
+        damaged = False
         for found in self._reader.read():
             if isinstance(found, Damage):
-                trouble = True
+                damaged = True
                 self.num_samples += found.num_samples
                 self._find(found.start, found.end, found.kind, found.name, found.num_samples, found.detail)
             else:
@@ -114,8 +119,8 @@ class ShardIndexer:
                 self._take_safely(found)
             if len(self._records) + len(self._findings) >= CHUNK_ROWS:
                 yield self._flush()
-        if self.num_samples == 0 and not trouble:
-            self._find(0, self._source.num_bytes, "no_samples", None, 0, "a whole tar that holds no sample")
+        if self.num_samples == 0 and not damaged:
+            self._find(0, self._source.num_bytes, "no_samples", None, 0, "an intact tar without samples")
         if self._records or self._findings:
             yield self._flush()
 
@@ -125,7 +130,7 @@ class ShardIndexer:
         return batch
 
     def _take_safely(self, sample: Sample) -> None:
-        """Index a sample; one that trips a bug of ours, or of a decoder, must not end the run."""
+        """Index a sample; a bug of ours or of a decoder must not end the run."""
         try:
             self._take(sample)
         except PencilError:
@@ -134,19 +139,22 @@ class ShardIndexer:
             self._lose(sample, "not_understood", f"{type(error).__name__} while reading it")
 
     def _take(self, sample: Sample) -> None:
-        self._count_suffixes(sample)
+        for suffix in sample.members:
+            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
+                self.suffixes[suffix] += 1
         if sample.problem in ("key_repeated", "key_not_contiguous"):
             return self._lose(sample, sample.problem, _COMES_BACK[sample.problem])
         image = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
         sample_id = self._sample_id(sample.key, fields, image.digest.hex() if image.digest else None)
         if sample_id is None:
-            kind = "cut" if sample.near_damage else "id_missing"
+            kind = "cut_short" if sample.near_damage else "id_missing"
             reason = image.problem or json_problem or "no such field, or no text in it"
             return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
         key = sample_key(sample_id)
         noisy_class, label_problem = self._class(sample, self._rules.label, fields, key, json_problem)
-        status = _status(sample, image, label_problem)
+        truth = self._rules.truth
+        true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
         self._records.append(
             (
                 to_stored(sample_id),
@@ -156,18 +164,13 @@ class ShardIndexer:
                 image.member.size if image.member else 0,
                 image.form,
                 noisy_class,
-                self._true_class(sample, fields, key),
-                status,
+                true_class,
+                _status(sample, image, label_problem),
                 self._oddity(sample, image),
                 image.digest[:16] if image.digest else None,
             )
         )
         return None
-
-    def _count_suffixes(self, sample: Sample) -> None:
-        for suffix in sample.members:
-            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
-                self.suffixes[suffix] += 1
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
         self._find(sample.start, sample.end, kind, sample.key, 1, detail)
@@ -186,7 +189,7 @@ class ShardIndexer:
             return _Image(member, "image_too_large")
         data = self._reader.data(member)
         if holds_header(data, 0, len(data)):
-            return _Image(member, "cut")  # blocks of the shard changed places
+            return _Image(member, "cut")  # blocks of the shard were swapped
         facts = inspect_image(data, self._rules.decode_images)
         return _Image(member, facts.problem, facts.format, hashlib.sha256(data).digest(), facts.oddities)
 
@@ -229,21 +232,14 @@ class ShardIndexer:
             status = "label_not_a_number" if label.source == "cls" else status
         return number, status
 
-    def _true_class(self, sample: Sample, fields: Any, key: bytes) -> int | None:
-        truth = self._rules.truth
-        return None if truth is None else self._class(sample, truth, fields, key, None)[0]
-
     def _oddity(self, sample: Sample, image: _Image) -> str | None:
         oddities = list(image.oddities) if image.problem is None else []
         if any(suffix.rpartition(".")[2] in PICKLE_SUFFIXES for suffix in sample.members):
             oddities.append("pickle_member")
-        named = name_oddity(sample.key)
-        if named is not None:
+        if (named := name_oddity(sample.key)) is not None:
             oddities.append(named)
-        if not oddities:
-            return None
         self.oddities.update(oddities)
-        return "+".join(oddities)
+        return "+".join(oddities) or None
 
 
 def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:

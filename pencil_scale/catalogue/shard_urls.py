@@ -1,8 +1,8 @@
-"""Shard URLs: from what a config writes to the list of objects that are there.
+"""Shard URLs: from the patterns in a config to the list of objects that exist.
 
-A pattern is a path or URL with brace ranges (`{000..999}`, `{a,b}`), a glob, or `@file`, a file of such
-lines. The order is the order written, globs sorted by name; it decides which of two equal samples is
-the first.
+A pattern is a path or URL with brace ranges (`{000..999}`, `{a,b}`), a glob, or `@file`, a file with one
+pattern per line. Shards keep the order of the patterns, and globs are sorted by name; this order decides
+which of two equal samples is the first.
 
     listing = list_shards(["s3://crawl/train-{000000..000999}.tar"], img2dataset=False)
     listing.shards, listing.missing, listing.waiting
@@ -27,7 +27,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 @dataclass(frozen=True)
 class Shard:
-    """One object to index; `num_expected` is what its writer counted, where it left word."""
+    """One object to index; `num_expected` is the number of samples its writer counted, if known."""
 
     url: str
     version: ShardVersion
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Listing:
-    """The shards that are there, those that are not, and those still being written."""
+    """The shards that exist, those that are missing, and those still being written."""
 
     shards: tuple[Shard, ...]
     missing: tuple[str, ...] = ()
@@ -46,47 +46,46 @@ class Listing:
 def list_shards(patterns: Sequence[str], img2dataset: bool = False) -> Listing:
     """Expand the patterns and ask the store for each object's size and version."""
     urls = expand_urls(patterns)
-    versions = versions_of(urls)
-    there = [(url, version) for url, version in zip(urls, versions, strict=True) if version is not None]
-    missing = tuple(url for url, version in zip(urls, versions, strict=True) if version is None)
-    if not img2dataset:
-        return Listing(tuple(Shard(url, version) for url, version in there), missing)
-    counts = [_num_successes(url) for url, _ in there]
-    shards = [
-        Shard(url, version, count)
-        for (url, version), count in zip(there, counts, strict=True)
-        if count is not None
-    ]
-    waiting = tuple(url for (url, _), count in zip(there, counts, strict=True) if count is None)
-    return Listing(tuple(shards), missing, waiting)
+    shards, missing, waiting = [], [], []
+    for url, version in zip(urls, versions_of(urls), strict=True):
+        num_expected = _num_successes(url) if img2dataset and version is not None else None
+        if version is None:
+            missing.append(url)
+        elif img2dataset and num_expected is None:
+            waiting.append(url)
+        else:
+            shards.append(Shard(url, version, num_expected))
+    return Listing(tuple(shards), tuple(missing), tuple(waiting))
 
 
 def expand_urls(patterns: Sequence[str]) -> list[str]:
-    """Spell out every URL, in order; a URL that comes twice is an error."""
+    """List every URL, in order; a duplicate URL is an error."""
     urls: list[str] = []
     for pattern in patterns:
         for line in lines_of(pattern[1:]) if pattern.startswith("@") else [pattern]:
             for url in expand_braces(line):
                 urls.extend(_matching(url))
                 if len(urls) > MAX_SHARDS:
-                    raise PencilError(f"data.shards: {pattern!r} gives more than {MAX_SHARDS:,} shards")
+                    raise PencilError(
+                        f"data.shards: {pattern!r} matches more than {MAX_SHARDS:,} shards; narrow it"
+                    )
     twice = next((url for url, count in Counter(urls).items() if count > 1), None)
     if twice is not None:
         raise PencilError(f"data.shards: {twice} is listed twice; list every shard once")
     if not urls:
-        raise PencilError(f"data.shards: {', '.join(patterns)} gives no shard at all")
+        raise PencilError(f"data.shards: no shard in {', '.join(patterns)}; list at least one")
     return urls
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield a pattern's URLs, the last brace turning fastest: `{00..01}` keeps its zeros.
+    """Yield a pattern's URLs, the last brace changing fastest; `{00..01}` keeps its zeros.
 
     >>> list(expand_braces("a{08..10}.tar"))
     ['a08.tar', 'a09.tar', 'a10.tar']
     """
     fixed = _BRACES.split(pattern)
     if any("{" in text or "}" in text for text in fixed[::2]):
-        raise PencilError(f"data.shards: the braces of {pattern!r} do not match")
+        raise PencilError(f"data.shards: unbalanced braces in {pattern!r}")
     choices = [_choices(text, pattern) for text in fixed[1::2]]
     for chosen in itertools.product(*choices):
         yield "".join(itertools.chain(*itertools.zip_longest(fixed[::2], chosen, fillvalue="")))
@@ -96,17 +95,19 @@ def _choices(text: str, pattern: str) -> Sequence[str]:
     match = _RANGE.fullmatch(text)
     if match is None:
         if "," not in text:
-            raise PencilError(f"data.shards: {{{text}}} in {pattern!r} is no {{000..999}} and no {{a,b}}")
+            raise PencilError(f"data.shards: {{{text}}} in {pattern!r} is neither {{000..999}} nor {{a,b}}")
         return text.split(",")
     first, last = int(match[1]), int(match[2])
     if last < first or last - first >= MAX_SHARDS:
-        raise PencilError(f"data.shards: {{{text}}} in {pattern!r} does not count upwards to a sane number")
+        raise PencilError(
+            f"data.shards: {{{text}}} in {pattern!r} counts down, or over {MAX_SHARDS:,} shards"
+        )
     width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
 
 def lines_of(url: str) -> list[str]:
-    """Read a file of patterns; blank lines and comments are left out."""
+    """Read a file of patterns, without blank lines and comments."""
     try:
         with fsspec.open(url, "rt", encoding="utf-8") as file:
             lines = [line.strip() for line in file]
@@ -118,7 +119,7 @@ def lines_of(url: str) -> list[str]:
 def _matching(url: str) -> list[str]:
     filesystem, path = filesystem_of(url)
     if is_local(filesystem):
-        url = path  # absolute, so that the same shard is the same from any folder
+        url = path  # absolute, so that a shard has the same URL from any working directory
     if not any(sign in path for sign in "*?[") or url.startswith(("http://", "https://")):
         if path.endswith("/") or (is_local(filesystem) and filesystem.isdir(path)):
             raise PencilError(f"data.shards: {url} is a folder; write {url.rstrip('/')}/*.tar")
@@ -135,7 +136,7 @@ def _matching(url: str) -> list[str]:
 
 
 def _num_successes(url: str) -> int | None:
-    """Read what img2dataset counted, from the `_stats.json` it writes when a shard is finished."""
+    """Read img2dataset's count from the `_stats.json` that it writes when a shard is finished."""
     stats = url.removesuffix(".tar") + "_stats.json"
     filesystem, path = filesystem_of(stats)
     try:
@@ -145,4 +146,4 @@ def _num_successes(url: str) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise PencilError(f"{stats}: no count 'successes' in it ({error}); fetch the shard again") from error
+        raise PencilError(f"{stats}: no valid count 'successes' ({error}); fetch the shard again") from error

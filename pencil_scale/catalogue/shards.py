@@ -1,12 +1,12 @@
-"""Shards: WebDataset tars read strictly, sample by sample, nothing unpacked and nothing lost.
+"""Shards: WebDataset tars read strictly, sample by sample, without unpacking and without losing anything.
 
 Members are grouped by webdataset's rule: the key is the name up to the first dot of its last part, the
-suffix is the rest, lower-cased; neighbours of one key are one sample. Where a tar breaks the rule the
-sample says so (`problem`), and what cannot be read at all, or has no key, comes as `Damage` in between.
+suffix is the rest, lower-cased; consecutive members with one key are one sample. If a tar breaks the rule,
+the sample says so (`problem`). Bytes that cannot be read, and files without a key, come as `Damage`.
 
     with open_source(url) as source:
         for found in ShardReader(source).read():
-            ...                              # Sample | Damage; damage comes as soon as it is met
+            ...                              # Sample | Damage, which comes as soon as it is found
 """
 
 import re
@@ -22,14 +22,14 @@ IMAGE_SUFFIXES = frozenset(
 )
 PICKLE_SUFFIXES = frozenset(("pickle", "pkl", "pyd", "pth", "pt", "pt2", "joblib", "dill"))
 
-# webdataset leaves out members such as `__info__` and everything below `__MACOSX__/`.
+# webdataset skips members such as `__info__` and everything in `__MACOSX__/`.
 _META = re.compile(r"__[^/]*__($|/)")
 _NO_FILES = frozenset(("directory", "other"))
 
 
 @dataclass(slots=True)
 class Sample:
-    """Neighbouring members of one key. `problem` is what the tar did to it, None when all is well."""
+    """Consecutive members with one key. `problem` says how the tar breaks the rule, None if it does not."""
 
     key: str
     start: int
@@ -37,19 +37,17 @@ class Sample:
     members: dict[str, Member] = field(default_factory=dict)
     problem: str | None = None
     near_damage: bool = False
-    ends_in_zeros: bool = False  # asked of a shard's last sample only
+    ends_in_zeros: bool = False  # set for a shard's last sample only: bytes may have been lost before its end
 
     def image(self) -> tuple[Member | None, str | None]:
         """Find the image member, or say why there is not exactly one: `image_missing`, `several_images`.
 
-        A suffix of one part (`jpg`) is the image; `seg.png` is only taken where nothing else is there.
+        A suffix of one part (`jpg`) is the image; `seg.png` is only used if there is no other.
         """
-        plain = [member for suffix, member in self.members.items() if suffix in IMAGE_SUFFIXES]
-        if len(plain) == 1:
-            return plain[0], None
-        found = plain or [
-            member for suffix, member in self.members.items() if suffix.rpartition(".")[2] in IMAGE_SUFFIXES
-        ]
+        found = [member for suffix, member in self.members.items() if suffix in IMAGE_SUFFIXES]
+        if not found:
+            named = self.members.items()
+            found = [member for suffix, member in named if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
         if len(found) == 1:
             return found[0], None
         return None, "several_images" if found else "image_missing"
@@ -59,7 +57,7 @@ Found = Sample | Damage
 
 
 class ShardReader:
-    """Reads one shard from front to back. `skipped` counts members that belong to no sample, by kind."""
+    """Reads one shard from start to end. `skipped` counts members that belong to no sample, by kind."""
 
     def __init__(self, source: ByteSource) -> None:
         self.window = Window(source)
@@ -68,7 +66,7 @@ class ShardReader:
         self._known_sets: dict[frozenset[str], frozenset[str]] = {}
 
     def read(self) -> Iterator[Found]:
-        """Yield samples and damage; the bytes of a sample can be had while it is the latest one."""
+        """Yield samples and damage; the bytes of a sample are available while it is the latest one."""
         current: Sample | None = None
         damaged = False
         for piece in TarWalk(self.window).pieces():
@@ -78,7 +76,8 @@ class ShardReader:
                 damaged = True
                 if current is not None:
                     current.near_damage = True
-                member = _cut_member(piece)
+                if piece.name is not None:
+                    member = Member(piece.start, piece.end, piece.name, "cut", piece.offset, piece.size)
             if member is None:
                 continue
             name = None if member.kind in _NO_FILES else split_name(member.name)
@@ -98,15 +97,17 @@ class ShardReader:
                 current.members[suffix] = member
             current.end = member.end
         if current is not None:
-            current.ends_in_zeros = self._ends_in_zeros(current)
+            last = max(current.members.values(), key=lambda member: member.offset)
+            if last.kind == "file" and last.size > 0:
+                current.ends_in_zeros = self.window.peek(last.offset + last.size - 1, 1) == b"\x00"
             yield self._finished(current)
 
     def data(self, member: Member) -> bytes:
-        """Give a member's bytes, from memory while its sample is the latest one read."""
+        """Give a member's bytes, from memory if its sample is the latest one."""
         return self.window.at(member.offset, member.size)
 
     def _without_key(self, member: Member) -> Iterator[Damage]:
-        """Tell of a file that webdataset would leave out in silence; count what is no sample by intent."""
+        """Report a file that webdataset would skip silently; count what is intentionally not a sample."""
         last = member.name[member.name.rfind("/") + 1 :]
         if member.kind in _NO_FILES:
             self.skipped[member.kind] += 1
@@ -116,18 +117,12 @@ class ShardReader:
             self.skipped["macos_metadata"] += 1
         else:
             is_image = last.rpartition(".")[2].lower() in IMAGE_SUFFIXES
-            detail = f"the name begins with a dot, so nothing is its key: {last[:100]!a}"
+            detail = f"the name starts with a dot, so it has no key: {last[:100]!a}"
             if "." not in last:
                 detail = f"the name has no suffix: {last[:100]!a}"
             yield Damage(
                 member.start, member.end, "no_key", detail, member.name, num_samples=1 if is_image else 0
             )
-
-    def _ends_in_zeros(self, sample: Sample) -> bool:
-        """Tell whether a shard's last data end like the zeros behind them, as if bytes had been lost."""
-        last = max(sample.members.values(), key=lambda member: member.offset)
-        is_file = last.kind == "file" and last.size > 0
-        return is_file and self.window.peek(last.offset + last.size - 1, 1) == b"\x00"
 
     def _finished(self, sample: Sample) -> Sample:
         suffixes = frozenset(sample.members)
@@ -142,7 +137,7 @@ class ShardReader:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into key and suffix; None for names that webdataset gives to no sample.
+    """Split a member's name into key and suffix; None for names that webdataset skips.
 
     >>> split_name("train/a.b/0001.seg.PNG")
     ('train/a.b/0001', 'seg.png')
@@ -155,7 +150,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def name_oddity(name: str) -> str | None:
-    """Say what makes a name dangerous to whoever would use it as a path or print it raw."""
+    """Say what makes a name dangerous to use as a path or to print raw."""
     if ".." in name and ".." in name.split("/"):
         return "name_leaves_folder"
     if name.startswith("/"):
@@ -165,9 +160,3 @@ def name_oddity(name: str) -> str | None:
     if not name.isprintable():
         return "name_not_text"
     return None
-
-
-def _cut_member(damage: Damage) -> Member | None:
-    if damage.name is None:
-        return None
-    return Member(damage.start, damage.end, damage.name, "cut", damage.offset, damage.size)

@@ -1,12 +1,17 @@
-"""Tar headers: what 512 bytes say, and whether they can be a header at all.
+"""Tar headers: what 512 bytes say, and what the extended headers before them add.
 
-Nothing here reads a file. A block either parses to a `Header` or is no header (`None`); extended
-headers (pax records, GNU long names) are parsed from the bytes they came with. Names stay bytes until
-the last moment and become text with surrogates for what is no UTF-8, so that every name is data that
-can be written back, and none is ever a path.
+Nothing here reads a file. A block either parses to a `Header` or is not a header (`None`). Pax records and
+GNU long names override the name and size in a member's own header; global pax records hold for all members
+that follow. Names stay bytes here, so that any name can be written back, and are never used as paths.
+
+    header = parse_header(block)
+    extensions.add(header, position, data)                   # for each extended header
+    name, size, is_sparse = extensions.override(header)      # at the member's own header
+    extensions.clear()
 """
 
 import struct
+import tarfile
 import zlib
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,27 +19,22 @@ from typing import NamedTuple
 BLOCK = 512
 ZERO_BLOCK = bytes(BLOCK)
 
-# A longer name, link or pax record set than this is an attack or damage: 10,000 characters still fit.
+# A larger name, link or set of pax records is an attack or damage: 10,000 characters still fit.
 MAX_EXTENDED_BYTES = 1 << 20
 
-# Sizes beyond 2**56 bytes are no sizes; they would only overflow the arithmetic of whoever adds them.
+# No real size is larger, and sums of sizes up to this do not overflow.
 MAX_SIZE = 1 << 56
 
 REGULAR = frozenset(b"\x0007")
-LINKS = frozenset(b"12")
 WITHOUT_DATA = frozenset(b"123456")
-PAX_LOCAL = frozenset(b"xX")
-PAX_GLOBAL = ord("g")
-GNU_LONG_NAME = ord("L")
-GNU_LONG_LINK = ord("K")
+EXTENDED_TYPES = frozenset(b"gxXLK")  # pax: global, local in two spellings; GNU: long name, long link
 GNU_SPARSE = ord("S")
-DIRECTORY = ord("5")
 
 MAGIC = b"ustar"
 MAGIC_AT = 257
 CHECKSUM_AT = 148
 _POSIX_MAGIC = MAGIC + b"\x00"
-_GNU_MAGIC = MAGIC + b" "
+_MAGICS = (_POSIX_MAGIC, MAGIC + b" ")  # the second is GNU's
 
 _OTHER_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -52,7 +52,7 @@ _NO_PREFIX = bytes(167)
 
 
 class Header(NamedTuple):
-    """One header block: the name and size it gives, before any extended header overrules them."""
+    """One header block: its name and size, before any extended header overrides them."""
 
     name: bytes
     size: int
@@ -60,14 +60,17 @@ class Header(NamedTuple):
     has_magic: bool
 
 
-def plain_file(data: bytes, begin: int) -> tuple[bytes, int] | None:
-    """Read name and size of the header nearly all members have; None where `parse_header` must look.
+# -- one block ----------------------------------------------------------------------------------------
 
-    A regular file with no link, no prefix and octal numbers. At most 245 of its bytes are not zero, so
-    `adler32` gives their sum without wrapping around.
+
+def plain_header(data: bytes, begin: int) -> tuple[bytes, int, bytes] | None:
+    """Read name, size and type from the header nearly all members have; None: `parse_header` must decide.
+
+    It has no link, no prefix and octal numbers. At most 245 of its bytes are not zero, so `adler32`, the
+    fastest way to add bytes, gives their sum without wrapping around.
     """
     name, size, checksum, typeflag, link, magic, tail = _PLAIN.unpack_from(data, begin)
-    if typeflag != b"0" or link != _NO_LINK or tail != _NO_PREFIX or magic[:5] != b"ustar":
+    if link != _NO_LINK or tail != _NO_PREFIX or magic[:6] not in _MAGICS:
         return None
     if (zlib.adler32(data[begin : begin + BLOCK]) & 0xFFFF) - 1 != _expected_sum(checksum):
         return None
@@ -75,90 +78,74 @@ def plain_file(data: bytes, begin: int) -> tuple[bytes, int] | None:
     if size[11] > 32 or not digits.isdigit() or name[99]:
         return None
     try:
-        return name.partition(b"\x00")[0], int(digits, 8)
+        return name.partition(b"\x00")[0], int(digits, 8), typeflag
     except ValueError:  # an 8 or a 9
         return None
 
 
-def parse_header(block: bytes) -> Header | None:
-    """Read one block, or say by None that it is no header: wrong checksum, or a size that is no number."""
-    if not checksum_matches(block):
-        return None
-    size = parse_number(block[124:136])
-    if size is None or not 0 <= size < MAX_SIZE:
-        return None
-    end = block.find(b"\x00", 0, 100)
-    name = block[: end if end >= 0 else 100]
-    magic = block[257:263]
-    # Only POSIX puts a prefix there; GNU's older format keeps times at the same place.
-    if magic == _POSIX_MAGIC and block[345]:
-        name = block[345:500].partition(b"\x00")[0] + b"/" + name
-    return Header(name, size, block[156], magic in (_POSIX_MAGIC, _GNU_MAGIC))
-
-
-def checksum_matches(block: bytes) -> bool:
-    """Compare the stored checksum with the sum of the bytes, its own field counted as spaces.
-
-    Old writers summed signed bytes; both sums are accepted, as POSIX advises. `adler32` gives the sum
-    modulo 65,521 ten times faster than a Python sum, and is exact where the sum stays below (at least
-    256 bytes are zero, which is so in all but the oddest headers).
-    """
-    stored = parse_number(block[148:156])
-    if stored is None:
-        return False
-    field = sum(block[148:156])
-    few_bytes = block.count(0) >= 256
-    unsigned = ((zlib.adler32(block) & 0xFFFF) - 1 if few_bytes else sum(block)) - field + 256
-    if unsigned == stored:
-        return True
-    negative = sum(byte > 127 for byte in block) - sum(byte > 127 for byte in block[148:156])
-    return unsigned - 256 * negative == stored
-
-
 @lru_cache(maxsize=4096)
 def _expected_sum(checksum: bytes) -> int:
-    """Say what all 512 bytes add up to when this checksum field is right; -1 if it is no number."""
-    stored = parse_number(checksum)
+    """The sum of all 512 bytes if this checksum field is right; -1 if it is not a number."""
+    stored = _octal(checksum)
     return -1 if stored is None else stored + sum(checksum) - 8 * ord(" ")
 
 
-def parse_number(field: bytes) -> int | None:
-    """Read an octal number, or a base-256 one where the first bit says so; None for neither."""
-    if field[0] >= 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big") if field[0] == 0x80 else None
+def _octal(field: bytes) -> int | None:
     digits = field.partition(b"\x00")[0].strip(b" ")
-    if not digits:
-        return 0
-    return int(digits, 8) if digits.isdigit() and b"8" not in digits and b"9" not in digits else None
+    try:
+        return int(digits, 8) if digits.isdigit() else None
+    except ValueError:
+        return None
+
+
+def parse_header(block: bytes) -> Header | None:
+    """Read one block; None if it is not a header: wrong checksum, or a field that is not a number."""
+    plain = plain_header(block, 0) if len(block) == BLOCK else None
+    if plain is None:
+        return _parse_any(block)
+    name, size, typeflag = plain
+    return Header(name, size, typeflag[0], has_magic=True)
+
+
+def _parse_any(block: bytes) -> Header | None:
+    try:
+        size = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").size
+    except tarfile.TarError:
+        return None
+    if not 0 <= size < MAX_SIZE:
+        return None
+    name, magic = block[:100].partition(b"\x00")[0], block[MAGIC_AT : MAGIC_AT + 6]
+    # Only POSIX has a prefix here. GNU's older format keeps times in its place, which tarfile overlooks.
+    if magic == _POSIX_MAGIC and block[345]:
+        name = block[345:500].partition(b"\x00")[0] + b"/" + name
+    return Header(name, size, block[156], magic in _MAGICS)
 
 
 def is_certain_header(block: bytes) -> bool:
-    """Tell whether a block found by searching can be trusted to be a header.
+    """Decide whether a block found by searching can be trusted to be a header.
 
-    A checksum alone is met by chance in noise once in some thousand blocks, so the magic, numeric
-    fields that parse, a known type and a name are asked for as well.
+    In noise, one block in some thousands has a matching checksum by chance, so the magic, a known type, a
+    name and a number in every numeric field are required as well.
     """
-    header = parse_header(block)
-    if header is None or not header.has_magic or not header.name or block.find(b"\x00", 0, 100) == 0:
+    header = _parse_any(block)
+    if header is None or not header.has_magic or block[0] == 0:
         return False
-    numbers = (block[100:108], block[108:116], block[116:124], block[136:148])
-    known_type = header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
-    return known_type and all(parse_number(field) is not None for field in numbers)
+    return header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
 
 
 def resembles_header(block: bytes) -> bool:
-    """Tell whether a block that is no header was one: a name that ends in zeros, then a mode or the magic."""
+    """Decide whether a damaged block was a header: a name that ends in zeros, then a mode or the magic."""
     name = block[:100].rstrip(b"\x00")
     if not 0 < len(name) < 100 or b"\x00" in name:
         return False
     mode = block[100:108].strip(b" \x00")
-    return block[MAGIC_AT : MAGIC_AT + 5] == MAGIC or (0 < len(mode) < 8 and parse_number(mode) is not None)
+    return block[MAGIC_AT : MAGIC_AT + 5] == MAGIC or (len(mode) < 8 and _octal(mode) is not None)
 
 
 def holds_header(data: bytes, begin: int, end: int) -> bool:
-    """Tell whether a certain header stands among a member's data, on the grid of their first byte.
+    """Decide whether a member's data contain a certain header, at a multiple of 512 bytes from their start.
 
-    Looks at one byte in 512: this is asked of every member.
+    This runs for every member, so it looks at one byte in 512.
     """
     column = data[begin + MAGIC_AT : end : BLOCK]
     row = column.find(MAGIC[0])
@@ -170,8 +157,111 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
     return False
 
 
+def member_kind(header: Header, name: bytes, is_sparse: bool) -> str:
+    """Name what a member is: file, link, sparse, directory or other."""
+    if is_sparse:
+        return "sparse"
+    if header.typeflag in REGULAR:
+        return "directory" if name.endswith(b"/") else "file"
+    return {"1": "link", "2": "link", "5": "directory"}.get(chr(header.typeflag), "other")
+
+
+def padded(size: int) -> int:
+    """Round a size up to whole blocks, as data is stored."""
+    return (size + BLOCK - 1) & ~(BLOCK - 1)
+
+
+def is_padding(num_zeros: int, num_bytes: int) -> bool:
+    """Decide whether zeros at the end of an archive are its marker and padding, or more than writers pad.
+
+    Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
+    """
+    records = [10_240, *(BLOCK << doubled for doubled in range(12))]
+    return num_zeros < 10_240 + 2 * BLOCK or any(
+        num_bytes % record == 0 and num_zeros < record + 2 * BLOCK for record in records
+    )
+
+
+def describe_file(head: bytes) -> str:
+    """Say what a file is that is not a tar, as far as its first bytes show."""
+    for magic, name in _OTHER_MAGIC.items():
+        if head.startswith(magic):
+            return f"{name} data: shards must be plain tar, so that their bytes can be addressed"
+    return "no tar header anywhere in it"
+
+
+def describe_block(block: bytes) -> str:
+    """Say what is in place of a header; a name that is still legible is a hint, not more."""
+    if not resembles_header(block):
+        return "no header where one should be"
+    name = block[:100].partition(b"\x00")[0].decode("utf-8", "backslashreplace")
+    return f"a header with a wrong checksum; its name looks like {name!a}"
+
+
+# -- extended headers ---------------------------------------------------------------------------------
+
+
+class Extensions:
+    """What is known of the next member. `start` is the place of its first extended header, None without one.
+
+    An extended header that cannot be understood makes the member's name uncertain: `fault` says why.
+    """
+
+    def __init__(self) -> None:
+        self._globals: dict[bytes, bytes] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything that applies to one member only."""
+        self._pax: dict[bytes, bytes] = {}
+        self._long_name: bytes | None = None
+        self._types: set[int] = set()
+        self.start: int | None = None
+        self.fault: str | None = None
+        self.is_empty = not self._globals  # a member's own header is all there is
+
+    def has(self, header: Header) -> bool:
+        """Whether such a header came before: the second is for another member, and the first lost its own."""
+        return header.typeflag in self._types
+
+    def add(self, header: Header, position: int, data: bytes) -> bool:
+        """Take in an extended header; returns whether a member must follow, as after all but a global one."""
+        self.is_empty = False
+        kind = chr(header.typeflag)
+        if header.size > MAX_EXTENDED_BYTES:
+            self.fault = f"its extended header has {header.size:,} bytes, an attack or a writer's error"
+        elif kind == "L":
+            self._long_name = data.partition(b"\x00")[0]
+        elif kind != "K":
+            records = parse_pax(data)
+            if records is None:
+                self.fault = "its pax header is broken"
+            else:
+                (self._globals if kind == "g" else self._pax).update(records)
+        if kind == "g" and self.start is None and self.fault is None:
+            return False
+        self._types.add(header.typeflag)
+        self.start = position if self.start is None else self.start
+        return True
+
+    def override(self, header: Header) -> tuple[bytes, int, bool]:
+        """Give a member's name, its size, and whether it is sparse."""
+        name = header.name if self._long_name is None else self._long_name
+        size, is_sparse = header.size, header.typeflag == GNU_SPARSE
+        if self._pax or self._globals:
+            records = {**self._globals, **self._pax}
+            name = records.get(b"GNU.sparse.name") or records.get(b"path", name)
+            size = min(int(records.get(b"size", size)), MAX_SIZE)
+            is_sparse = is_sparse or any(record.startswith(b"GNU.sparse.") for record in records)
+        return name, size, is_sparse
+
+
 def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
-    """Read the records `"%d %s=%s\\n"` of a pax header; None when they do not fill it exactly."""
+    """Read the records `"%d %s=%s\\n"` of a pax header that give a member's place or name.
+
+    None if the records do not fill the header exactly, or if a size is not a number. Times and owners are
+    dropped: a hostile archive may have millions.
+    """
     records: dict[bytes, bytes] = {}
     position = 0
     while position < len(data):
@@ -183,64 +273,9 @@ def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
         equals = data.find(b"=", space, end)
         if end > len(data) or equals < 0 or data[end - 1 : end] != b"\n":
             return None
-        records[data[space + 1 : equals]] = data[equals + 1 : end - 1]
+        name = data[space + 1 : equals]
+        if name in (b"path", b"size") or name.startswith(b"GNU.sparse."):
+            records[name] = data[equals + 1 : end - 1]
         position = end
-    return records
-
-
-def is_wanted(record: bytes) -> bool:
-    """Tell whether a pax record says where a member is or what it is called."""
-    return record in (b"path", b"size") or record.startswith(b"GNU.sparse.")
-
-
-def long_name(data: bytes) -> bytes:
-    """Cut a GNU long name at its NUL."""
-    return data.partition(b"\x00")[0]
-
-
-def padded(size: int) -> int:
-    """Round a size up to whole blocks, as data is stored."""
-    return (size + BLOCK - 1) & ~(BLOCK - 1)
-
-
-def is_padding(num_zeros: int, num_bytes: int) -> bool:
-    """Tell whether zeros at an archive's end are its marker and padding, or more than any writer pads.
-
-    Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
-    """
-    records = [10_240, *(BLOCK << doubled for doubled in range(12))]
-    return num_zeros < 10_240 + 2 * BLOCK or any(
-        num_bytes % record == 0 and num_zeros < record + 2 * BLOCK for record in records
-    )
-
-
-def name_text(name: bytes) -> str:
-    """Turn a name into text; bytes that are no UTF-8 become surrogates and come back unchanged."""
-    return name.decode("utf-8", "surrogateescape")
-
-
-def member_kind(header: Header, name: bytes, sparse: bool) -> str:
-    """Name what a member is: file, link, sparse, directory or other."""
-    if sparse:
-        return "sparse"
-    if header.typeflag in REGULAR:
-        return "directory" if name.endswith(b"/") else "file"
-    if header.typeflag in LINKS:
-        return "link"
-    return "directory" if header.typeflag == DIRECTORY else "other"
-
-
-def what_else(head: bytes) -> str:
-    """Say what a file is that is no tar, as far as its first bytes tell."""
-    for magic, name in _OTHER_MAGIC.items():
-        if head.startswith(magic):
-            return f"{name} data: shards must be plain tar, so that their bytes can be addressed"
-    return "no tar header anywhere in it"
-
-
-def what_was(block: bytes) -> str:
-    """Say what stands where a header belongs; a name that can still be read is a hint, and no more."""
-    if not resembles_header(block):
-        return "no header where one belongs"
-    name = block[:100].partition(b"\x00")[0].decode("utf-8", "backslashreplace")
-    return f"a header with a wrong checksum, its name as far as it can be read {name!a}"
+    size = records.get(b"size", b"0")
+    return records if size.isdigit() and len(size) <= 20 else None

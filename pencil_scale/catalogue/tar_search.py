@@ -1,9 +1,9 @@
-"""Tar search: where an archive goes on behind a place that could not be read, and what stands before it.
+"""Tar search: where an archive continues after a place that could not be read.
 
-Only a certain header counts: magic, checksum, sane numbers, data that fit the file. Bytes may have been lost
-or added, so it is looked for at every byte, not at every 512th alone. Best is one that leads on: where its
-data end stands another header, the end marker, or the end of the file. A header inside a member's data, as of
-a tar within a tar, cannot be told from one of the archive's own once the header of that member is lost.
+Only a certain header counts: magic, checksum, valid numbers, data that fit the file. Bytes may have been lost
+or added, so the search looks at every byte, not only at multiples of 512. The best header is one that leads
+on: its data are followed by another header, the end marker, or the end of the file. A header inside a
+member's data (a tar within a tar) looks like one of the archive's own if the header of that member is lost.
 """
 
 import re
@@ -23,18 +23,18 @@ from pencil_scale.catalogue.tar_headers import (
 )
 from pencil_scale.storage.urls import Window
 
-# Searches begin small, because the next header is mostly near, and grow, because it may be far.
+# Searches start small, because the next header is mostly near, and grow, because it may be far.
 FIRST_BYTES = 1 << 12
 MOST_BYTES = 1 << 20
 
-# So many zeros are not met in the last bytes of an image or a text.
+# This many zeros do not occur at the end of an image or a text.
 TELLING_BYTES = 8
 
 _CHECKSUM = re.compile(rb" *[0-7]+[\x00 ]")
 
 
 class _Place(NamedTuple):
-    """Where a header that was found begins, its data end, and their padding ends."""
+    """Where a header starts, its data end, and their padding ends."""
 
     start: int
     data_end: int
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 class TarSearch:
-    """Looks around in one archive, through the window of whoever walks it."""
+    """Searches one archive through the window of its walk."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -51,8 +51,8 @@ class TarSearch:
     def after(self, position: int) -> int:
         """Find the next header from `position` on, or the archive's end.
 
-        One that leads on is best. Another is taken as well, because the header behind it may be spoiled or
-        moved, unless one that leads on lies inside its data and so contradicts it.
+        One that leads on is best. Another is accepted as well, because the header after it may be damaged or
+        moved, unless one that leads on is inside its data and so contradicts it.
         """
         lone, stop = self._num_bytes, self._num_bytes
         found = self._next(position, stop)
@@ -67,8 +67,8 @@ class TarSearch:
     def inside(self, start: int, stop: int, strict: bool = False) -> int | None:
         """Find a header among a member's bytes that leads past their end: bytes before it were lost.
 
-        A tar within a tar ends with zeros before the member that holds it does. Where a header stands behind
-        the member, as it should, `strict` asks that the one inside leads to another, too.
+        A tar within a tar ends with zeros before the member that holds it ends. If a header follows the
+        member, as it should, `strict` requires that the header inside leads to another, too.
         """
         seen: set[int] = set()
         found = self._next(start, stop)
@@ -79,13 +79,13 @@ class TarSearch:
             found = self._next(found.start + 1, stop)
         return None
 
-    def is_whole(self, offset: int, size: int, following: int) -> bool:
-        """Tell whether a member's data can be trusted although no header stands right behind them.
+    def is_intact(self, offset: int, size: int, following: int) -> bool:
+        """Decide whether a member's data can be trusted although no header comes right after them.
 
-        Lost bytes draw padding, or the next header, into the data; added ones push the end of the data into
-        the padding. So data whose last byte is not zero, with zeros right behind them, are whole. Where the
-        next header lies on the grid, it is enough that nothing speaks against them. Data that need no padding
-        get the benefit of the doubt: whether an image has its end is seen when it is looked at.
+        Lost bytes pull padding, or the next header, into the data; added bytes push the end of the data into
+        the padding. So data whose last byte is not zero, followed by zeros, are intact. If the next header is
+        at a multiple of 512 bytes, the last byte may be zero. Data without padding get the benefit of the
+        doubt: a missing end of an image is found when the image is inspected.
         """
         stop, end = offset + size, offset + padded(size)
         if following < stop:
@@ -98,7 +98,7 @@ class TarSearch:
         return not shifted or self._window.peek(stop - 1, 1) != b"\x00"
 
     def end_of_zeros(self, position: int) -> int:
-        """Find the first block that holds another byte than zero, or the archive's end."""
+        """Find the first block that is not all zeros, or the archive's end."""
         step = FIRST_BYTES
         while position < self._num_bytes:
             data = self._window.at(position, step)
@@ -110,15 +110,15 @@ class TarSearch:
         return position
 
     def _next(self, position: int, stop: int) -> _Place | None:
-        """Find the first certain header that begins in [position, stop)."""
+        """Find the first certain header that starts in [position, stop)."""
         step = FIRST_BYTES
         while position < stop:
-            # One block more than a step, so that a header that begins at its last byte is whole.
+            # One block more than a step, so that a header that starts at its last byte is complete.
             data = self._window.at(position, step + BLOCK)
             magic = data.find(MAGIC, MAGIC_AT)
             while 0 <= magic < min(step, stop - position) + MAGIC_AT:
                 begin = magic - MAGIC_AT
-                # A checksum where it belongs is asked for first: a hostile file may be nothing but magic.
+                # The checksum field is checked first, because a hostile file may be nothing but magic.
                 if _CHECKSUM.match(data, begin + CHECKSUM_AT):
                     place = self._place(data[begin : begin + BLOCK], position + begin)
                     if place is not None:
@@ -129,27 +129,25 @@ class TarSearch:
         return None
 
     def _place(self, block: bytes, start: int) -> _Place | None:
-        """Say what a block speaks of if it is a certain header; None if it is none."""
-        if len(block) < BLOCK or not is_certain_header(block):
-            return None
-        header = parse_header(block)
+        """Find what a block describes; None if it is not a certain header."""
+        header = parse_header(block) if is_certain_header(block) else None
         offset = start + BLOCK
         if header is None or offset + header.size > self._num_bytes:
             return None
-        # A link gives the size of what it points to, and mostly stores nothing.
+        # A link gives the size of its target, and mostly stores nothing.
         if header.typeflag in WITHOUT_DATA and self._leads_on(offset):
             return _Place(start, offset, offset)
         return _Place(start, offset + header.size, offset + padded(header.size))
 
     def _leads_on(self, end: int) -> bool:
-        """Tell whether a header, zeros or the end of the file stand at the end of a member."""
+        """Decide whether a member that ends here is followed by a header, zeros or the end of the file."""
         if end >= self._num_bytes:
             return True
         block = self._window.peek(end, BLOCK)
-        return block == ZERO_BLOCK[: len(block)] or (len(block) == BLOCK and is_certain_header(block))
+        return block == ZERO_BLOCK[: len(block)] or is_certain_header(block)
 
     def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool, strict: bool) -> bool:
-        """Follow headers from one to the next; zeros count only if they reach the stop as well."""
+        """Follow headers from one to the next; zeros count only if they reach the stop."""
         while end < stop:
             block = self._window.peek(end, BLOCK)
             if block == ZERO_BLOCK[: len(block)]:

@@ -1,14 +1,17 @@
-"""Catalogue update: staged shards merged into the rows that exist, and published by one manifest.
+"""Catalogue update: find the shards that changed, merge their records into the known rows, and publish.
 
-New ids get new rows. A known id whose bytes still stand makes an alias; one whose shard changed or
-vanished keeps its row and moves to where the id was found; found nowhere, it stays as `vanished`. All
-files are written under new names first; until the manifest is replaced the old catalogue is whole.
+A shard is read when it is new, when its size or ETag changed, or when the rules for reading it changed. A
+shard that left the list but is unchanged in its store keeps its rows.
+
+New ids get new rows. A known id whose bytes are unchanged becomes an alias of its row. If its shard changed
+or vanished, the row stays and moves to where the id was found; if it was found nowhere, its status becomes
+`vanished`. All files are written under new names first; the old catalogue is complete until the manifest is
+replaced.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,20 +27,59 @@ from pencil_scale.catalogue.duplicates import (
     Keys,
     KnownRows,
     Rows,
-    contains,
     decide,
+    hashes_of,
 )
-from pencil_scale.catalogue.files import ChangesWriter, RowsWriter, TableWriter, as_rows
+from pencil_scale.catalogue.files import ChangedRows, RowsWriter, TableWriter, put_table
+from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import DAMAGE, ROW
+from pencil_scale.catalogue.shard_urls import Listing, Shard
 from pencil_scale.catalogue.staging import staged_findings, staged_records
-from pencil_scale.storage.conditional import open_objects
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.objects import open_objects
+from pencil_scale.storage.urls import versions_of
+
+_STATUS = ROW.get_field_index("status")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed since the catalogue was published; numbers are those of known shards."""
+
+    new: tuple[Shard, ...]
+    changed: tuple[Shard, ...]
+    reread: tuple[Shard, ...]  # unchanged, but the rules for reading them changed
+    gone: tuple[int, ...]
+    unlisted: tuple[int, ...]
+
+    @property
+    def to_read(self) -> tuple[Shard, ...]:
+        return (*self.new, *self.changed, *self.reread)
+
+
+def compare(listing: Listing, old: Catalogue | None, rules_name: str) -> Changes:
+    """Compare the listed shards with those in the catalogue."""
+    known = {entry.url: (number, entry) for number, entry in enumerate(old.shards if old else ())}
+    known = {url: found for url, found in known.items() if found[1].state == "indexed"}
+    new = [shard for shard in listing.shards if shard.url not in known]
+    listed = [(shard, known[shard.url][1]) for shard in listing.shards if shard.url in known]
+    changed = [shard for shard, entry in listed if entry.version != shard.version]
+    same = [(shard, entry) for shard, entry in listed if entry.version == shard.version]
+    away = known.keys() - {shard.url for shard in listing.shards} - set(listing.waiting)
+    absent = [found for url, found in known.items() if url in away]
+    versions = versions_of([entry.url for _, entry in absent])
+    kept = [found for found, version in zip(absent, versions, strict=True) if version == found[1].version]
+    gone = [found for found, version in zip(absent, versions, strict=True) if version != found[1].version]
+    same += [(Shard(entry.url, entry.version), entry) for _, entry in kept]
+    reread = [shard for shard, entry in same if entry.rules != rules_name]
+    numbers = [tuple(number for number, _ in found) for found in (gone, kept)]
+    return Changes(tuple(new), tuple(changed), tuple(reread), *numbers)
 
 
 @dataclass(frozen=True)
 class StagedShard:
-    """A shard that was read in this run: its number in the catalogue and where its records wait."""
+    """A shard that this run read: its number in the catalogue and the name of its staged records."""
 
     number: int
     name: str
@@ -45,41 +87,17 @@ class StagedShard:
 
 
 @dataclass(frozen=True)
-class Overlay:
-    """Ids that have another status than their shard gives them, as sorted hashes; `name` tells two apart."""
-
-    excluded: Keys
-    held_out: Keys
-    name: str
-    num_listed: int = 0  # ids on the list of those to exclude, as people count them
-
-    @property
-    def exclude(self) -> str:
-        """Tell two lists of ids to exclude apart."""
-        return hashlib.sha256(self.excluded.tobytes()).hexdigest()[:32]
-
-    def statuses(self, found: Any, keys: Any) -> pa.Array:
-        """Lay the two lists over what the shards said."""
-        hashes = hashes_of(keys)
-        found = pc.if_else(pa.array(contains(self.held_out, hashes)), "held_out", found)
-        return pc.if_else(pa.array(contains(self.excluded, hashes)), "excluded", found)
-
-
-@dataclass(frozen=True)
 class Written:
     """The files of an update, before a manifest names them."""
 
     num_rows: int
-    num_new: int
-    num_moved: int
-    num_vanished: int
     segments: tuple[Segment, ...]
     alias_tables: tuple[str, ...]
     damage_tables: tuple[str, ...]
 
 
 class CatalogueUpdate:
-    """One merge of staged shards into the catalogue that was there, if any."""
+    """Merges staged shards into the existing catalogue, if any."""
 
     def __init__(
         self,
@@ -92,117 +110,104 @@ class CatalogueUpdate:
         self._store = store
         self._old = old
         self._staged = staged
-        # Shards whose bytes are no longer what was indexed: read again in this run, or gone.
+        # Shards whose indexed bytes are no longer valid: read again in this run, or gone.
         self._affected = np.array(sorted({shard.number for shard in staged} | set(gone)), np.int32)
         self._overlay = overlay
         self._aliases = TableWriter(store, "aliases")
-        self._changes = ChangesWriter(store)
-        self._moved: list[Rows] = []
-        self._num_vanished = 0
+        self._moved = ChangedRows(store)
 
     def write(self, damage: Sequence[pa.Table] = ()) -> Written:
-        """Write all files of the new catalogue; `damage` comes in addition to what the shards gave."""
-        num_records = sum(shard.num_records for shard in self._staged)
-        decisions = decide(num_records, self._staged_keys, self._known_rows)
+        """Write all files of the new catalogue; `damage` is added to what was found in the shards."""
         first_row = self._old.num_rows if self._old else 0
+        num_records = sum(shard.num_records for shard in self._staged)
+        decisions = decide(num_records, self._staged_keys, self._known_rows, first_row)
         rows = RowsWriter(self._store, first_row)
         self._place_records(decisions, rows)
-        self._keep_aliases(decisions)
-        self._reword_rows(decisions)
-        old_segments = [Segment(**entry) for entry in self._old.manifest["segments"]] if self._old else []
+        orphans = self._keep_aliases(decisions.orphans)
+        segments = [self._updated(segment, orphans) for segment in (self._old.segments if self._old else ())]
         return Written(
             rows.next_row,
-            rows.next_row - first_row,
-            sum(len(moved) for moved in self._moved),
-            self._num_vanished,
-            (*old_segments, *rows.segments(), *self._changes.finish()),
+            (*segments, *rows.segments()),
             tuple(self._aliases.finish()),
             tuple(self._write_damage(damage)),
         )
 
-    # -- what comes in ------------------------------------------------------------------------------
-
-    def _staged_keys(self) -> Iterator[Keys]:
+    def _staged_keys(self) -> Iterator[tuple[Keys, Rows]]:
+        number = 0
         for shard in self._staged:
             for table in staged_records(self._store, shard.name, ["sample_key"]):
-                yield hashes_of(table["sample_key"])
+                yield hashes_of(table["sample_key"]), number + np.arange(len(table))
+                number += len(table)
 
     def _known_rows(self) -> Iterator[KnownRows]:
-        if self._old is None:
-            return
-        for table in self._old.batches(["row", "sample_key", "shard", "status"]):
+        for table in self._old.batches(["row", "sample_key", "shard", "status"]) if self._old else ():
             vanished = pc.equal(table["status"], "vanished").to_numpy()
-            stands = ~np.isin(table["shard"].to_numpy(), self._affected) & ~vanished
-            yield KnownRows(table["row"].to_numpy(), hashes_of(table["sample_key"]), stands)
-
-    # -- records to rows ----------------------------------------------------------------------------
+            valid = ~np.isin(table["shard"].to_numpy(), self._affected) & ~vanished
+            yield KnownRows(table["row"].to_numpy(), hashes_of(table["sample_key"]), valid)
 
     def _place_records(self, decisions: Decisions, rows: RowsWriter) -> None:
+        """Write new records as new rows; set aside those that are aliases or move a known row."""
         number = 0
-        first_row = rows.first_row
         for shard in self._staged:
             for table in staged_records(self._store, shard.name):
                 kinds = decisions.kind[number : number + len(table)]
                 new = np.flatnonzero(kinds == NEW)
                 rows.add(self._rows(table.take(new), rows.next_row + np.arange(len(new)), shard.number))
-                for kind in (ALIAS, MOVED):
+                for kind, target in ((ALIAS, self._aliases), (MOVED, self._moved)):
                     chosen = np.flatnonzero(kinds == kind)
-                    if len(chosen) == 0:
-                        continue
-                    targets = decisions.target_rows(number + chosen, first_row)
-                    placed = self._rows(table.take(chosen), targets, shard.number)
-                    if kind == ALIAS:
-                        self._aliases.add(placed)
-                    else:
-                        self._changes.add(placed)
-                        self._moved.append(targets)
+                    if len(chosen):
+                        known = decisions.target_rows(number + chosen)
+                        target.add(self._rows(table.take(chosen), known, shard.number))
                 number += len(table)
 
     def _rows(self, records: pa.Table, rows: Rows, shard: int) -> pa.Table:
+        """Turn records into rows of the catalogue."""
+        shards = pa.array(np.full(len(records), shard, np.int32))
         status = self._overlay.statuses(records["found_status"], records["sample_key"])
-        return as_rows(records, rows, shard, status)
+        return pa.table([pa.array(rows, pa.int64()), shards, status, *records.columns], schema=ROW)
 
-    def _keep_aliases(self, decisions: Decisions) -> None:
-        """Carry over the aliases that still stand; the first one of an orphaned row takes it over."""
-        orphans = decisions.orphans
+    def _keep_aliases(self, orphans: Rows) -> Rows:
+        """Carry over the aliases that are still valid; the first alias of an orphaned row takes it over.
+
+        Returns the rows that are still orphans.
+        """
         for table in self._old.small_tables("alias_tables") if self._old else ():
             table = table.take(np.flatnonzero(~np.isin(table["shard"].to_numpy(), self._affected)))
+            status = self._overlay.statuses(table["found_status"], table["sample_key"])
+            table = table.set_column(_STATUS, ROW.field("status"), status)
             rows = table["row"].to_numpy()
             first = np.zeros(len(rows), np.bool_)
             first[np.unique(rows, return_index=True)[1]] = True
             taken = first & np.isin(rows, orphans)
-            status = self._overlay.statuses(table["found_status"], table["sample_key"])
-            table = table.set_column(table.schema.get_field_index("status"), ROW.field("status"), status)
-            self._changes.add(table.take(np.flatnonzero(taken)))
-            self._moved.append(rows[taken])
-            orphans = np.setdiff1d(orphans, rows[taken])
+            self._moved.add(table.take(np.flatnonzero(taken)))
             self._aliases.add(table.take(np.flatnonzero(~taken)))
-        decisions.orphans = orphans
+            orphans = np.setdiff1d(orphans, rows[taken])
+        return orphans
 
-    # -- new words on old rows ----------------------------------------------------------------------
-
-    def _reword_rows(self, decisions: Decisions) -> None:
-        """Write the rows whose status changed although their place did not: vanished, excluded, held out."""
-        if self._old is None:
-            return
-        if len(decisions.orphans) == 0 and self._old.manifest["overlay"] == self._overlay.name:
-            return
-        moved = np.sort(np.concatenate([np.empty(0, np.int64), *self._moved]))
-        for table in self._old.batches():
-            rows = table["row"].to_numpy()
-            gone = pa.array(np.isin(rows, decisions.orphans))
-            status = self._overlay.statuses(table["found_status"], table["sample_key"])
-            status = pc.if_else(pc.or_(gone, pc.equal(table["status"], "vanished")), "vanished", status)
-            differs = pc.not_equal(status, table["status"]).to_numpy() & ~np.isin(rows, moved)
-            self._num_vanished += int(np.count_nonzero(differs & gone.to_numpy(zero_copy_only=False)))
-            place = table.schema.get_field_index("status")
-            table = table.set_column(place, ROW.field("status"), status)
-            self._changes.add(table.take(np.flatnonzero(differs)))
+    def _updated(self, segment: Segment, orphans: Rows) -> Segment:
+        """Copy a segment if one of its rows changed: moved, vanished, excluded or held out."""
+        assert self._old is not None
+        first, stop = segment.first_row, segment.stop
+        moved = self._moved.between(first, stop)
+        orphans = orphans[slice(*np.searchsorted(orphans, [first, stop]))] - first
+        if not len(moved) and not len(orphans) and self._old.manifest["overlay"] == self._overlay.name:
+            return segment
+        table = self._old.read(first, stop)
+        gone = pc.equal(table["status"], "vanished").to_numpy()
+        gone[orphans] = True
+        status = self._overlay.statuses(table["found_status"], table["sample_key"])
+        status = pc.if_else(pa.array(gone), "vanished", status)
+        if not len(moved) and status.equals(table["status"]):
+            return segment
+        places = np.arange(len(table))
+        places[moved["row"].to_numpy() - first] = len(table) + np.arange(len(moved))
+        table = pa.concat_tables([table.set_column(_STATUS, ROW.field("status"), status), moved])
+        return replace(segment, file=put_table(self._store, "segments", table.take(places)))
 
     def _write_damage(self, more: Sequence[pa.Table]) -> list[str]:
         writer = TableWriter(self._store, "damage")
         for table in self._old.small_tables("damage_tables") if self._old else ():
-            # Number -1: the shard was never there, and this run has looked again.
+            # Number -1: the shard was missing, and this run has looked for it again.
             shards = table["shard"].to_numpy()
             writer.add(table.take(np.flatnonzero(~np.isin(shards, self._affected) & (shards >= 0))))
         for shard in self._staged:
@@ -214,11 +219,25 @@ class CatalogueUpdate:
         return writer.finish()
 
 
-def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
-    """Write the manifest: once under its version for good, then as the newest.
+def merged_entries(
+    old: Catalogue | None, read: Sequence[ShardEntry], gone: Sequence[int]
+) -> tuple[list[ShardEntry], dict[str, int]]:
+    """Number the shards: known URLs keep their number, new ones follow, and vanished ones stay, marked."""
+    entries = list(old.shards) if old else []
+    numbers = {entry.url: number for number, entry in enumerate(entries)}
+    for number in gone:
+        entries[number] = replace(entries[number], state="vanished")
+    for entry in read:
+        number = numbers.setdefault(entry.url, len(entries))
+        entries[number : number + 1] = [entry]
+    return entries, numbers
 
-    A version number is given once, and the newest manifest moves by compare-and-swap, so of two jobs one
-    publishes. A job that dies between the two puts leaves the rest to `finish_publish`.
+
+def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
+    """Write the manifest: first under its version number, permanently, then as the newest.
+
+    A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
+    one publishes. If a job dies between the two puts, `finish_publish` does the second.
     """
     objects = open_objects(store.url)
     etag = objects.etag(manifest_name())
@@ -237,7 +256,7 @@ def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
 
 
 def finish_publish(store: Folder) -> None:
-    """Make a version the newest if the job that wrote its manifest died then; all its files are there."""
+    """Make a version the newest if its job died right after writing its manifest; its files are complete."""
     objects = open_objects(store.url)
     while True:
         etag = objects.etag(manifest_name())
@@ -246,28 +265,3 @@ def finish_publish(store: Folder) -> None:
         if following is None:
             return
         objects.replace(manifest_name(), following[0], etag)
-
-
-def merged_entries(
-    old: Catalogue | None, read: Sequence[ShardEntry], gone: Sequence[int]
-) -> tuple[list[ShardEntry], dict[str, int]]:
-    """Number the shards: known URLs keep their number, new ones follow; what is gone stays, marked."""
-    entries = list(old.shards) if old else []
-    numbers = {entry.url: number for number, entry in enumerate(entries)}
-    for number in gone:
-        entries[number] = ShardEntry(**{**asdict(entries[number]), "state": "vanished"})
-    for entry in read:
-        number = numbers.setdefault(entry.url, len(entries))
-        entries[number : number + 1] = [entry]
-    return entries, numbers
-
-
-def hashes_of(keys: Any) -> Keys:
-    """See a column of 16-byte hashes as an array."""
-    array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks)
-    if len(array) == 0:
-        return np.empty(0, "S16")
-    start = array.offset * 16
-    return np.frombuffer(array.buffers()[1], np.uint8)[start : start + len(array) * 16].view("S16")

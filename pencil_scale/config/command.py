@@ -1,16 +1,8 @@
-"""Which Python, Ray and MLflow this release was tested with; outside them a job stops at its start.
+"""The command line of every job: `python -m MODULE CONFIG [key=value ...]`.
 
-Job folder: where Ray unpacks what `ray job submit --working-dir .` sent, and which it removes again.
-
-What a job writes there by a relative path is gone with it, though the job says that all went well; so jobs
-refuse it. Small files that were sent along, such as a config or a class list, may be read.
-
-    refuse_lost("run.storage", "runs/demo")
-
-The front door of every job: `python -m MODULE CONFIG [key=value ...]`.
-
-Bad input ends with one line a problem on stderr and exit code 2, never with a traceback; anything else that
-goes wrong is ours, and keeps its traceback.
+Bad input ends with one line per problem on stderr and exit code 2, never with a traceback. Any other failure
+is a bug, and keeps its traceback. A job stops at its start if Python, Ray or MLflow is outside the tested
+range.
 """
 
 import argparse
@@ -25,56 +17,17 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from pencil_scale.config.help import help_page
+from pencil_scale.config.keys import help_page
 from pencil_scale.config.loader import load_config, masked
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import without_passwords
 
 PYTHON = ">=3.11,<3.13"
 RAY = ">=2.60,<3"
-MLFLOW = ">=3.17,<4"  # client and server alike
-
-
-def check_versions() -> None:
-    """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
-    require("Python", platform.python_version(), PYTHON)
-    require("Ray", _installed("ray"), RAY)
-    require("MLflow", _installed("mlflow", "mlflow-skinny"), MLFLOW)
-
-
-def require(thing: str, found: str | None, supported: str) -> None:
-    """Raise unless the version found lies within the supported range."""
-    if found is None:
-        raise PencilError(f"{thing} is not installed; {thing} {supported} is needed: run 'make install'")
-    if not SpecifierSet(supported).contains(found, prereleases=True):
-        raise PencilError(f"{thing} {found} found; {thing} {supported} is supported: install such a version")
-
-
-def _installed(*names: str) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-UNPACKED = "working_dir_files"  # Ray's own name for the folder that has those of all jobs
-LOCAL = re.compile(r"^((file|local)://|sqlite(\+\w+)?:///)")
-
-
-def refuse_lost(name: str, *paths: str | None) -> None:
-    """Refuse paths that lie in the folder of a submitted job; `name` is what people call them by."""
-    for path in filter(None, paths):
-        local = LOCAL.sub("", path, count=1)
-        if "://" not in local and UNPACKED in Path(local).expanduser().absolute().parts:
-            raise PencilError(
-                f"{name}: {path} lies in the folder of this job, which Ray removes; give a URL, or an "
-                "absolute path that every node sees"
-            )
-
-
+MLFLOW = ">=3.17,<4"  # client and server
 HELD = 3  # the exit code of a job whose labels wait for a person
+UNPACKED = "working_dir_files"  # Ray unpacks the folders of submitted jobs in a folder of this name
+LOCAL = re.compile(r"^((file|local)://|sqlite(\+\w+)?:///)")
 
 
 def run_job(
@@ -86,10 +39,10 @@ def run_job(
     words: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Read the config the command line names, run the job on it, and give the exit code.
+    """Read the config named on the command line, run the job, and return the exit code.
 
-    `words` are arguments of the job's own that follow the config, and `flags` its switches, each with its
-    help: "dry_run" is --dry-run. Both arrive as keywords.
+    `words` are arguments that follow the config, and `flags` are switches, each with its help text; "dry_run"
+    becomes --dry-run. The job receives both as keyword arguments.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -97,11 +50,11 @@ def run_job(
         epilog=help_page(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, such as configs/demo.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="YAML config file, such as configs/demo.yaml")
     for name, meaning in (words or {}).items():
         parser.add_argument(name, metavar=name.upper(), help=meaning)
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="keys to set over the file's"
+        "overrides", metavar="key=value", nargs="*", default=[], help="override keys of the file"
     )
     for name, meaning in (flags or {}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
@@ -121,14 +74,14 @@ def run_job(
 
 
 def say(text: str) -> None:
-    """Print a line at once, without the credentials of the URLs in it."""
+    """Print a line immediately, with the credentials in URLs masked."""
     print(without_passwords(text), flush=True)
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do the work; turn an error a person can act on into its lines, without credentials, and exit code 2."""
+    """Do the work; print an error that a person can act on, with credentials masked, and return 2."""
     if threading.current_thread() is threading.main_thread():
-        # Like Ctrl-C, SIGTERM unwinds the job, so that it releases its leases.
+        # SIGTERM unwinds the job like Ctrl-C, so that it releases its leases.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         check_versions()
@@ -138,3 +91,44 @@ def exit_code(work: Callable[[], object]) -> int:
             print(f"error: {without_passwords(line)}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_versions() -> None:
+    """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
+    require("Python", platform.python_version(), PYTHON)
+    require("Ray", _installed("ray"), RAY)
+    require("MLflow", _installed("mlflow", "mlflow-skinny"), MLFLOW)
+
+
+def require(thing: str, found: str | None, supported: str) -> None:
+    """Raise unless the version is within the supported range."""
+    if found is None:
+        raise PencilError(f"{thing} is not installed; {thing} {supported} is needed: run 'make install'")
+    if not SpecifierSet(supported).contains(found, prereleases=True):
+        raise PencilError(
+            f"{thing} {found} found; {thing} {supported} is supported: install a supported version"
+        )
+
+
+def _installed(*names: str) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def refuse_lost(name: str, *paths: str | None) -> None:
+    """Refuse relative paths in the folder of a submitted job: Ray removes the folder when the job ends.
+
+    `name` is the config key of the paths. Small files that were sent along, such as a config or a class list,
+    may be read there.
+    """
+    for path in filter(None, paths):
+        local = LOCAL.sub("", path, count=1)
+        if "://" not in local and UNPACKED in Path(local).expanduser().absolute().parts:
+            raise PencilError(
+                f"{name}: {path} is in the folder of this job, which Ray removes; give a URL, or an "
+                "absolute path that every node can read"
+            )

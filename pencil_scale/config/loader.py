@@ -1,10 +1,11 @@
-"""Reads one YAML file and dotted overrides into a frozen `Config`, or says in one line each what is wrong.
+"""Reads a YAML file and dotted overrides into a frozen `Config`, or reports every problem in one line each.
 
     config = load_config("configs/demo.yaml", ["stages.pencil.epochs=2", "data.shards=@list.txt"])
-    describe(config)["stages.pencil.epochs"]       # "2"; what a ${VARIABLE} stood for is never shown
+    describe(config)["stages.pencil.epochs"]       # "2"; the value of a ${VARIABLE} is never shown
 
-Numbers are YAML 1.2's (`1e-3` is one, `010` and `1:30` are not), `yes` and `off` are words, and a key given
-twice is an error. Every value may hold `${VARIABLE}`; the key's own type decides how the result is read.
+Scalars follow YAML 1.2 (`1e-3` is a number, `010` and `1:30` are not, `yes` and `off` are text), and a
+duplicate key is an error. Every value may contain `${VARIABLE}`; the type of the key decides how the result
+is read.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pencil_scale.config.problems import KeyPath, brief, broken_yaml, place_of, problem, spelt, worth_saying
+from pencil_scale.config.keys import KeyPath, brief, broken_yaml, place_of, problem, spelt, worth_saying
 from pencil_scale.config.settings import Config
 from pencil_scale.config.values import Settings
 from pencil_scale.storage.errors import PencilError
@@ -29,11 +30,11 @@ MOST_VALUES = 10_000
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the file, lay the overrides over it, fill in variables, and check every key."""
+    """Read the file, apply the overrides, substitute variables, and check every key."""
     tree, places = _read_file(path)
     for override in overrides:
-        _lay_over(tree, places, override)
-    values, variables = _fill_in(tree, places)
+        _override(tree, places, override)
+    values, variables = _substitute(tree, places)
     try:
         config = _validated(values, variables)
     except ValidationError as error:
@@ -44,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def describe(config: Settings) -> dict[str, str]:
-    """Give every key and its value in words that may be logged."""
+    """Give every key and its value as text that may be logged."""
     shown: dict[str, str] = {}
     for name, value in config.__repr_args__():
         field = type(config).model_fields[name]
@@ -56,7 +57,7 @@ def describe(config: Settings) -> dict[str, str]:
 
 
 def masked(text: str, config: Settings) -> str:
-    """Put variables back where a text shows what they stood for."""
+    """Replace the values of variables in a text by the variables."""
     for name, value in config:
         if isinstance(value, Settings):
             text = masked(text, value)
@@ -73,7 +74,7 @@ def masked(text: str, config: Settings) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose plain words are read as YAML 1.2 reads them."""
+    """YAML with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -93,7 +94,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         loader = _Loader(text)
         root = loader.get_single_node()
     except FileNotFoundError:
-        raise PencilError(f"{path}: no such config file, seen from the folder you are in") from None
+        raise PencilError(f"{path}: no such config file in the current folder") from None
     except OSError as error:
         raise PencilError(f"{path}: cannot be read as a config file: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -104,16 +105,18 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     tree = _plain(loader, root, (), str(path), places) if root is not None else {}
     places[()] = str(path)
     if not isinstance(tree, dict):
-        raise PencilError(f"{path}: holds {brief(tree)}; sections such as 'run:' and 'data:' were expected")
+        raise PencilError(
+            f"{path}: contains {brief(tree)}; sections such as 'run:' and 'data:' were expected"
+        )
     return tree, places
 
 
 def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dict[KeyPath, str]) -> Any:
-    """Turn a YAML node into dicts, lists and scalars, and note the line of every key."""
+    """Turn a YAML node into dicts, lists and scalars, and record the line of every key."""
     places[at] = place = f"{file}:{node.start_mark.line + 1}"
     if len(at) > DEEPEST or len(places) > MOST_VALUES:
         raise PencilError(
-            f"{place}: nested more than {DEEPEST} deep or over {MOST_VALUES:,} values; unfold it"
+            f"{place}: nested more than {DEEPEST} levels deep, or more than {MOST_VALUES:,} values"
         )
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, item, (*at, n), file, places) for n, item in enumerate(node.value)]
@@ -121,23 +124,23 @@ def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dic
         try:
             return loader.construct_object(node)
         except ValueError:
-            return node.value  # a number longer than any key wants: for the key to refuse
+            return node.value  # a number with too many digits, which the key will refuse
         except yaml.YAMLError as error:
             raise PencilError(broken_yaml(file, error)) from None
     section: dict[str, Any] = {}
     for name, value in node.value:
         place = f"{file}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
-            raise PencilError(f"{place}: a key that is itself a list or section; a plain word was expected")
+            raise PencilError(f"{place}: a key is a list or a section; a plain word was expected")
         if name.value in section:
-            raise PencilError(f"{place}: the key '{spelt((*at, name.value))}' stands here a second time")
+            raise PencilError(f"{place}: duplicate key '{spelt((*at, name.value))}'")
         section[name.value] = _plain(loader, value, (*at, name.value), file, places)
         places[*at, name.value] = place
     return section
 
 
 def _scalar(text: str) -> Any:
-    """Read one plain word as YAML does; a number longer than any key wants stays a word."""
+    """Read a scalar as YAML does; a number with too many digits stays text."""
     loader = _Loader("")
     tag = yaml.SafeLoader.resolve(loader, yaml.ScalarNode, text, (True, False))
     try:
@@ -146,7 +149,7 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
+def _override(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
     """Set one `a.b.c=value`; lists, sections and quotes are read as YAML, the rest as a scalar."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
@@ -162,7 +165,7 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
         section = section[name]
         if not isinstance(section, dict):
             taken = spelt(tuple(parents[:depth]))
-            raise PencilError(f"{place}: '{taken}' holds a value, not keys; set '{taken}' itself")
+            raise PencilError(f"{place}: '{taken}' is a value, not a section; set '{taken}' itself")
     try:
         value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
     except (yaml.YAMLError, RecursionError) as error:
@@ -175,8 +178,8 @@ def _lay_over(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -
 # --- variables ---------------------------------------------------------------------------------------
 
 
-def _fill_in(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]:
-    """Replace every `${VARIABLE}` by what the environment holds; also say where they stood."""
+def _substitute(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]:
+    """Replace every `${VARIABLE}` by its value in the environment; also give the keys that had one."""
     found: list[KeyPath] = []
 
     def filled(value: Any, at: KeyPath) -> Any:
@@ -193,7 +196,7 @@ def _fill_in(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]
         for name in VARIABLE.findall(value):
             if name not in os.environ:
                 where = place_of(at, places)
-                raise PencilError(f"{where}: {spelt(at)}: the environment has no variable {name}; set it")
+                raise PencilError(f"{where}: {spelt(at)}: the environment variable {name} is not set")
         return VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
     return filled(tree, ()), found
@@ -203,8 +206,8 @@ def _validated(values: Any, variables: list[KeyPath]) -> Config:
     try:
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        # A variable always arrives as text. Where the key wants something else, read the text as YAML.
-        wrong = [at for at in variables if any(_starts(at, details["loc"]) for details in error.errors())]
+        # The value of a variable is text. Where the key takes something else, read the text as YAML.
+        wrong = [at for at in variables if any(at[: len(e["loc"])] == e["loc"] for e in error.errors())]
         if not wrong:
             raise
     for at in wrong:
@@ -213,10 +216,6 @@ def _validated(values: Any, variables: list[KeyPath]) -> Config:
             holder = holder[name]
         holder[at[-1]] = _scalar(holder[at[-1]])
     return Config.model_validate_json(json.dumps(values))
-
-
-def _starts(path: KeyPath, place: KeyPath) -> bool:
-    return path[: len(place)] == place
 
 
 def _remember_as_written(section: Settings, tree: Any, variables: list[KeyPath]) -> None:

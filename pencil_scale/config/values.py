@@ -1,14 +1,10 @@
-"""How a number runs over the epochs of a stage: in steps, or along a line.
+"""What the models of a config are made of: a section, a key, and values that no plain type describes.
 
-Steps(((0, 3000.0), (5, 500.0))).at(4, num_epochs=10)    # 3000.0
-Line(3000.0, 0.0).at(9, num_epochs=10)                   # 0.0: the last epoch reaches the end
+Each such value (URLs, label sources, curves, worker counts) is read by a function that returns the finished
+value or says in one sentence what was expected. `Shape` is how the help page spells it.
 
-The values of a config that no plain type says: URLs, label sources, curves, ranges of workers.
-
-Each is read at the door, by a function that either gives the finished value or says in one sentence what
-was expected. `Shape` is how the help page spells it.
-
-A section of a config: what its keys are declared with, and how it is shown.
+    Steps(((0, 3000.0), (5, 500.0))).at(4, num_epochs=10)    # 3000.0
+    Line(3000.0, 0.0).at(9, num_epochs=10)                   # 0.0: the last epoch reaches the end
 """
 
 import re
@@ -23,7 +19,7 @@ from pencil_scale.storage.urls import without_passwords
 
 @dataclass(frozen=True)
 class Steps:
-    """Each value holds from its epoch on, until the next one's."""
+    """A curve of constant steps: each value applies from its epoch until the next step."""
 
     steps: tuple[tuple[int, float], ...]
 
@@ -36,7 +32,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Line:
-    """The first epoch has `start`, the last one `end`."""
+    """A straight line from `start` in the first epoch to `end` in the last."""
 
     start: float
     end: float
@@ -53,7 +49,7 @@ Curve = Steps | Line
 
 
 class Shape(str):
-    """How the help page spells a type that no plain annotation says."""
+    """How the help page spells a type."""
 
 
 def _one_or_many(value: object) -> tuple[str, ...]:
@@ -119,7 +115,7 @@ RunName = Annotated[str, _one_of(r"[A-Za-z0-9][A-Za-z0-9._-]*", NAME), Shape("na
 
 
 class Settings(BaseModel):
-    """One section of a config. Shown with its variables as written, never with what they stood for."""
+    """One section of a config. Its repr shows variables as written, never their values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -130,5 +126,5 @@ class Settings(BaseModel):
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> Any:
-    """Declare one key of a section."""
+    """Declare a key of a section."""
     return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)

@@ -1,1 +1,1 @@
-"""Exports: repaired labels as files for other tools."""
+"""Repaired labels as files for other tools."""

@@ -1,16 +1,15 @@
-"""Export files: how an export is stored in its folder, and the manifest that publishes it.
+"""Export files: the layout of an export folder, and the manifest that publishes the export.
 
-    table/0000000000-<digest>-<export>.parquet          the whole dataset, in stretches of rows
-    sidecars/<digest>-<export>/00042.labels.parquet     one for each shard, beside which it may be copied
+    table/0000000000-<digest>-<export>.parquet          the complete dataset, in stretches of rows
+    sidecars/<digest>-<export>/00042.labels.parquet     one per shard, to copy beside it
     shards/<digest>-<export>/00042.tar                  shards with repaired labels, on request
-    manifest.json                                       replaced last: names every file that counts
-    unfinished.json                                     while an export writes: the ids of exports under way
+    manifest.json                                       replaced last: lists every file of the export
+    unfinished.json                                     while an export writes: the ids of unfinished exports
     .lease                                              one export at a time writes here
 
-`<export>` is the id of the export that wrote the file. A digest is of the labels alone, so labels that did
-not change are not written again. Ids that were taken down must not survive in an older file, so an export
-removes what the manifest before it named, and what a killed export wrote under its id. Nothing else in the
-folder is ever removed.
+`<export>` is the id of the export that wrote the file. A digest depends only on the labels, so labels that
+have not changed are not written again. Excluded ids must not survive in older files, so an export removes the
+files that only the previous manifest lists, and those of killed exports. It removes nothing else.
 """
 
 import json
@@ -25,19 +24,19 @@ from pencil_scale.storage.folder import LOCK, Folder
 from pencil_scale.storage.urls import filesystem_of, is_local
 
 KIND = "pencil_scale export"
-FORMAT = 2
+FORMAT = 3
 MANIFEST, UNFINISHED, LEASE = "manifest.json", "unfinished.json", ".lease"
 FOLDERS = ("table", "sidecars", "shards")
 _NAME = re.compile(r"((?:table|sidecars|shards)/[^/]+)-([0-9a-f]{16})(\.parquet|/[^/]+)")
 
 
 class ExportError(PencilError):
-    """An export that cannot be made or read."""
+    """An export folder that cannot be read, or is not ours."""
 
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """What an export says of itself."""
+    """What an export contains, and what it was made from."""
 
     labels: str
     run: str  # id of the run that learned them
@@ -46,35 +45,43 @@ class ExportManifest:
     class_names: tuple[str, ...]
     num_samples: int
     num_label_issues: int
-    table: tuple[str, ...]  # files, in rows' order
+    table: tuple[str, ...]  # files, in the order of their rows
     sidecars: dict[str, str] = field(default_factory=dict)  # shard URL to file
     shards: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
     kind: str = KIND
 
     def encode(self) -> bytes:
-        """As the JSON file that publishes the export."""
+        """The JSON file that publishes the export."""
         return json.dumps(asdict(self), indent=1).encode()
 
     def files(self) -> set[str]:
-        """Every file that counts."""
+        """Every file of the export."""
         return {*self.table, *self.sidecars.values(), *self.shards.values()}
 
 
 def read_manifest(folder: str) -> ExportManifest | None:
-    """Read the newest manifest; None where nothing was exported yet."""
-    try:
-        found: Any = json.loads(Folder(folder).get(MANIFEST))
-    except DamagedError:
+    """Read the newest manifest; None if nothing has been exported yet."""
+    found = _read(folder, MANIFEST)
+    if found is None:
         return None
-    except ValueError as error:
-        raise ExportError(f"{folder}/{MANIFEST}: damaged ({error}); delete it and export again") from error
-    if not isinstance(found, dict) or found.get("kind") != KIND or found.get("format") != FORMAT:
-        raise ExportError(
-            f"{folder}: {MANIFEST} is no export of format {FORMAT}; choose another export.folder"
-        )
-    found["table"], found["class_names"] = tuple(found["table"]), tuple(found["class_names"])
-    return ExportManifest(**found)
+    return ExportManifest(
+        **found | {"table": tuple(found["table"]), "class_names": tuple(found["class_names"])}
+    )
+
+
+def _read(folder: str, name: str) -> dict[str, Any] | None:
+    try:
+        found = Folder(folder).read_json(name)
+    except DamagedError as error:
+        raise ExportError(f"{folder}/{name}: damaged; delete it and export again") from error
+    if found is None or (
+        isinstance(found, dict) and found.get("kind") == KIND and found.get("format") == FORMAT
+    ):
+        return found
+    raise ExportError(
+        f"export.folder: {folder}/{name} is not part of an export of format {FORMAT}; choose another folder"
+    )
 
 
 def file_name(kind: str, content: str, rest: str, export: str) -> str:
@@ -83,99 +90,71 @@ def file_name(kind: str, content: str, rest: str, export: str) -> str:
 
 
 def same_content(file: str) -> str:
-    """The name of a file without the export that wrote it: equal where the content is."""
+    """The name of a file without the export that wrote it: equal if the content is equal."""
     found = _NAME.fullmatch(file)
     return f"{found[1]}{found[3]}" if found else file
 
 
-def written_by(file: str) -> str | None:
-    """The id of the export that wrote a file; None if it is none of ours."""
-    found = _NAME.fullmatch(file)
-    return found[2] if found else None
-
-
 def first_row(file: str) -> int:
-    """The first row of a file of the table over all, from its name."""
+    """The first row in a file of the table, from its name."""
     return int(PurePosixPath(file).name[:10])
 
 
 def begin(folder: str, export: str) -> ExportManifest | None:
-    """Claim a folder for an export; return the manifest of the one before, None where there was none."""
+    """Claim a folder for an export; return the manifest of the previous one, if any."""
     refuse_strangers(folder)
     before = read_manifest(folder)
-    _mark_unfinished(folder, [*_unfinished(folder), export])
+    unfinished = {"kind": KIND, "format": FORMAT, "exports": [*_unfinished(folder), export]}
+    Folder(folder).put_json(UNFINISHED, unfinished)
     return before
 
 
 def tidy(folder: str, before: ExportManifest | None, kept: set[str]) -> list[str]:
-    """Remove what earlier exports wrote here and the new manifest does not name; return the names."""
-    store = Folder(folder)
-    named = set(before.files()) if before else set()
-    for export in _unfinished(folder):
-        named |= {name for name in _files_in(folder) if written_by(name) == export}
-    swept = sorted(named - kept)
-    for name in swept:
+    """Remove files of earlier exports that the new manifest does not list; return their names."""
+    outdated, unfinished = set(before.files()) if before else set(), _unfinished(folder)
+    if unfinished:
+        found = ((name, _NAME.fullmatch(name)) for name in _files_in(folder))
+        outdated |= {name for name, match in found if match and match[2] in unfinished}
+    swept, store = sorted(outdated - kept), Folder(folder)
+    for name in (*swept, UNFINISHED):
         store.delete_if_there(name)
-    _mark_unfinished(folder, [])
     return swept
 
 
 def remove_export(folder: str) -> bool:
-    """Remove an export, and nothing else that may be in its folder; return whether there was one."""
+    """Remove an export, and nothing else in its folder; return whether there was one."""
     before = read_manifest(folder)
     if before is None and not _unfinished(folder):
         return False
-    Folder(folder).delete_if_there(MANIFEST)  # first, for what it names must be there
+    Folder(folder).delete_if_there(MANIFEST)  # first, because every file it lists must exist
     tidy(folder, before, set())
     for name in (LEASE, LOCK):
         Folder(folder).delete_if_there(name)
-    _remove_empty_folders(folder)
-    return True
-
-
-def _remove_empty_folders(folder: str) -> None:
     filesystem, root = filesystem_of(folder.rstrip("/"))
     if is_local(filesystem):
         ours = [path for part in FOLDERS for path in (Path(root, part), *Path(root, part).glob("*/"))]
         for path in sorted([Path(root), *ours], reverse=True):
-            with suppress(OSError):  # it holds somebody else's files, or is one
+            with suppress(OSError):  # it has other files, or is one
                 path.rmdir()
+    return True
 
 
 def refuse_strangers(folder: str) -> None:
-    """Refuse a folder that holds what could be taken for an export, and is none of ours."""
+    """Refuse a folder with files that look like an export but were not written by one."""
     if read_manifest(folder) is not None or _unfinished(folder):
         return
-    filesystem, root = filesystem_of(folder.rstrip("/"))
-    filesystem.invalidate_cache()
-    for part in FOLDERS:
-        if filesystem.find(f"{root}/{part}"):
-            raise ExportError(
-                f"export.folder: {folder} holds a folder '{part}' and no {MANIFEST} of an export, so it is "
-                "somebody else's; nothing was written: choose an empty folder, or one that does not exist yet"
-            )
+    found = _files_in(folder)
+    if found:
+        part = found[0].partition("/")[0]
+        raise ExportError(
+            f"export.folder: {folder} has a folder '{part}' but no {MANIFEST} of an export, so it holds "
+            "something else; nothing was written: choose an empty folder, or one that does not exist yet"
+        )
 
 
 def _unfinished(folder: str) -> list[str]:
-    try:
-        found: Any = json.loads(Folder(folder).get(UNFINISHED))
-        if found["kind"] != KIND:
-            raise ValueError(f"kind {found['kind']!r}")
-        return [str(export) for export in found["exports"]]
-    except DamagedError:
-        return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(
-            f"{folder}/{UNFINISHED}: not ours, or damaged ({error}); choose another export.folder"
-        ) from error
-
-
-def _mark_unfinished(folder: str, exports: list[str]) -> None:
-    store = Folder(folder)
-    if exports:
-        store.put(UNFINISHED, json.dumps({"kind": KIND, "exports": exports}).encode())
-    else:
-        store.delete_if_there(UNFINISHED)
+    found = _read(folder, UNFINISHED)
+    return [] if found is None else [str(export) for export in found["exports"]]
 
 
 def _files_in(folder: str) -> list[str]:

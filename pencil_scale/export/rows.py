@@ -1,15 +1,17 @@
-"""Export rows: all that is known of some rows of the catalogue, brought together for an export.
+"""Export rows: everything that is known about some rows of the catalogue, for an export.
 
-For each row somebody is asked, in this order: a person who pinned it; the learned labels, if a run visited
-it; the network, for a sample without a usable label, held out, or newer than the labels; else the shard.
+The label of a row comes from the first of these that has one: a person who pinned it; the learned labels, if
+a run trained on the row; the network, for a sample that has no usable label, is held out, or is newer than
+the labels; the shard.
 
-    for table in ExportRows(source).tables(range(0, 65_536)):       # pa.Table a label part, in rows' order
+    for table in ExportRows(source).tables(range(0, 65_536)):       # one per label part, in row order
         ...
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +20,24 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder, difference
-from pencil_scale.catalogue.duplicates import Keys, contains
+from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
+from pencil_scale.catalogue.ranges import RangeReader
 from pencil_scale.catalogue.rules import make_overlay
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.config.settings import Images
-from pencil_scale.export.files import ExportError
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
 from pencil_scale.labels.history import NEVER, LabelMoves
-from pencil_scale.labels.pins import Pinned, key_bytes, read_pins, require_same_samples
-from pencil_scale.labels.published import Published, find_published, require_same_rows
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
-from pencil_scale.labels.working_copy import scaled_one_hot
+from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
+from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
+from pencil_scale.labels.working_copy import key_bytes, scaled_one_hot
 from pencil_scale.method.decisions import UNLABELLED
-from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.errors import PencilError
 
 COLUMNS = ["row", "sample_id", "sample_key", "shard", "key", "noisy_class", "status"]
 PLACES = ["image_offset", "image_bytes"]
 STRETCH_ROWS = 1 << 17
+PREDICT_BATCH = 64
 
-# Samples with an image but no label to learn from, and those kept for evaluation.
+# Samples with an image but without a label to learn from, and those kept for evaluation.
 FOR_THE_MODEL = (
     "unlabelled",
     "several_labels",
@@ -50,7 +51,7 @@ FOR_THE_MODEL = (
 
 @dataclass(frozen=True)
 class Model:
-    """The network to ask."""
+    """The network that predicts, and how it sees images."""
 
     backbone: str
     weights: str
@@ -65,7 +66,7 @@ class Source:
     published: Published
     order: ClassOrder  # from the class numbers of the labels to those of the catalogue
     pins: Pinned
-    excluded: Keys  # also those that the catalogue does not know as excluded yet
+    excluded: Keys  # including those that the catalogue does not mark as excluded yet
     words: Words
     model: Model | None
 
@@ -79,9 +80,9 @@ def find_source(
     moved: Mapping[str, str | None] | None = None,
     held: bool = False,
 ) -> Source:
-    """Bring together published labels, the newest catalogue of their classes, and what people decided.
+    """Bring together published labels, the newest catalogue with their classes, and the pins.
 
-    With `held`, the labels may be those of a run that is held.
+    With `held`, the labels may be those of a held run.
     """
     published = find_published(storage, labels, held)
     catalogue = newest_of_classes(storage, published)
@@ -95,17 +96,17 @@ def find_source(
 
 
 def newest_of_classes(storage: str, published: Published) -> Catalogue:
-    """Open the newest catalogue whose classes are those of the labels, in whatever order."""
+    """Open the newest catalogue that has the classes of the labels, in any order."""
     newest = catalogue = Catalogue.open(storage)
     wanted = set(published.manifest.class_names)
     while set(catalogue.class_names) != wanted and catalogue.version > 1:
         catalogue = Catalogue.open(storage, catalogue.version - 1)
     if set(catalogue.class_names) != wanted:
         differs = difference(published.manifest.class_names, newest.class_names)
-        raise ExportError(
-            f"{published.url}: its class list {differs}, "
-            f"compared with catalogue version {newest.version}, and no version of the catalogue has its "
-            "classes; choose labels of this class list, or run a night with nightly.remap"
+        raise PencilError(
+            f"{published.url}: its class list {differs}, compared with catalogue version {newest.version}, "
+            "and no version of the catalogue has its classes; choose labels of this class list, or run a "
+            "night with nightly.remap"
         )
     if catalogue is not newest:
         print(
@@ -118,7 +119,7 @@ def newest_of_classes(storage: str, published: Published) -> Catalogue:
 
 
 def stretches(source: Source) -> list[range]:
-    """Cut all rows into stretches of whole label parts; what the catalogue gained since has its own."""
+    """Cut all rows into stretches of complete label parts, and those newer than the labels likewise."""
     layout, num_rows = source.published.manifest.layout, source.catalogue.num_rows
     labelled = min(layout.num_rows, num_rows)
     step = max(1, STRETCH_ROWS // layout.part_rows) * layout.part_rows
@@ -127,84 +128,76 @@ def stretches(source: Source) -> list[range]:
     return cuts + [range(first, min(first + STRETCH_ROWS, num_rows)) for first in newer]
 
 
+class Learned(NamedTuple):
+    """What the label table has for some rows."""
+
+    logits: npt.NDArray[np.float32]
+    pinned: npt.NDArray[np.bool_]
+    visited: npt.NDArray[np.bool_]
+    last_change: npt.NDArray[np.int32]
+
+    @staticmethod
+    def nothing(num_rows: int, num_classes: int) -> "Learned":
+        """What is known about rows that are newer than the label table."""
+        logits = np.zeros((num_rows, num_classes), np.float32)
+        pinned, visited = np.zeros((2, num_rows), np.bool_)
+        return Learned(logits, pinned, visited, np.full(num_rows, NEVER, np.int32))
+
+
 class ExportRows:
-    """Reads rows for an export, a label part at a time."""
+    """Reads rows for an export, one label part at a time."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._manifest = source.published.manifest
-        self._store = Folder(self._manifest.store)
-        self._moves = LabelMoves(source.published.history, self._manifest.layout.num_parts)
+        self._labels = PublishedLabels(self._manifest)
+        self._moves = LabelMoves(source.published.history, self._manifest.layout)
 
     def tables(self, rows: range) -> Iterator[pa.Table]:
         """Read the rows of a stretch; excluded ids are left out."""
+        known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
         layout = self._manifest.layout
         if rows.start >= layout.num_rows:
-            yield self._table(rows, None)
+            yield self._table(known, rows, Learned.nothing(len(rows), layout.num_classes), newer=True)
             return
-        for part in range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1):
-            here = layout.rows_of(part)
-            yield self._table(range(here.start, min(here.stop, rows.stop)), part)
-
-    def _table(self, rows: range, part: int | None) -> pa.Table:
-        known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
-        facts = self._facts(known, rows, part)
-        kept = ~contains(self._source.excluded, hashes_of(known["sample_key"]))
-        table = export_table(facts, self._source.words).filter(pa.array(kept))
-        return without(table, ("excluded",))
-
-    def _facts(self, known: pa.Table, rows: range, part: int | None) -> Facts:
         given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-        num_classes = self._manifest.layout.num_classes
-        logits = np.zeros((len(known), num_classes), np.float32)
-        pinned, visited = np.zeros((2, len(known)), np.bool_)
-        last_change = np.full(len(known), NEVER, np.int32)
-        if part is not None:
-            logits, pinned, visited = self._learned(part, len(known))
-            # A row without a given class has some class in the history, too, which nobody learned.
-            told = self._last_change(part, self._source.order.back(given))
-            last_change = np.where(visited, told, NEVER)
+        visited = self._labels.last_epoch(rows) > 0
+        # A row without a given class has a class in the history, too, which was never learned.
+        last_change = self._moves.last_change(rows, self._source.order.back(given))
+        last_change = np.where(visited, last_change, np.int32(NEVER))
+        for labels in self._labels.batches(rows):
+            here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
+            logits = self._source.order.logits(labels.logits).copy()
+            learned = Learned(logits, labels.pinned, visited[here], last_change[here])
+            yield self._table(known[here], labels.rows, learned, newer=False)
+
+    def _table(self, known: pa.Table, rows: range, learned: Learned, newer: bool) -> pa.Table:
+        kept = ~contains(self._source.excluded, hashes_of(known["sample_key"]))
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN
-        speaker[ok & visited] = LABELS
-        self._ask_model(known, speaker, logits, newer=part is None)
-        speaker[pinned] = PERSON
-        self._unpin(rows, speaker, pinned, ok)
-        self._pin(known, rows, speaker, logits, pinned)
-        return Facts(known.select(COLUMNS), logits, speaker, pinned, last_change)
+        speaker[ok & learned.visited] = LABELS
+        self._ask_model(known, kept, speaker, learned.logits, newer)
+        speaker[learned.pinned] = PERSON
+        self._unpin(rows, speaker, learned.pinned, ok)
+        self._pin(known, rows, speaker, learned)
+        facts = Facts(known.select(COLUMNS), learned.logits, speaker, learned.pinned, learned.last_change)
+        return without(export_table(facts, self._source.words).filter(pa.array(kept)), ("excluded",))
 
-    def _learned(self, part: int, num_rows: int) -> tuple[Any, Any, Any]:
-        batch = get_part(self._manifest, self._store, part, LABELS_FOLDER).slice(0, num_rows)
-        ledger = get_part(self._manifest, self._store, part, LEDGER_FOLDER).slice(0, num_rows)
-        flat = batch.column("label_logits").flatten().to_numpy()
-        logits = self._source.order.logits(flat.reshape(num_rows, -1)).copy()
-        pinned = batch.column("pinned").to_numpy() != 0
-        return logits, pinned, ledger.column("last_epoch").to_numpy() > 0
-
-    def _last_change(self, part: int, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        if len(given) != len(self._manifest.layout.rows_of(part)):
-            return np.full(len(given), NEVER, np.int32)
-        return self._moves.last_change(part, given)
-
-    def _ask_model(self, known: pa.Table, speaker: npt.NDArray[np.object_], logits: Any, newer: bool) -> None:
-        model = self._source.model
-        statuses = [*FOR_THE_MODEL, *(["ok"] if newer else [])]
-        wanted = np.flatnonzero(pc.is_in(known["status"], pa.array(statuses)).to_numpy(zero_copy_only=False))
-        wanted = wanted[~contains(self._source.excluded, hashes_of(known["sample_key"]))[wanted]]
-        if model is None or len(wanted) == 0:
+    def _ask_model(self, known: pa.Table, kept: Any, speaker: Any, logits: Any, newer: bool) -> None:
+        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if newer else [])])
+        is_wanted = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False) & kept
+        wanted, source = np.flatnonzero(is_wanted), self._source
+        if source.model is None or len(wanted) == 0:
             return
-        from pencil_scale.export.prediction import Predictor
+        found, is_readable = predict(
+            source.model, source.catalogue, known.take(pa.array(wanted)), logits.shape[1]
+        )
+        logits[wanted[is_readable]] = source.order.logits(found[is_readable])
+        speaker[wanted[is_readable]] = MODEL
 
-        predictor = Predictor.load(model.backbone, logits.shape[1], model.weights, model.images)
-        found, readable = predictor.predict(self._source.catalogue, known.take(pa.array(wanted)))
-        logits[wanted[readable]] = self._source.order.logits(found[readable])
-        speaker[wanted[readable]] = MODEL
-
-    def _unpin(
-        self, rows: range, speaker: npt.NDArray[np.object_], pinned: Any, ok: npt.NDArray[np.bool_]
-    ) -> None:
-        """Leave out an older pin where the newest one is void: such a sample has the class it was given."""
+    def _unpin(self, rows: range, speaker: Any, pinned: Any, ok: Any) -> None:
+        """Drop an older pin if the newest one is void: the sample has the class it was given."""
         void = self._source.pins.void["row"].to_numpy() - rows.start
         void = void[(void >= 0) & (void < len(rows))]
         void = void[pinned[void]]
@@ -212,12 +205,64 @@ class ExportRows:
         speaker[void[ok[void]]] = GIVEN
         pinned[void] = False
 
-    def _pin(
-        self, known: pa.Table, rows: range, speaker: npt.NDArray[np.object_], logits: Any, pinned: Any
-    ) -> None:
-        """Lay over what people decided since these labels were published."""
+    def _pin(self, known: pa.Table, rows: range, speaker: Any, learned: Learned) -> None:
+        """Apply the pins that were made after these labels were published."""
         pins = self._source.pins.between(rows)
         here = pins.rows - rows.start
         require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
-        logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
-        speaker[here], pinned[here] = PERSON, True
+        num_classes = learned.logits.shape[1]
+        learned.logits[here] = scaled_one_hot(pins.classes, num_classes, self._manifest.scale)
+        speaker[here], learned.pinned[here] = PERSON, True
+
+
+# --- prediction --------------------------------------------------------------------------------------
+
+
+def read_images(catalogue: Catalogue, places: pa.Table) -> list[bytes]:
+    """Read the bytes of images, given their `shard`, `image_offset` and `image_bytes`."""
+    columns = [places[name].to_numpy() for name in ("shard", *PLACES)]
+    return RangeReader(catalogue.shards).read(*columns)
+
+
+def predict(
+    model: Model, catalogue: Catalogue, places: pa.Table, num_classes: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Return class logits, and which images could be read; the logits of the others are zeros."""
+    import torch  # takes seconds to import, which an export without prediction need not wait for
+
+    network, device = _network(model.backbone, num_classes, model.weights)
+    logits = np.zeros((len(places), num_classes), np.float32)
+    is_readable = np.zeros(len(places), np.bool_)
+    for first in range(0, len(places), PREDICT_BATCH):
+        data = read_images(catalogue, places.slice(first, PREDICT_BATCH))
+        images = {first + place: _image(one, model.images) for place, one in enumerate(data)}
+        readable = {place: image for place, image in images.items() if image is not None}
+        if readable:
+            with torch.no_grad():
+                found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()
+            logits[list(readable)], is_readable[list(readable)] = found, True
+    return logits, is_readable
+
+
+@lru_cache(maxsize=1)  # once in every process
+def _network(backbone: str, num_classes: int, weights: str) -> tuple[Any, Any]:
+    import torch
+
+    from pencil_scale.method.backbones import build_backbone
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return build_backbone(backbone, num_classes, weights).to(device).eval(), device
+
+
+def _image(data: bytes, images: Images) -> Any:
+    """The centre of one image, as in evaluation; None if it cannot be decoded."""
+    import torch
+
+    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
+    from pencil_scale.images.decode import UndecodableError, decode
+
+    try:
+        pixels = torch.from_numpy(decode(data, images.resize).copy())
+        return centre(pixels.permute(2, 0, 1)[None], Recipe.from_config(images))[0]
+    except (UndecodableError, ImageSizeError):
+        return None

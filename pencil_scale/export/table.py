@@ -1,11 +1,11 @@
-"""Export: learned labels in the words and files of other tools. The only module that speaks cleanlab's words.
+"""Export table: learned labels in the terms and files of other tools.
 
-A sample's row holds `given_label`, `predicted_label`, `label_score` (in [0, 1], lower is worse) and
-`is_label_issue`, as cleanlab's Datalab names them; class names; and what else is known. The Parquet files
-carry Hugging Face's features, so that labels arrive there as ClassLabel.
+Each sample has `given_label`, `predicted_label`, `label_score` (in [0, 1], lower is worse) and
+`is_label_issue`, with the names and meanings of cleanlab's Datalab, the names of the classes, and more. The
+Parquet files contain Hugging Face features, so that labels are loaded there as ClassLabel.
 
-    table = export_table(facts, words)               # one row a sample; excluded ids are left out
-    data = parquet_bytes(table)
+    table = export_table(facts, words)               # one row per sample
+    data = parquet_bytes(table, words.class_names)
     digest(table)                                    # of the labels, whichever night exported them
 """
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.method.decisions import UNLABELLED, decide, label_distribution
 
-# Who says what a label should be: a person, the learned labels, the network, or nobody but the shard.
+# Where a predicted label comes from: a person, the learned labels, the network, or only the shard.
 PERSON, LABELS, MODEL, GIVEN = "person", "labels", "model", "given"
 VERSIONS = ["catalogue_version", "model_version"]
 SCHEMA = pa.schema(
@@ -50,10 +50,10 @@ SCHEMA = pa.schema(
         ("model_version", pa.string()),
     ]
 )
-# What a name alone does not say stands in the files, as metadata of the column.
+# Written into the files as metadata of the column.
 MEANINGS = {
     "last_change_epoch": "epoch of the run, counted from 0 (the console counts from 1), in which the label "
-    "came to its class; null: it changed in none, was never trained on, or no history was kept",
+    "last changed its class; null: it never changed, was never trained on, or no history was kept",
 }
 ROW_GROUP = 4096
 Strings = npt.NDArray[np.object_]
@@ -61,7 +61,7 @@ Strings = npt.NDArray[np.object_]
 
 @dataclass(frozen=True)
 class Words:
-    """What is the same for a whole export."""
+    """What is the same for all rows of an export."""
 
     class_names: tuple[str, ...]
     shard_urls: tuple[str, ...]
@@ -72,40 +72,40 @@ class Words:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of some rows of the catalogue."""
+    """What is known about some rows of the catalogue."""
 
     rows: pa.Table  # row, sample_id, shard, key, noisy_class, status
-    logits: npt.NDArray[np.float32]  # [B, C], learned or the network's; read only where somebody spoke
-    predicted_by: Strings  # PERSON, LABELS, MODEL, GIVEN, or None where nobody can say
+    logits: npt.NDArray[np.float32]  # [B, C], of PERSON, LABELS or MODEL; ignored for other rows
+    predicted_by: Strings  # PERSON, LABELS, MODEL, GIVEN, or None if there is no prediction
     pinned: npt.NDArray[np.bool_]
-    last_change: npt.NDArray[np.int32]  # an epoch, from 0; -1: never, or not known
+    last_change: npt.NDArray[np.int32]  # an epoch, from 0; -1: never, or unknown
 
 
 def export_table(facts: Facts, words: Words) -> pa.Table:
     """Put facts into the columns of an export."""
     given = facts.rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-    spoken = np.isin(facts.predicted_by.astype(str), (PERSON, LABELS, MODEL))
-    found = decide(facts.logits[spoken], given[spoken])
+    scored = np.isin(facts.predicted_by.astype(str), (PERSON, LABELS, MODEL))
+    found = decide(facts.logits[scored], given[scored])
     predicted = np.where(facts.predicted_by == GIVEN, given, UNLABELLED)
-    predicted[spoken] = found.corrected_class
+    predicted[scored] = found.corrected_class
     issue = (predicted != given) & (given != UNLABELLED) & np.isin(facts.predicted_by, (PERSON, LABELS))
-    top_labels, top_shares = _top(facts.logits[spoken], found.corrected_class, words.top_k)
+    top_labels, top_shares = _top(facts.logits[scored], found.corrected_class, words.top_k)
     columns = {
         "row": facts.rows["row"],
         "sample_id": facts.rows["sample_id"],
         "shard": _named(words.shard_urls, facts.rows["shard"].to_numpy()),
         "key": facts.rows["key"],
-        "given_label": _or_null(given, given != UNLABELLED),
-        "predicted_label": _or_null(predicted, predicted != UNLABELLED),
-        "label_score": _spread(found.score, spoken, np.float32),
+        "given_label": pa.array(given, mask=given == UNLABELLED),
+        "predicted_label": pa.array(predicted, mask=predicted == UNLABELLED),
+        "label_score": _spread(found.score, scored),
         "is_label_issue": pa.array(issue),
         "given_class": _named(words.class_names, given),
         "predicted_class": _named(words.class_names, predicted),
-        "confidence": _spread(found.confidence, spoken, np.float32),
-        "margin": _spread(found.margin, spoken, np.float32),
-        "top_labels": _lists(top_labels, spoken, pa.int64()),
-        "top_shares": _lists(top_shares, spoken, pa.float32()),
-        "last_change_epoch": _or_null(facts.last_change, facts.last_change >= 0),
+        "confidence": _spread(found.confidence, scored),
+        "margin": _spread(found.margin, scored),
+        "top_labels": _lists(top_labels, scored, pa.int64()),
+        "top_shares": _lists(top_shares, scored, pa.float32()),
+        "last_change_epoch": pa.array(facts.last_change, mask=facts.last_change < 0),
         "pinned": pa.array(facts.pinned),
         "status": facts.rows["status"],
         "predicted_by": pa.array(facts.predicted_by, pa.string()),
@@ -118,20 +118,20 @@ def export_table(facts: Facts, words: Words) -> pa.Table:
 def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
     """Give duplicates the label of the sample they repeat, under their own shard, key and given label."""
     known = {entry["row"]: entry for entry in labels.to_pylist()}
-    entries = []
-    for alias in aliases.to_pylist():
-        entry = known.get(alias["row"])
-        if entry is not None:
-            entries.append(entry | _own_words(alias, entry, words))
+    entries = [
+        known[alias["row"]] | _own_columns(alias, known[alias["row"]], words)
+        for alias in aliases.to_pylist()
+        if alias["row"] in known
+    ]
     return pa.Table.from_pylist(entries, schema=SCHEMA)
 
 
-def _own_words(alias: dict[str, Any], entry: dict[str, Any], words: Words) -> dict[str, Any]:
+def _own_columns(alias: dict[str, Any], entry: dict[str, Any], words: Words) -> dict[str, Any]:
     given, predicted = alias["noisy_class"], entry["predicted_label"]
     score = entry["label_score"]
     if given != entry["given_label"]:
         shares = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True))
-        score = shares.get(given)  # behind the first few classes nobody kept it
+        score = shares.get(given)  # the table has only the first few classes
     judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
     return {
         "shard": words.shard_urls[alias["shard"]],
@@ -145,7 +145,7 @@ def _own_words(alias: dict[str, Any], entry: dict[str, Any], words: Words) -> di
 
 
 def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
-    """Spell an export as a Parquet file that Hugging Face's datasets reads with its class names."""
+    """Encode an export as a Parquet file that Hugging Face datasets reads with its class names."""
     label = {"names": list(class_names), "_type": "ClassLabel"}
     features = {"info": {"features": {"given_label": label, "predicted_label": label}}}
     sink = io.BytesIO()
@@ -159,7 +159,7 @@ def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
 
 
 def digest(table: pa.Table) -> str:
-    """Name what an export says of its labels, whichever catalogue or model version says it."""
+    """Hash the labels of an export, without the catalogue and model versions."""
     sink = io.BytesIO()
     pq.write_table(table.drop_columns(VERSIONS), sink, compression="none", use_dictionary=False)
     return hashlib.sha256(sink.getvalue()).hexdigest()[:16]
@@ -173,31 +173,28 @@ def without(table: pa.Table, statuses: tuple[str, ...]) -> pa.Table:
 def _top(
     logits: npt.NDArray[np.float32], first: npt.NDArray[np.int64], top_k: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The largest shares of each label, falling; the decided class stands first also in a tie."""
+    """The largest shares of each label in descending order; in a tie the decided class is first."""
     shares = label_distribution(logits) if len(logits) else logits
     falling = -shares
     falling[np.arange(len(falling)), first] = -2.0
-    # A whole sort of a thousand classes would take most of an export's time. Ties go to the lower class.
+    # Sorting a thousand classes would take most of an export's time. Ties go to the lower class.
     near = np.sort(np.argpartition(falling, top_k - 1, axis=1)[:, :top_k], axis=1)
     rank = np.argsort(np.take_along_axis(falling, near, axis=1), axis=1, kind="stable")
     order = np.take_along_axis(near, rank, axis=1)
     return order, np.take_along_axis(shares, order, axis=1)
 
 
-def _or_null(values: npt.NDArray[Any], known: npt.NDArray[np.bool_]) -> pa.Array:
-    return pa.array(values, mask=~known)
+def _spread(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_]) -> pa.Array:
+    """Values of the scored rows, and null for the others."""
+    spread = np.full(len(scored), np.nan, np.float32)
+    spread[scored] = values
+    return pa.array(spread, mask=np.isnan(spread))
 
 
-def _spread(values: npt.NDArray[Any], spoken: npt.NDArray[np.bool_], dtype: Any) -> pa.Array:
-    whole = np.full(len(spoken), np.nan, dtype)
-    whole[spoken] = values
-    return pa.array(whole, mask=np.isnan(whole))
-
-
-def _lists(values: npt.NDArray[Any], spoken: npt.NDArray[np.bool_], kind: pa.DataType) -> pa.Array:
+def _lists(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_], kind: pa.DataType) -> pa.Array:
     width = values.shape[1] if values.ndim == 2 else 0
-    ends = np.concatenate([[0], np.cumsum(spoken) * width]).astype(np.int32)
-    offsets = pa.array(ends, mask=np.append(~spoken, False))
+    ends = np.concatenate([[0], np.cumsum(scored) * width]).astype(np.int32)
+    offsets = pa.array(ends, mask=np.append(~scored, False))
     return pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1), kind))
 
 

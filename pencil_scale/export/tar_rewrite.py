@@ -1,10 +1,10 @@
-"""Tar rewrite: a shard with other labels, everything else bit for bit.
+"""Tar rewrite: a shard with new labels, and everything else bit for bit.
 
-The archive is walked piece by piece and copied as raw bytes, headers included; only a label member that must
-change gets new contents, with its own header's size and checksum set anew. Samples that are not listed leave,
-and so do bytes that are damaged: nobody can say whose they are.
+The archive is copied as raw bytes, headers included. Only a label member that must change gets new contents,
+and a header with the new size and checksum. Samples that are not listed are left out, and so are damaged
+bytes, which cannot be assigned to a sample.
 
-    labels = {"000017": NewLabel(3, "cat"), "000018": None}         # None: stays as it is
+    labels = {"000017": NewLabel(3, "cat"), "000018": None}         # None: unchanged
     rewrite_shard(source, sink, labels, LabelMember("cls"))
 """
 
@@ -24,7 +24,7 @@ COPY_BYTES = 8 << 20
 
 
 class NewLabel(NamedTuple):
-    """A class by number and by name: a label is replaced by what it was."""
+    """A class by number and by name: a number is replaced by a number, a name by a name."""
 
     number: int
     name: str
@@ -32,21 +32,21 @@ class NewLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelMember:
-    """Where a label stands in its sample: a suffix, and a field if the member is JSON."""
+    """Where the label of a sample is stored: a suffix, and a field if the member is JSON."""
 
     suffix: str  # cls, txt or json
     field: str | None = None
-    add: bool = False  # labels came from a file beside the shards: put a member where there is none
+    add: bool = False  # labels came from a file beside the shards: add a member to each sample
 
     @classmethod
     def of(cls, source: str) -> "LabelMember":
-        """Read the config's word on labels: `cls`, `txt`, `json:FIELD`, `file:URL` or `table:URL`."""
+        """Read `data.label` of the config: `cls`, `txt`, `json:FIELD`, `file:URL` or `table:URL`."""
         if source.startswith("json:"):
             return cls("json", source.removeprefix("json:"))
         return cls(source) if source in ("cls", "txt") else cls("cls", add=True)
 
     def replaced(self, data: bytes, label: NewLabel) -> bytes:
-        """Spell the new label as the old one was spelled: as a number or as a name."""
+        """Write the new label in the form of the old one: as a number or as a name."""
         if self.field is not None:
             return _with_field(data, self.field, label)
         is_number = data.strip().removeprefix(b"-").isdigit()
@@ -54,17 +54,17 @@ class LabelMember:
 
 
 class Rewritten(NamedTuple):
-    """What became of a shard's samples."""
+    """How many samples of a shard were changed."""
 
     num_replaced: int
     num_left_out: int
-    num_damaged: int  # stretches of bytes
+    num_damaged: int  # ranges of bytes
 
 
 def rewrite_shard(
     source: ByteSource, sink: IO[bytes], labels: Mapping[str, NewLabel | None], where: LabelMember
 ) -> Rewritten:
-    """Copy a shard with new labels; what is left out is counted."""
+    """Copy a shard with new labels, and count what is left out."""
     done: set[str] = set()
     left_out: set[str] = set()
     current: str | None = None
@@ -85,7 +85,7 @@ def rewrite_shard(
             _replace(source, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
         else:
             _copy(source, sink, piece.start, piece.end)
-            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that its shard has lost
+            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)
@@ -105,12 +105,12 @@ def _copy(source: ByteSource, sink: IO[bytes], start: int, end: int) -> None:
         num_bytes = min(COPY_BYTES, end - first)
         data = source.read(first, num_bytes)
         if len(data) != num_bytes:
-            raise PencilError(f"shard {source.url}: it changed while it was read: run again")
+            raise PencilError(f"shard {source.url}: changed while it was read; run again")
         sink.write(data)
 
 
 def _replace(source: ByteSource, sink: IO[bytes], member: Member, data: bytes) -> None:
-    """Write a member with its own headers and other contents."""
+    """Write a member with its old headers and new contents."""
     _copy(source, sink, member.start, member.offset - BLOCK)  # long names and the like
     header = bytearray(source.read(member.offset - BLOCK, BLOCK))
     header[124:136] = b"%011o\0" % len(data)
@@ -120,7 +120,7 @@ def _replace(source: ByteSource, sink: IO[bytes], member: Member, data: bytes) -
 
 
 def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMember, done: set[str]) -> None:
-    """Put a label behind the members of a sample that has none."""
+    """Add a label after the members of a sample that has none."""
     if not where.add or label is None or key in done:
         return
     done.add(key)
@@ -131,7 +131,7 @@ def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMe
 
 
 def _with_field(data: bytes, field: str, label: NewLabel) -> bytes:
-    """Set one field of a JSON member, by its name or by a dotted path, and leave the others."""
+    """Set one field of a JSON member, by its name or by a dotted path."""
     fields: Any = json.loads(data)
     holder, name = fields, field
     while name not in holder and "." in name:

@@ -1,10 +1,9 @@
-"""The paper's augmentation, batched on the device: crop, mirror, subtract the mean.
+"""The paper's augmentation, batched on the device: crop, mirror, normalise.
 
-What happens to an image is a function of (seed, epoch, row) alone: not of the batch it came in, nor of the
-worker or device that computes it.
+The result for an image depends only on (seed, epoch, row), not on its batch, worker or device.
 
     pixels = augment(images, rows, seed=1, epoch=7, recipe=recipe)   # uint8 [B, 3, H, W] -> [B, 3, S, S]
-    pixels = centre(images, recipe)                                  # the same without chance
+    pixels = centre(images, recipe)                                  # the same without randomness
 """
 
 from dataclasses import dataclass
@@ -18,17 +17,16 @@ from torch.nn.functional import pad
 
 from pencil_scale.config.settings import Images
 from pencil_scale.storage.errors import PencilError
-
-Int64s = npt.NDArray[np.int64]
+from pencil_scale.storage.hashing import GOLDEN, hashes
 
 
 class ImageSizeError(PencilError):
-    """Images too small for the crop that was asked for."""
+    """Images too small for the configured crop."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the network is shown of an image."""
+    """How the network's input is made from an image."""
 
     crop: int
     pad: int
@@ -42,20 +40,20 @@ class Recipe:
 
 
 def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Recipe) -> Tensor:
-    """Pad, take a random crop, mirror every other image, and normalise."""
+    """Pad, take a random crop, mirror half of the images at random, and normalise."""
     _require_room(images, recipe.crop, recipe.pad)
     padded = pad(images, [recipe.pad] * 4)
     drawn = _draw(_bits(rows.numpy(), seed, epoch), padded.shape[-2], padded.shape[-1], recipe)
-    top, start, way = torch.from_numpy(drawn).to(images.device, non_blocking=True)[:, :, None]  # each [B, 1]
+    top, start, step = torch.from_numpy(drawn).to(images.device, non_blocking=True)[:, :, None]  # each [B, 1]
     along = _count(recipe.crop, images.device)
-    y, x = top + along, start + way * along  # [B, S]
+    y, x = top + along, start + step * along  # [B, S]
     samples = _count(len(images), images.device)[:, None, None, None]
     channels = _count(3, images.device)[None, :, None, None]
     return normalise(padded[samples, channels, y[:, None, :, None], x[:, None, None, :]], recipe)
 
 
 def centre(images: Tensor, recipe: Recipe) -> Tensor:
-    """Take the middle of every image, and normalise."""
+    """Take the centre crop of every image, and normalise."""
     _require_room(images, recipe.crop, 0)
     top = (images.shape[-2] - recipe.crop) // 2
     left = (images.shape[-1] - recipe.crop) // 2
@@ -63,14 +61,14 @@ def centre(images: Tensor, recipe: Recipe) -> Tensor:
 
 
 def normalise(images: Tensor, recipe: Recipe) -> Tensor:
-    """Bring bytes to [0, 1], subtract the mean and divide by the deviation of each channel."""
-    mean, std = _a_channel(recipe.mean, images.device), _a_channel(recipe.std, images.device)
+    """Scale bytes to [0, 1], subtract the mean and divide by the standard deviation of each channel."""
+    mean, std = _per_channel(recipe.mean, images.device), _per_channel(recipe.std, images.device)
     return (images.float() / 255 - mean) / std
 
 
 @lru_cache
-def _a_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
-    """Numbers a channel, kept on the device: to bring them there is to wait until it has nothing to do."""
+def _per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    """One number per channel, cached on the device: copying them there would wait until it is idle."""
     return torch.tensor(values, device=device)[:, None, None]
 
 
@@ -79,10 +77,10 @@ def _count(stop: int, device: torch.device) -> Tensor:
     return torch.arange(stop, device=device)
 
 
-def _draw(bits: Int64s, height: int, width: int, recipe: Recipe) -> Int64s:
-    """Draw the top row, the first column and the way to go from there (1 or -1) of every crop.   [3, B]
+def _draw(bits: npt.NDArray[np.int64], height: int, width: int, recipe: Recipe) -> npt.NDArray[np.int64]:
+    """Draw the top row, first column and column step (1, or -1 if mirrored) of every crop.   [3, B]
 
-    On the host, in a few microseconds: as many small kernels would keep a GPU waiting for their launches.
+    This takes microseconds on the host; on a GPU the launches of its many small kernels would take longer.
     """
     top = (bits & 0xFFFFF) % (height - recipe.crop + 1)
     left = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
@@ -90,13 +88,10 @@ def _draw(bits: Int64s, height: int, width: int, recipe: Recipe) -> Int64s:
     return np.stack([top, left + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
 
 
-def _bits(rows: Int64s, seed: int, epoch: int) -> Int64s:
-    """Forty-odd random bits for every row: splitmix64, in integers that wrap."""
-    start = (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
-    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return ((mixed ^ mixed >> np.uint64(31)) >> np.uint64(20)).astype(np.int64)
+def _bits(rows: npt.NDArray[np.int64], seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Draw 44 random bits per row."""
+    key = seed * GOLDEN + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019
+    return (hashes(rows, key) >> np.uint64(20)).astype(np.int64)
 
 
 def _require_room(images: Tensor, crop: int, border: int) -> None:

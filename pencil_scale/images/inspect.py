@@ -1,11 +1,11 @@
-"""Images: what the bytes of one image are, and whether a training run can use them.
+"""Inspect: what the bytes of one image are, and whether training can use them.
 
-Nothing in an image crashes, hangs or exhausts memory here: declared sizes are checked before PIL sees
-a byte, only the formats named below are ever tried, and PIL's global switches (`MAX_IMAGE_PIXELS`,
-`LOAD_TRUNCATED_IMAGES`) are neither needed nor touched. A file that was cut short is completed in
-memory instead, so any decoder, in any thread, can take it.
+Only the formats below are ever tried, images that declare too many pixels are refused before they are
+decoded, and PIL's global switches (`MAX_IMAGE_PIXELS`, `LOAD_TRUNCATED_IMAGES`) are neither needed nor
+changed. JPEG headers are parsed here, in microseconds; PIL opens all other formats. A truncated file is
+completed in memory, so that any decoder can read it, in any thread.
 
-    facts = inspect_image(data)                 # header only, microseconds
+    facts = inspect_image(data)                 # header only
     facts = inspect_image(data, decode=True)    # every pixel
     facts.problem                               # None, "image_empty", "image_unreadable" or "image_bomb"
     facts.oddities                              # ("cmyk", "truncated"): usable, worth counting
@@ -14,7 +14,7 @@ memory instead, so any decoder, in any thread, can take it.
 import io
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from PIL import Image, ImageFile
@@ -27,21 +27,13 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from pencil_scale.images.headers import (
-    MAX_SCANS,
-    PARSED_HERE,
-    BadHeaderError,
-    Header,
-    format_of,
-    png_chunks,
-    read_header,
-)
-
-# Under PIL's own warning threshold of 89 million, which therefore never speaks up: 8,192 x 8,192.
+# 8,192 x 8,192: less than PIL's own warning threshold of 89 million pixels.
 MAX_PIXELS = 2**26
+MAX_SCANS = 200  # an encoder writes about 10; a hostile JPEG thousands, each a pass over every pixel
+ORIENTATION = 0x0112  # the EXIF tag
 
-# The plugins are called by class, not through `Image.open`: its bomb check reads a global and warns,
-# and no other plugin (EPS starts Ghostscript, FPX and PSD have no use here) can ever be chosen.
+# The plugins are called directly, not through `Image.open`, which warns by a global threshold and may choose
+# any other plugin (EPS starts Ghostscript).
 PLUGINS: dict[str, type[ImageFile.ImageFile]] = {
     "jpeg": JpegImageFile,
     "png": PngImageFile,
@@ -52,32 +44,37 @@ PLUGINS: dict[str, type[ImageFile.ImageFile]] = {
     "avif": AvifImageFile,
     "jpeg2000": Jpeg2KImageFile,
 }
+_SIGNATURES = {
+    "jpeg": (b"\xff\xd8\xff",),
+    "png": (b"\x89PNG\r\n\x1a\n",),
+    "gif": (b"GIF87a", b"GIF89a"),
+    "bmp": (b"BM",),
+    "tiff": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "jpeg2000": (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n"),
+}
+_MODE_ODDITIES = {
+    "1": ("grey",),
+    "L": ("grey",),
+    "LA": ("grey", "alpha"),
+    "I;16": ("grey", "16-bit"),
+    "I;16B": ("grey", "16-bit"),
+    "P": ("palette",),
+    "PA": ("palette", "alpha"),
+    "RGBA": ("alpha",),
+    "CMYK": ("cmyk",),
+}
+# JPEG markers without content: fill bytes, TEM, RST0 to RST7, SOI, EOI.
+_BARE_MARKERS = frozenset((0x00, 0xFF, 0x01, *range(0xD0, 0xDA)))
+_FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
-# What those plugins were seen to raise, or can raise by their source, on bytes that are no good image.
-IMAGE_ERRORS = (
-    BadHeaderError,
-    OSError,  # truncated, broken data stream, decoder errors; UnidentifiedImageError
-    SyntaxError,  # PIL's word for "not a file of this format"
-    ValueError,  # text chunks that unpack too large, sizes, modes, UnicodeDecodeError
-    TypeError,
-    KeyError,
-    IndexError,
-    EOFError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    ZeroDivisionError,
-    RuntimeError,  # libavif; RecursionError, NotImplementedError
-    MemoryError,
-    struct.error,
-    zlib.error,
-    Warning,  # a plugin's warning where the interpreter runs with -W error
-)
+
+class ImageBombError(OSError):
+    """An image that declares more pixels, or passes over them, than can be decoded safely."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What one image is. Where it has a problem, width and height are what was declared, or 0."""
+    """What one image is; `mode` in PIL's words. Width and height may be 0 where there is a problem."""
 
     format: str = "unknown"
     width: int = 0
@@ -88,100 +85,204 @@ class ImageFacts:
 
 
 def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
-    """Tell what an image is from its header, and on request whether all of it decodes.
+    """Describe an image from its header, and on request check that all of it decodes.
 
-    `image_empty`: 0 bytes. `image_unreadable`: no known format, a broken header, no pixels, or (with
-    `decode`) a decoder refused it. `image_bomb`: too many pixels, or passes over them, were declared.
+    `image_empty`: 0 bytes. `image_unreadable`: unknown format, broken header, no pixels, or (with `decode`)
+    refused by the decoder. `image_bomb`: declares too many pixels, or too many passes over them.
     """
     if not data:
         return ImageFacts(problem="image_empty")
-    kind = format_of(data)
-    if kind == "unknown":
-        return ImageFacts(problem="image_unreadable")
+    facts = ImageFacts(format_of(data))
     try:
-        header = _header_of(data, kind)
-    except IMAGE_ERRORS:
-        return ImageFacts(kind, problem="image_unreadable")
-    oddities = header.oddities
-    oddities += ("1x1",) if header.width == header.height == 1 else ()
-    oddities += () if header.whole else ("truncated",)
-    facts = ImageFacts(header.format, header.width, header.height, header.mode, oddities)
-    if header.num_pixels > MAX_PIXELS or header.num_scans > MAX_SCANS:
+        facts = _jpeg_facts(data) if facts.format == "jpeg" else _pil_facts(data, facts.format)
+        if decode:
+            with open_image(complete_truncated(data)) as image:
+                image.load()
+    except (ImageBombError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return replace(facts, problem="image_bomb")
-    return replace(facts, problem=_decoding_problem(data, facts)) if decode else facts
+    except Exception:  # on damaged bytes PIL's plugins raise nearly every class there is
+        return replace(facts, problem="image_unreadable")
+    return facts
+
+
+def format_of(data: bytes) -> str:
+    """Name the format that the first bytes announce, or "unknown"."""
+    for kind, signatures in _SIGNATURES.items():
+        if data.startswith(signatures):
+            return kind
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    is_avif = data[4:8] == b"ftyp" and data[8:12] in (b"avif", b"avis", b"mif1", b"msf1")
+    return "avif" if is_avif else "unknown"
+
+
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    """Open an image with PIL, which decodes nothing yet, and refuse one that is too large to decode."""
+    kind = format_of(data)
+    if kind not in PLUGINS:
+        raise OSError("no image format that is supported")
+    image = PLUGINS[kind](io.BytesIO(data))
+    _require_size(image.width, image.height)
+    if isinstance(image, TiffImageFile):  # a tile may be larger than the image, and is decoded whole
+        _require_size(image.tag_v2.get(322, 0), image.tag_v2.get(323, 0))
+    return image
+
+
+def _require_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ImageBombError(f"declares {width} x {height} pixels; at most {MAX_PIXELS:,} are safe")
+
+
+def _pil_facts(data: bytes, kind: str) -> ImageFacts:
+    with open_image(data) as image:
+        oddities = list(_MODE_ODDITIES.get(image.mode, ()))
+        is_rotated = _is_rotated(image.info.get("exif", b"").removeprefix(b"Exif\0\0"))
+        bits: tuple[int, ...] = (data[24],) if kind == "png" else ()
+        if isinstance(image, TiffImageFile):
+            bits = image.tag_v2.get(258, ())
+            is_rotated = image.tag_v2.get(ORIENTATION, 1) in range(2, 9)
+        oddities += ["16-bit"] if 16 in bits else []
+        if _is_animated(image):
+            oddities.append("multipage" if kind == "tiff" else "animated")
+        oddities += ["exif-rotated"] if is_rotated else []
+        oddities += ["1x1"] if image.size == (1, 1) else []
+        oddities += ["truncated"] if kind in _IS_COMPLETE and not _IS_COMPLETE[kind](data, image) else []
+        return ImageFacts(kind, *image.size, image.mode, tuple(dict.fromkeys(oddities)))
+
+
+def _is_animated(image: ImageFile.ImageFile) -> bool:
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:
+        return True  # GIF: there is a second frame, but it is damaged; only the first is used
+
+
+def _is_rotated(exif: bytes) -> bool:
+    """Read the orientation from an EXIF block; a broken block counts as upright, as it does for decoders."""
+    try:
+        order = {b"II": "<", b"MM": ">"}[exif[:2]]
+        (directory,) = struct.unpack_from(f"{order}I", exif, 4)
+        (num_tags,) = struct.unpack_from(f"{order}H", exif, directory)
+        for number in range(num_tags):
+            tag, value = struct.unpack_from(f"{order}H6xH", exif, directory + 2 + 12 * number)
+            if tag == ORIENTATION:
+                return value in range(2, 9)
+    except (KeyError, struct.error):
+        pass
+    return False
+
+
+# -- JPEG ---------------------------------------------------------------------------------------------
+
+
+def _jpeg_facts(data: bytes) -> ImageFacts:
+    frame: tuple[int, int, int, int, int] | None = None  # marker, bits, height, width, components
+    oddities: list[str] = []
+    for marker, start, end in _jpeg_segments(data):
+        if marker in _FRAME_MARKERS:
+            frame = (marker, *struct.unpack_from(">BHHB", data, start))
+        elif marker == 0xE1 and data.startswith(b"Exif\0\0", start):
+            oddities += ["exif-rotated"] if _is_rotated(data[start + 6 : end]) else []
+    scan = end
+    if frame is None or scan >= len(data):
+        raise OSError("JPEG without a frame or without pixels")
+    marker, bits, height, width, components = frame
+    mode = {1: "L", 3: "RGB", 4: "CMYK"}.get(components)
+    if mode is None or bits != 8 or width == 0 or height == 0:
+        raise OSError(f"JPEG of {width} x {height} pixels with {components} components of {bits} bits")
+    _require_size(width, height)
+    if marker in (0xC2, 0xCA) and data.count(b"\xff\xda", scan) >= MAX_SCANS:
+        raise ImageBombError(f"more than {MAX_SCANS} scans")
+    oddities += _MODE_ODDITIES.get(mode, ())
+    oddities += ["1x1"] if width == height == 1 else []
+    oddities += ["truncated"] if data.rfind(b"\xff\xd9", scan) < 0 else []
+    return ImageFacts("jpeg", width, height, mode, tuple(dict.fromkeys(oddities)))
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (marker, start, end) of each segment's content, up to the header of the first scan."""
+    at, last, marker = 2, len(data) - 4, 0
+    while marker != 0xDA:
+        # Like PIL and libjpeg: whatever is between segments is skipped, up to the next marker.
+        at = data.find(b"\xff", at)
+        if at < 0 or at > last or data[at + 1] == 0xD9:
+            raise OSError("JPEG ends before its first scan")
+        marker = data[at + 1]
+        if marker in _BARE_MARKERS:
+            at += 1 if marker == 0xFF else 2
+            continue
+        end = at + 2 + (data[at + 2] << 8 | data[at + 3])
+        if end < at + 4 or end > len(data):
+            raise OSError(f"JPEG segment at byte {at:,} reaches past the end")
+        yield marker, at + 4, end
+        at = end
+
+
+# -- truncated files ----------------------------------------------------------------------------------
 
 
 def complete_truncated(data: bytes) -> bytes:
-    """Give an ok file that was cut short a proper end, so that strict decoders take it; others pass as is.
+    """Give a truncated but usable file a proper end, so that strict decoders read it; return others as is.
 
-    The pixels that never arrived come out grey or black, as with PIL's own lenient mode, which is a
-    switch for the whole process and all its threads and therefore not for us.
+    Missing pixels come out grey or black, as in PIL's lenient mode, which is a switch for the whole process.
     """
-    kind = format_of(data)
-    header = read_header(data, kind) if kind in PARSED_HERE else None
-    if header is None or header.whole:
-        return data
-    return _COMPLETIONS[kind](data, header)
+    facts = inspect_image(data)
+    return _COMPLETIONS[facts.format](data, facts) if "truncated" in facts.oddities else data
 
 
-def _header_of(data: bytes, kind: str) -> Header:
-    """Parse the header ourselves where we can; the two rare formats are opened, not decoded, by PIL."""
-    if kind in PARSED_HERE:
-        return read_header(data, kind)
-    with PLUGINS[kind](io.BytesIO(data)) as image:
-        oddities = ["animated"] if getattr(image, "is_animated", False) else []
-        oddities += ["grey"] if image.mode in ("L", "LA", "I;16") else []
-        oddities += ["16-bit"] if image.mode == "I;16" else []
-        oddities += ["alpha"] if image.mode in ("LA", "RGBA") else []
-        return Header(kind, *image.size, image.mode, image.width * image.height, tuple(oddities))
+def _num_missing_bmp(data: bytes, image: ImageFile.ImageFile) -> int:
+    """Count the bytes of rows that are missing; 0 for run-length coding, whose size is not known."""
+    codec, _, offset, arguments = image.tile[0]
+    if offset >= len(data):
+        raise OSError("BMP without pixels")
+    row_bytes = arguments[1] if codec == "raw" and isinstance(arguments, tuple) else 0
+    return max(0, offset + row_bytes * image.height - len(data))
 
 
-def _decoding_problem(data: bytes, facts: ImageFacts) -> str | None:
-    problem = _strict_problem(data, facts.format)
-    if problem and "truncated" in facts.oddities:
-        return _strict_problem(complete_truncated(data), facts.format)
-    return problem
+def _end_of_gif_frame(data: bytes, image: ImageFile.ImageFile) -> int:
+    """Follow the blocks of the first frame; the place after their end marker may be past the end."""
+    at = image.tile[0].offset
+    if at >= len(data):
+        raise OSError("GIF without pixels")
+    while at < len(data) and data[at]:
+        at += data[at] + 1
+    return at + 1
 
 
-def _strict_problem(data: bytes, kind: str) -> str | None:
-    try:
-        with PLUGINS[kind](io.BytesIO(data)) as image:
-            # The plugin parsed the header anew: its word on the size is what it is about to allocate.
-            if image.width * image.height > MAX_PIXELS:
-                return "image_bomb"
-            image.load()
-    except Image.DecompressionBombError:
-        return "image_bomb"
-    except IMAGE_ERRORS:
-        return "image_unreadable"
-    return None
-
-
-def _complete_jpeg(data: bytes, header: Header) -> bytes:
-    return data + b"\xff\xd9"
-
-
-def _complete_bmp(data: bytes, header: Header) -> bytes:
-    return data + bytes(header.num_missing)
-
-
-def _complete_gif(data: bytes, header: Header) -> bytes:
+def _complete_gif(data: bytes, facts: ImageFacts) -> bytes:
     """Fill the open block and add blocks of zeros: a code of zeros, of any width, is one pixel of colour 0.
 
-    Codes have at most 12 bits, so 1.5 bytes a pixel reach the last pixel wherever the file was cut.
+    Codes have at most 12 bits, so 1.5 bytes per pixel reach the last pixel wherever the file was cut.
     """
-    num_blocks = header.num_pixels * 3 // 2 // 255 + 1
-    return data + bytes(header.num_missing) + (b"\xff" + bytes(255)) * num_blocks + b"\x00\x3b"
+    num_missing = max(0, _end_of_gif_frame(data, open_image(data)) - 1 - len(data))
+    num_blocks = facts.width * facts.height * 3 // 2 // 255 + 1
+    return data + bytes(num_missing) + (b"\xff" + bytes(255)) * num_blocks + b"\x00\x3b"
 
 
-def _complete_png(data: bytes, header: Header) -> bytes:
-    """Rebuild a PNG from the chunks, and the part of its pixels, that arrived; missing rows are zeros.
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (name, start, end) of each chunk's content; the last one may reach past the end."""
+    at = 8
+    while at + 8 <= len(data):
+        size, name = struct.unpack_from(">I4s", data, at)
+        yield name, at + 8, at + 8 + size
+        at += size + 12
 
-    A zlib stream that just stops is an error to decoders, so what can be unpacked is packed again.
-    What a stream unpacks to beyond the declared pixels is never asked for.
+
+def _is_complete_png(data: bytes, image: ImageFile.ImageFile) -> bool:
+    names = {name for name, start, _ in _png_chunks(data) if start < len(data)}
+    if b"IDAT" not in names:
+        raise OSError("PNG without pixels")
+    return b"IEND" in names
+
+
+def _complete_png(data: bytes, facts: ImageFacts) -> bytes:
+    """Rebuild a PNG from the chunks and the part of its pixels that arrived; missing rows are zeros.
+
+    Decoders refuse a zlib stream that just stops, so what can be unpacked is packed again. No more than the
+    declared pixels is ever unpacked.
     """
     packed, kept = [], [data[:8]]
-    for name, start, end in png_chunks(data):
+    for name, start, end in _png_chunks(data):
         if name == b"IDAT":
             packed.append(data[start:end])
         elif name in (b"IHDR", b"PLTE", b"tRNS") and end + 4 <= len(data):
@@ -189,22 +290,26 @@ def _complete_png(data: bytes, header: Header) -> bytes:
     depth, colour = data[24], data[25]
     bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
     # Each row has a filter byte and is rounded up to bytes; interlaced, there are 15/8 * height + 7 rows.
-    num_bytes = header.num_pixels * bits // 8 + 2 * (2 * header.height + 8)
+    num_bytes = facts.width * facts.height * bits // 8 + 2 * (2 * facts.height + 8)
     try:
         rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
     except zlib.error:
-        return data  # damaged as well as cut: for the decoder to refuse
+        return data  # damaged as well as truncated: for the decoder to refuse
     pixels = zlib.compress(rows + bytes(num_bytes - len(rows)), 1)
-    return b"".join([*kept, _png_chunk(b"IDAT", pixels), _png_chunk(b"IEND", b"")])
+    for name, content in ((b"IDAT", pixels), (b"IEND", b"")):
+        crc = zlib.crc32(name + content)
+        kept.append(struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc))
+    return b"".join(kept)
 
 
-def _png_chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-
-_COMPLETIONS: dict[str, Callable[[bytes, Header], bytes]] = {
-    "jpeg": _complete_jpeg,
+_IS_COMPLETE: dict[str, Callable[[bytes, ImageFile.ImageFile], bool]] = {
+    "png": _is_complete_png,
+    "bmp": lambda data, image: _num_missing_bmp(data, image) == 0,
+    "gif": lambda data, image: _end_of_gif_frame(data, image) < len(data),
+}
+_COMPLETIONS: dict[str, Callable[[bytes, ImageFacts], bytes]] = {
+    "jpeg": lambda data, facts: data + b"\xff\xd9",
     "png": _complete_png,
     "gif": _complete_gif,
-    "bmp": _complete_bmp,
+    "bmp": lambda data, facts: data + bytes(_num_missing_bmp(data, open_image(data))),
 }

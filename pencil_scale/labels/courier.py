@@ -1,8 +1,8 @@
 """Courier: the thread that carries labels between the training thread of a rank and their owners.
 
-It alone uses the exchange. A round starts when this rank asks for rows or drains, when any rank said that it
-needs another round at once, and, once this rank has nothing more to ask, whenever others still may. Every
-rank hears the same flags in a round, so all agree on whether the next one follows at once.
+Only this thread uses the exchange. A round starts when this rank asks for rows or drains, when any rank needs
+another round at once, and, once this rank has nothing more to ask, as long as others may ask. Every rank gets
+the same flags in a round, so all agree on whether the next one follows at once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pencil_scale.storage.errors import PencilError
 
 @dataclass
 class Request:
-    """Rows asked for, where their labels go, and how many have come."""
+    """Rows asked for, where their labels go, and how many have arrived."""
 
     rows: npt.NDArray[np.int64]
     label_logits: Tensor  # float32 [B, C]
@@ -34,16 +34,16 @@ class Request:
 
 @dataclass
 class Write:
-    """Rows to write home once their step is done, and how many have left."""
+    """Rows to send to their owners once their step is done, and how many were sent."""
 
     rows: npt.NDArray[np.int64]
     logits: HostCopy | None  # float32 [B, C]; None where rows are only marked
     epoch: int
-    stepped: torch.cuda.Event | None = None  # in place of the logits: reached once the step is done
+    stepped: torch.cuda.Event | None = None  # instead of logits: reached once the step is done
     num_done: int = 0
 
     def wait_for_step(self) -> None:
-        """Sleep until the device has done it."""
+        """Sleep until the device has finished the step."""
         if self.stepped is not None:
             self.stepped.synchronize()
         if self.logits is not None:
@@ -67,16 +67,16 @@ class Courier:
 
     @property
     def num_unsent(self) -> int:
-        """Writes that have not left yet."""
+        """Writes that were not sent yet."""
         return len(self._writes)
 
     def begin(self) -> None:
-        """A new pass: questions will come."""
+        """Start a pass: rows will be asked for."""
         with self._changed:
             self._idle = False
 
     def ask(self, request: Request) -> None:
-        """Fetch labels; `request.ready` tells when they are there."""
+        """Fetch labels; `request.ready` resolves once they have arrived."""
         with self._changed:
             self._requests.append(request)
             if self.error:
@@ -84,12 +84,12 @@ class Courier:
             self._changed.notify()
 
     def write(self, write: Write) -> None:
-        """Take rows home, with the next round that there is a reason for."""
+        """Send rows to their owners, in the next round that takes place for another reason."""
         with self._changed:
             self._writes.append(write)
 
     def finish(self) -> None:
-        """Nothing more will be asked until the next drain."""
+        """Say that no more rows will be asked for until the next drain."""
         with self._changed:
             self._idle = True
             self._changed.notify()
@@ -113,15 +113,14 @@ class Courier:
 
     def _run(self) -> None:
         try:
-            while self._wait_for_turn():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._has_turn)
+                    if self._stopped:
+                        return
                 self._round()
         except BaseException as error:
             self._fail(error)
-
-    def _wait_for_turn(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(self._has_turn)
-            return not self._stopped
 
     def _has_turn(self) -> bool:
         waited_for = bool(self._requests) or self._draining is not None
@@ -132,13 +131,19 @@ class Courier:
             request = self._requests[0] if self._requests else None
             write = self._writes[0] if self._writes else None
             outgoing = self._outgoing(request, write)
-        logits = _leaving_logits(write, outgoing) if write else np.zeros((0, 0), np.float32)
+        logits = np.zeros((0, 0), np.float32)
+        if write:
+            write.wait_for_step()
+            if write.logits is not None:
+                logits = write.logits.read().numpy()[write.num_done :][: len(outgoing.moved)]
         answers = self._exchange.round(outgoing, logits)
         with self._changed:
             if request:
                 self._deliver(request, answers)
             if write:
-                self._tick_off(write, len(outgoing.moved) + len(outgoing.marked))
+                write.num_done += len(outgoing.moved) + len(outgoing.marked)
+                if write.num_done == len(write.rows):
+                    self._writes.popleft()
             self._conclude(answers.flags)
 
     def _outgoing(self, request: Request | None, write: Write | None) -> Outgoing:
@@ -171,13 +176,8 @@ class Courier:
             self._requests.popleft()
             request.ready.set_result(None)
 
-    def _tick_off(self, write: Write, num_rows: int) -> None:
-        write.num_done += num_rows
-        if write.num_done == len(write.rows):
-            self._writes.popleft()
-
     def _conclude(self, flags: list[Flag]) -> None:
-        """Decide, as every rank does from the same flags, what follows this round."""
+        """Decide what follows this round; every rank decides alike, from the same flags."""
         self._more = any(flag & Flag.MORE for flag in flags)
         others = [flag for rank, flag in enumerate(flags) if rank != self._rank]
         self._others_ask = not all(flag & Flag.IDLE for flag in others)
@@ -191,15 +191,7 @@ class Courier:
             for waiting in [request.ready for request in self._requests] + [self._draining]:
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(error)
-        # The table refused a row: the others are well, and would wait for this rank until their timeout.
+        # The table refused a row: without a word the other ranks would wait for this one until their timeout.
         if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(RuntimeError, PeerFailedError):  # to say so is to hear oneself say so
+            with contextlib.suppress(RuntimeError, PeerFailedError):  # this rank receives its own note too
                 self._exchange.farewell()
-
-
-def _leaving_logits(write: Write, outgoing: Outgoing) -> npt.NDArray[np.float32]:
-    write.wait_for_step()
-    if write.logits is None:
-        return np.zeros((0, 0), np.float32)
-    logits: npt.NDArray[np.float32] = write.logits.read().numpy()
-    return logits[write.num_done :][: len(outgoing.moved)]

@@ -1,17 +1,15 @@
 """Exchange: one round of label traffic between all ranks, in two collectives.
 
-First every rank tells every other which rows it asks for and which it has moved, in notes of one fixed size,
-so nobody needs to be told sizes beforehand. Now both sides of every pair know what is coming, and the second
-collective carries the rows: answers to the questions just heard, and the moved logits just announced.
-The rows of a round's questions and of its moves are disjoint (a row occurs once an epoch), so their order
-inside a round does not matter.
+First every rank sends every other a note of fixed size: the rows it asks for and the rows it has moved. Now
+both sides of every pair know the sizes, and the second collective carries the rows: answers to the questions
+in the notes, and the moved logits that the notes announced. A row occurs once per epoch, so no round asks for
+a row that it also moves, and their order inside a round does not matter.
 
     answers = Exchange(table, world, group).round(Outgoing(asked=rows, moved=moved, epoch=7), logits)
 
-Peers: who the ranks are and where they run, told once at the start and in every error after it.
-
-When a rank hangs, gloo says how long it waited but not for whom; when one dies, it gives an address, with
-the bytes of its port in the wrong order. So the ranks tell each other beforehand where they can be found:
+When a rank hangs, gloo reports how long it waited but not for which rank; when one dies, gloo reports an
+address with the bytes of the port in the wrong order. So the ranks tell each other at the start where they
+run, and every error names all of them:
 
     peers = introduce(rank, world, group)
     str(peers[1])                             # rank 1 on node-7 at 10.0.3.7 (pid 4711)
@@ -38,42 +36,44 @@ Float32s = npt.NDArray[np.float32]
 NO_ROWS: Int64s = np.zeros(0, np.int64)
 FIRST_CAPACITY = 64
 NOTE_HEAD = 6
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
+LOOPBACK = "127.0.0.1"
 
 
 class OwnersError(PencilError):
-    """Labels could not be brought to or from their owners."""
+    """Labels could not be exchanged with their owners."""
 
 
 class PeerFailedError(OwnersError):
-    """Another rank said that it cannot go on."""
+    """Another rank reported that it failed."""
 
     def __init__(self, rank: int):
-        super().__init__(f"rank {rank} could not go on; its own log says why")
+        super().__init__(f"rank {rank} failed; its log says why")
 
 
 class Flag(IntFlag):
-    """What a rank lets every other know about itself."""
+    """The state of a rank, sent to every other."""
 
     NONE = 0
-    IDLE = 1  # it asks for no more rows until everyone has drained
-    DRAINED = 2  # it waits in `drain`, and everything it had to send is sent
-    MORE = 4  # it needs another round at once, whoever else does
-    FAILED = 8  # it takes no part any more
+    IDLE = 1  # it asks for no more rows until every rank has drained
+    DRAINED = 2  # it waits in `drain`, and has sent everything
+    MORE = 4  # it needs another round at once
+    FAILED = 8  # it has failed and exchanges nothing more
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What one rank brings to a round: to everyone together, or, once grouped by owner, to one other."""
+    """What one rank sends in a round: to all ranks together, or, once grouped by owner, to one of them."""
 
     asked: Int64s = field(default_factory=lambda: NO_ROWS)
     moved: Int64s = field(default_factory=lambda: NO_ROWS)
     marked: Int64s = field(default_factory=lambda: NO_ROWS)
     epoch: int = 0  # of the moved and marked rows
-    capacity: int = 0  # how many rows it would like the next round to carry
+    capacity: int = 0  # how many rows it wants the next round to carry
     flags: Flag = Flag.NONE
 
     def encode(self, capacity: int) -> Int64s:
-        """As a note of fixed size: six numbers, then row numbers, then nothing."""
+        """As a note of fixed size: six numbers, then row numbers, then zeros."""
         note = np.zeros(NOTE_HEAD + 2 * capacity, np.int64)
         sizes = len(self.asked), len(self.moved), len(self.marked)
         note[:NOTE_HEAD] = *sizes, self.epoch, self.capacity, self.flags
@@ -91,11 +91,11 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a round brought: the labels asked for, and what every rank said of itself."""
+    """What a round brought: the labels asked for, and the state of every rank."""
 
     logits: Float32s  # [asked, C]
     noisy_class: npt.NDArray[np.int32]  # [asked]
-    flags: list[Flag]  # one a rank
+    flags: list[Flag]  # one per rank
 
 
 class _ByOwner:
@@ -109,15 +109,15 @@ class _ByOwner:
 
 
 class Exchange:
-    """The wire of one rank. One thread alone may use it: two on one group abort, or deadlock."""
+    """One rank's side of all rounds. Only one thread may use it: two on one group abort, or deadlock."""
 
     def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
         self._table, self._world, self._group = table, world, group
-        # Rows a round may ask for, and as many it may write; it grows to what any rank wants, for all alike.
+        # Rows a round may ask for, and as many it may write; it grows on all ranks to what any rank wants.
         self.capacity = FIRST_CAPACITY
 
     def round(self, out: Outgoing, logits: Float32s) -> Answers:
-        """Bring questions and moved rows (`logits` are theirs) to the owners, and do an owner's part."""
+        """Send questions and moved rows (with their `logits`) to the owners; answer and write as an owner."""
         if self._world == 1:
             return self._alone(out, logits)
         shift = self._table.layout.shift
@@ -133,14 +133,14 @@ class Exchange:
         return self._unpack(asked, [rows for rows, _ in arrived], [note.flags for note in heard])
 
     def _alone(self, out: Outgoing, logits: Float32s) -> Answers:
-        """Ask oneself. A small network takes hundreds of steps a second, and would wait for the paperwork."""
+        """One rank needs no notes: they would slow down a small network of hundreds of steps per second."""
         self.capacity = max(self.capacity, out.capacity)
         answers = Answers(self._table.read(out.asked), self._table.read_class(out.asked), [out.flags])
         self._write([out], [logits])
         return answers
 
     def farewell(self) -> None:
-        """Tell the others, at their next round, not to wait for this rank."""
+        """Tell the others, in their next round, that this rank has failed."""
         if self._world > 1:
             self._swap_notes([Outgoing(flags=Flag.FAILED)] * self._world)
 
@@ -148,14 +148,14 @@ class Exchange:
         sent = np.concatenate([note.encode(self.capacity) for note in notes])
         sizes = [len(sent) // self._world] * self._world
         heard = [Outgoing.decode(note) for note in self._swap(sent, sizes, sizes)]
-        gone = [rank for rank, note in enumerate(heard) if note.flags & Flag.FAILED]
-        if gone:
-            raise PeerFailedError(gone[0])
+        failed = [rank for rank, note in enumerate(heard) if note.flags & Flag.FAILED]
+        if failed:
+            raise PeerFailedError(failed[0])
         self.capacity = max(self.capacity, *(note.capacity for note in heard))
         return heard
 
     def _answer(self, heard: list[Outgoing]) -> list[Float32s]:
-        """The rows every other rank asked for, [n, C + 1]: the logits, and the bits of the class."""
+        """The rows that each rank asked for, [n, C + 1]: the logits, and the bits of the class."""
         rows = np.concatenate([note.asked for note in heard])
         packed = np.empty((len(rows), self._table.layout.num_classes + 1), np.float32)
         packed[:, :-1] = self._table.read(rows)
@@ -165,7 +165,7 @@ class Exchange:
     def _swap_rows(
         self, answers: list[Float32s], leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
     ) -> list[tuple[Float32s, Float32s]]:
-        """From every rank: the answers it owes this one, and the logits that it moved."""
+        """From every rank: its answers to this one, and the logits that it moved."""
         num_classes = self._table.layout.num_classes
         parcels = list(zip(answers, leaving, strict=True))
         sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])
@@ -195,20 +195,16 @@ class Exchange:
     def _swap(
         self, sent: npt.NDArray[Any], leaving: list[int], arriving: list[int]
     ) -> list[npt.NDArray[Any]]:
-        """Give every rank so many numbers of what is sent, and take so many from each."""
+        """Send each rank its `leaving` numbers, in the order of ranks, and take `arriving` from each."""
         received = np.empty(sum(arriving), sent.dtype)
         tensors = torch.from_numpy(received), torch.from_numpy(sent)
         dist.all_to_all_single(*tensors, arriving, leaving, group=self._group)
         return np.split(received, np.cumsum(arriving)[:-1])
 
 
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
-LOOPBACK = "127.0.0.1"
-
-
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     rank: int
     host: str
@@ -220,7 +216,7 @@ class Peer:
 
 
 def introduce(rank: int, world: int, group: dist.ProcessGroup | None) -> list[Peer]:
-    """Tell every rank where this one is, and hear where they are."""
+    """Tell every rank where this one runs, and learn where they run."""
     me = Peer(rank, socket.gethostname(), gloo_address(), os.getpid())
     if world == 1:
         return [me]
@@ -229,8 +225,8 @@ def introduce(rank: int, world: int, group: dist.ProcessGroup | None) -> list[Pe
         dist.all_gather_object(peers, me, group=group)
     except RuntimeError as error:
         raise OwnersError(
-            f"{me} could not meet the other {world - 1} ranks: {' '.join(str(error).split())}; "
-            "see which of them did not start, and start again"
+            f"{me} could not reach the other {world - 1} ranks: {' '.join(str(error).split())}; "
+            "check which of them did not start, and start again"
         ) from error
     return peers
 
@@ -243,7 +239,7 @@ def gloo_address() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return LOOPBACK  # a host whose name nobody knows: torch takes the loopback too
+        return LOOPBACK  # the host's name does not resolve: torch uses the loopback too
     return str(found[0][4][0])
 
 

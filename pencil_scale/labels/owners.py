@@ -1,7 +1,7 @@
-"""Owners: every batch meets its labels, and every moved label goes home.
+"""Owners: each rank owns some parts of the label table; batches get their labels, and moved labels go back.
 
-Part `p` of the label table belongs to rank `p mod world`, and only its owner writes it. One thread a rank
-carries rows to and fro, so the training thread finds the labels of its next batches already there:
+Part `p` of the table belongs to rank `p mod world`, and only its owner writes it. One thread per rank carries
+rows back and forth, so the training thread finds the labels of its next batches already there:
 
     owners = Owners(table, rank, world)
     for batch in owners.with_labels(batches):                  # label_logits and noisy_class are filled in
@@ -9,9 +9,9 @@ carries rows to and fro, so the training thread finds the labels of its next bat
         owners.move(batch.rows, result.label_logits, epoch)    # returns at once; applied a few steps behind
     owners.drain()                                             # every rank: now all moves are applied
 
-`drain` is collective: every rank calls it equally often. Before it, ranks may have fewer batches than others,
-or none. A rank that has no more keeps answering the others by itself, so the training thread may wait for
-them in a collective of its own.
+`drain` is collective: every rank calls it equally often. Before it, a rank may have fewer batches than
+others, or none. A rank without further batches keeps answering the others in the background, so its training
+thread may wait for them in another collective.
 """
 
 import time
@@ -36,7 +36,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
 STOP_PATIENCE_S = 5.0
-AHEAD = 3  # batches whose labels are fetched before their turn: so many steps may wait in a GPU's queue
+AHEAD = 3  # batches whose labels are fetched before their turn: this many steps may wait in a GPU's queue
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Batch:
     """Some samples on their way through a step; the labels are empty until the owners fill them in."""
 
     rows: Tensor  # int64 [B], on the host
-    images: Any  # whatever the model takes; passes through
+    images: Any  # what the model takes; passed through
     weight: Tensor  # float32 [B]; 0 where the image could not be read
     label_logits: Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [B, C]
     noisy_class: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # int64 [B]
-    problems: tuple[str, ...] = ()  # a line for each image that could not be decoded
+    problems: tuple[str, ...] = ()  # one line per image that could not be decoded
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -60,7 +60,7 @@ def owned_parts(num_parts: int, rank: int, world: int) -> range:
 
 
 class Owners:
-    """The labels of all ranks, as one of them sees them."""
+    """The labels of all ranks, seen from one of them."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class Owners:
         timeout_s: float = 600.0,
         device: torch.device | str = "cpu",
     ):
-        """Meet the other ranks; `table` holds at least the parts this rank owns, open for writing.
+        """Connect to the other ranks; `table` has at least the parts this rank owns, open for writing.
 
-        Without a `group` one is made, over gloo: every rank of the default group must be doing the same.
-        One rank needs no process group at all.
+        Without a `group`, one is made over gloo: every rank of the default group must do so at the same time.
+        A single rank needs no process group.
         """
         lacking = set(owned_parts(table.layout.num_parts, rank, world)) - table.writable_parts
         if lacking:
@@ -92,17 +92,17 @@ class Owners:
         self._drained = True
         self._pass = 0
         self._under_way: deque[Write] = deque(maxlen=AHEAD + 1)
-        self.device_s = 0.0  # of the time in `with_labels`, what was waiting for steps to be done
+        self.device_s = 0.0  # time in `with_labels` spent waiting for steps to finish on the device
 
     def with_labels(self, batches: Iterable[AnyBatch], epoch: int | None = None) -> Iterator[AnyBatch]:
         """Yield every batch with its labels, fetched while those before it are computed.
 
-        A row occurs once in a pass, so none of these can still move what was fetched. The class comes from
-        the table too, where pins win. `epoch` is only told to whoever reads an error.
+        A row occurs once in a pass, so no earlier batch can still move what was fetched. The class comes from
+        the table too, where pins win. `epoch` is only used in error messages.
         """
         if not self._drained:
             raise OwnersError(
-                "labels of an earlier pass are still on their way; call drain() on every rank first"
+                "labels of an earlier pass are not written yet; call drain() on every rank first"
             )
         self._pass += 1
         self._step, self._epoch, this_pass = 0, epoch, self._pass
@@ -116,14 +116,14 @@ class Owners:
             self._courier.finish()
             while coming:
                 yield self._hand_over(*coming.popleft())
-            self._courier.finish()  # a second time, for whoever drained while holding the last batch
+            self._courier.finish()  # again, for a caller that drained while it held the last batch
         finally:
-            # A pass left early; but one that was drained since is over, and may be collected at any time.
+            # A pass left early. One that was drained since is over, and may be garbage collected at any time.
             if not self._drained and self._pass == this_pass:
                 self._courier.finish()
 
     def move(self, rows: Tensor, logits: Tensor, epoch: int) -> None:
-        """Send these rows home with their new logits, and mark them as visited; returns at once."""
+        """Send these rows to their owners with new logits, and mark them as visited; returns at once."""
         expected = len(rows), self.table.layout.num_classes
         if logits.shape != expected:
             raise OwnersError(f"label logits of shape {tuple(logits.shape)}; expected {expected}")
@@ -134,12 +134,12 @@ class Owners:
         self._write(Write(_host_rows(rows), None, epoch, launched_so_far(self._device)))
 
     def drain(self) -> None:
-        """Wait until every rank has come here and every row sent by any of them is written."""
+        """Wait until every rank drains and every row that any of them sent is written."""
         self._wait(self._courier.drain())
         self._drained = True
 
     def close(self) -> None:
-        """End the thread; the table stays open."""
+        """Stop the thread; the table stays open."""
         unsent = self._courier.num_unsent
         ended = self._courier.stop(STOP_PATIENCE_S)
         if self._own_group and ended and dist.is_initialized():
@@ -156,10 +156,10 @@ class Owners:
         if error is None:
             self.close()
         else:
-            self._courier.stop(0.0)  # whatever went wrong is the news, not what it left behind
+            self._courier.stop(0.0)  # unsent writes are no news: the error matters
 
     def _ask(self, rows: Tensor) -> Request:
-        asked = self._checked(_host_rows(rows))
+        asked = self.table.check_rows(_host_rows(rows))
         pinned = self._device.type == "cuda"
         shape = len(asked), self.table.layout.num_classes
         label_logits = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
@@ -180,7 +180,7 @@ class Owners:
         )
 
     def _wait_for_device(self) -> None:
-        """Let only so many steps be under way: labels wait for them too, and are not to be blamed for it."""
+        """Limit the steps in the device's queue; the wait for them is counted apart from that for labels."""
         if len(self._under_way) == self._under_way.maxlen:
             asked = time.perf_counter()
             self._under_way[0].wait_for_step()
@@ -189,16 +189,10 @@ class Owners:
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
             raise self._named(self._courier.error)
-        self._checked(write.rows)
+        self.table.check_rows(write.rows)
         self._epoch, self._drained = write.epoch, False
         self._courier.write(write)
         self._under_way.append(write)
-
-    def _checked(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        outside = rows[(rows < 0) | (rows >= self.table.layout.num_rows)]
-        if outside.size:
-            raise OwnersError(f"row {outside[0]}: outside the table's {self.table.layout.num_rows:,} rows")
-        return rows
 
     def _wait(self, coming: "Future[None]") -> None:
         try:
@@ -207,7 +201,7 @@ class Owners:
             raise self._named(error) from error
 
     def _named(self, error: BaseException) -> BaseException:
-        """A failed GPU or a refused row speaks for itself; a failed exchange needs an explanation."""
+        """Explain a failed exchange; a failed GPU or a refused row is reported as it is."""
         if isinstance(error, torch.AcceleratorError):
             return error
         if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
@@ -216,7 +210,7 @@ class Owners:
         epoch = "an unnamed epoch" if self._epoch is None else f"epoch {self._epoch}"
         return OwnersError(
             f"labels could not be exchanged in {epoch}, step {self._step}: {what}; the ranks are "
-            f"{', '.join(map(str, self.peers))}; see which is gone, and restart from the last checkpoint"
+            f"{', '.join(map(str, self.peers))}; check which one ended, and restart from the last checkpoint"
         )
 
 
@@ -231,5 +225,5 @@ def _new_group(timeout_s: float) -> dist.ProcessGroup:
             "several ranks, but torch.distributed is not initialised; call init_process_group or give a group"
         )
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)  # it spans all ranks, so this one is in it
+    assert isinstance(group, dist.ProcessGroup)  # it has all ranks, so also this one
     return group

@@ -1,22 +1,20 @@
-"""Pins: what people decided, kept for good. A pinned label never moves, and every run starts from it.
+"""Pins: labels that people decided. A pinned label never moves, and every run starts from it.
 
-Each call of `add_pins` writes one immutable Parquet file under `<storage>/labels/pins/`, so any number of
-people and jobs may add pins at the same time and no decision is lost. Readers merge the files: the newest
-decision on a sample wins. A pin names its class and its sample, and is translated into the class list and the
-rows of the job that uses it.
+Each call of `add_pins` writes one immutable Parquet file under `<storage>/labels/pins/`, so people and jobs
+may add pins at the same time and no decision is lost. Readers merge the files: the newest decision on a
+sample wins. A pin names its class and its sample; `resolve` translates it into the numbers of a class list.
 
     add_pins(storage, table)                                 # row, sample_id, sample_key, class, by, at, note
     pins = read_pins(storage).resolve(class_names)           # rows and class numbers; or void
     apply_pins(label_table, pins)
 
-Decision files: what people decided about samples, as the review page, a spreadsheet or a program wrote it.
+Decisions are read from a file that the review page, a spreadsheet or a program wrote. JSON is a list of
+objects, or an object with that list under `decisions`; CSV and Parquet have a header with `sample_id` and
+`class`, and may have `by` and `note`. A class is a name, an alias or a number.
 
     decisions = read_decisions("decisions.json", classes)
-    decisions.known                # one Decision a sample: sample_id, class, by, note
+    decisions.known                # one Decision per sample: sample_id, class, by, note
     decisions.num_undecided        # entries without a class
-
-JSON is a list of objects, or an object with that list under `decisions`; CSV and Parquet have a header with
-`sample_id` and `class`, and may have `by` and `note`. A class is a name, an alias or a number.
 """
 
 import csv
@@ -36,8 +34,10 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.label_sources import LabelClasses
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.labels.working_copy import KeyBytes, key_bytes
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
+from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import open_source, version_of
 
 PINS = pa.schema(
@@ -52,12 +52,11 @@ PINS = pa.schema(
     ]
 )
 SHOWN = 3
-Keys = npt.NDArray[np.uint8]  # [N, 16]
 
 
 def pins_folder(storage: str) -> str:
-    """Where a storage keeps what people decided."""
-    return f"{storage.rstrip('/')}/labels/pins"
+    """The folder with the decisions of people."""
+    return Storage(storage).path(Storage.pins)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Pinned:
     """Pins in the class numbers of one class list, sorted by row."""
 
     rows: npt.NDArray[np.int64]
-    keys: Keys
+    keys: KeyBytes
     classes: npt.NDArray[np.int32]
     void: pa.Table  # pins to classes that this list does not have
 
@@ -75,11 +74,11 @@ class Pinned:
         return Pinned(self.rows[some], self.keys[some], self.classes[some], self.void)
 
     def within(self, num_rows: int) -> "Pinned":
-        """The pins of the first rows: a table may be older than the newest pins."""
+        """The pins of the first `num_rows` rows: a table may be older than the newest pins."""
         return self.between(range(num_rows))
 
     def void_warning(self) -> str:
-        """Say which pins have no effect; empty where all have."""
+        """Say which pins have no effect; empty if there are none."""
         if not len(self.void):
             return ""
         entries = self.void.slice(0, SHOWN).to_pylist()
@@ -98,7 +97,7 @@ class Pins:
     table: pa.Table
 
     def resolve(self, class_names: Sequence[str], moved: Mapping[str, str | None] | None = None) -> Pinned:
-        """Translate into the numbers of a class list; `moved` says what became of classes that left it."""
+        """Translate into the numbers of a class list; `moved` has the new names of classes that left it."""
         numbers = {name: number for number, name in enumerate(class_names)}
         names = [_followed(name, numbers, moved or {}) for name in self.table["class"].to_pylist()]
         classes = np.array([numbers.get(name, -1) for name in names], np.int32)
@@ -112,7 +111,7 @@ class Pins:
 
 
 def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | None]) -> str:
-    """What a class is called now, after any number of renames."""
+    """The present name of a class, after any number of renames."""
     for _ in range(len(moved)):
         if name in listed or moved.get(name) is None:
             break
@@ -120,13 +119,8 @@ def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | No
     return name
 
 
-def key_bytes(column: pa.Array | pa.ChunkedArray) -> Keys:
-    """A column of 16-byte keys as uint8 [N, 16]."""
-    return np.frombuffer(b"".join(column.to_pylist()), np.uint8).reshape(-1, 16)
-
-
 def read_pins(storage: str) -> Pins:
-    """Merge all files of decisions; no pins where nothing was decided."""
+    """Merge all files of decisions; there may be none."""
     store = Folder(pins_folder(storage))
     tables = [PINS.empty_table()]
     for name in sorted(PurePosixPath(path).name for path in store.names("")):
@@ -137,8 +131,8 @@ def read_pins(storage: str) -> Pins:
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
             raise PencilError(
-                f"{store.path(name)}: not an intact file of pins ({reason}); restore it, or remove it and "
-                "pin its decisions again"
+                f"{store.path(name)}: damaged file of pins ({reason}); restore it, or remove it and pin its "
+                "decisions again"
             ) from error
     merged = pa.concat_tables(tables).combine_chunks()
     merged = merged.take(pa.array(np.argsort(merged["at"].to_numpy(zero_copy_only=False), kind="stable")))
@@ -147,7 +141,7 @@ def read_pins(storage: str) -> Pins:
 
 
 def add_pins(storage: str, pins: pa.Table) -> None:
-    """Write one file of decisions; it is never changed."""
+    """Write one file of decisions, which never changes."""
     sink = io.BytesIO()
     pq.write_table(pins.select(PINS.names).cast(PINS), sink, compression="zstd")
     at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
@@ -160,7 +154,7 @@ def now() -> str:
 
 
 def apply_pins(table: LabelTable, pins: Pinned) -> int:
-    """Pin the rows that a table, open for writing, has; return how many."""
+    """Pin those rows that a table, open for writing, has; return how many."""
     pins = pins.within(table.layout.num_rows)
     if len(pins.rows):
         require_same_samples(pins, table.read_key(pins.rows))
@@ -178,8 +172,8 @@ def check_pins(pins: Pins, catalogue: Catalogue) -> None:
         done += len(table)
 
 
-def require_same_samples(pins: Pinned, keys: Keys) -> None:
-    """Refuse pins whose rows are other samples now: the catalogue was rebuilt since."""
+def require_same_samples(pins: Pinned, keys: KeyBytes) -> None:
+    """Refuse pins whose rows are other samples by now: the catalogue was rebuilt since."""
     differs = (pins.keys != keys).any(axis=1) & keys.any(axis=1)  # a table made without keys has zeros
     if differs.any():
         raise PencilError(
@@ -201,14 +195,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decisions:
-    """A whole file; every sample stands in it once."""
+    """The decisions of a file, one per sample."""
 
     known: tuple[Decision, ...]
     num_undecided: int
 
 
 def read_decisions(url: str, classes: LabelClasses) -> Decisions:
-    """Read a file of decisions, and refuse it whole where one entry cannot be understood."""
+    """Read a file of decisions; one entry that cannot be understood refuses the whole file."""
     found: dict[str, Decision] = {}
     num_undecided = 0
     for place, entry in enumerate(_entries(url), 1):
@@ -242,7 +236,7 @@ def _decision(url: str, place: int, entry: dict[str, Any], classes: LabelClasses
 
 def _entries(url: str) -> list[Any]:
     if version_of(url) is None:
-        raise PencilError(f"{url}: no such file, seen from the folder you are in")
+        raise PencilError(f"{url}: no such file (a relative path starts in the current folder)")
     with open_source(url) as source:
         data = source.read(0, source.num_bytes)
     try:
@@ -255,7 +249,7 @@ def _entries(url: str) -> list[Any]:
             entries = entries.get("decisions") if isinstance(entries, dict) else entries
     except (ValueError, csv.Error, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
-        raise PencilError(f"{url}: no whole JSON, CSV or Parquet file ({reason}); save it again") from error
+        raise PencilError(f"{url}: damaged JSON, CSV or Parquet file ({reason}); save it again") from error
     if not isinstance(entries, list):
-        raise PencilError(f"{url}: a list of decisions was expected, or an object with one under 'decisions'")
+        raise PencilError(f"{url}: expected a list of decisions, or an object with one under 'decisions'")
     return entries

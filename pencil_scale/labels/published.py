@@ -1,35 +1,35 @@
-"""Published labels: the manifests that finished runs left, found by the run's name or by URL.
+"""Published labels: the manifests that finished runs left, and the only reader of the labels they name.
 
     <storage>/labels/published/NAME.json     labels that may be used
     <storage>/labels/held/NAME.json          labels that wait for a person (`pencil_scale.train.gate`)
 
+Runs are found by name or by the URL of a manifest. Held labels are found only on request: every other caller
+gets an error that says why they are held.
+
     published = find_published("s3://lake/clothing1m", "night-12")
-    published.name, published.manifest, published.history
-
-Held labels are found only by those who ask for them, to look: everybody else gets an error that says why
-they are held.
-
-Whether the rows of a label table are the rows of a catalogue, by the keys of the samples themselves.
-
-A catalogue that was deleted and indexed again may give a row number to another sample. Labels of the one
-before would then repair the wrong samples.
-
-    require_same_rows(manifest, catalogue)
+    labels = PublishedLabels(published.manifest)
+    labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, pinned, sample_key
+    labels.last_epoch(range(0, 100))                # int32 [100]; 0: never trained on
+    for some in labels.batches():                   # every row, one label part at a time
+        ...
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.pins import key_bytes
-from pencil_scale.labels.report import history_folder
-from pencil_scale.labels.run_record import read_record, run_folder, why_held
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
-from pencil_scale.storage.errors import DamagedError, PencilError
-from pencil_scale.storage.folder import Folder
+from pencil_scale.labels.part_files import labels_schema
+from pencil_scale.labels.run_record import read_record, why_held
+from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_parts
+from pencil_scale.labels.working_copy import key_bytes
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -39,97 +39,164 @@ class Published:
     name: str
     url: str
     manifest: Manifest
-    history: str  # folder of what its labels were after each epoch; may hold nothing
+    history: str  # folder of its labels after each epoch; may be empty
     held: bool = False
+
+
+@dataclass(frozen=True)
+class LabelRows:
+    """The labels of consecutive rows."""
+
+    rows: range
+    batch: pa.RecordBatch
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32]:
+        """The label logits: [B, C]."""
+        column = self.batch.column("label_logits")
+        logits: npt.NDArray[np.float32] = column.flatten().to_numpy().reshape(len(self.rows), -1)
+        return logits
+
+    @property
+    def noisy_class(self) -> npt.NDArray[np.int32]:
+        """The class each row was given, or pinned to; -1 where it has no usable label."""
+        noisy_class: npt.NDArray[np.int32] = self.batch.column("noisy_class").to_numpy()
+        return noisy_class
+
+    @property
+    def pinned(self) -> npt.NDArray[np.bool_]:
+        """Which rows are pinned."""
+        pinned: npt.NDArray[np.bool_] = self.batch.column("pinned").to_numpy() != 0
+        return pinned
+
+    @property
+    def sample_key(self) -> npt.NDArray[np.uint8]:
+        """The 128-bit keys of the sample ids: [B, 16]; zeros in a table made without keys."""
+        return key_bytes(self.batch.column("sample_key"))
+
+
+class PublishedLabels:
+    """The labels of a complete manifest, read by row; every file is checked against its hash."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        manifest.require_whole()
+        self.manifest, self._layout = manifest, manifest.layout
+
+    def rows(self, rows: range) -> LabelRows:
+        """Read the labels of these rows, as far as the table has them."""
+        none = pa.RecordBatch.from_pylist([], labels_schema(self._layout.num_classes))
+        batches = [some.batch for some in self.batches(rows)]
+        return LabelRows(self._within(rows), pa.concat_batches([none, *batches]))
+
+    def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
+        """Read these rows, or all, one part at a time and a few parts ahead."""
+        rows = self._within(range(self._layout.num_rows) if rows is None else rows)
+        for here, batch in self._read(self._parts_of(rows), LABELS_FOLDER):
+            some = range(max(here.start, rows.start), min(here.stop, rows.stop))
+            yield LabelRows(some, batch.slice(some.start - here.start, len(some)))
+
+    def parts_with(self, rows: npt.NDArray[np.int64]) -> Iterator[LabelRows]:
+        """Read the complete parts that hold any of these rows."""
+        within = rows[rows < self._layout.num_rows]
+        parts = np.unique(within >> self._layout.shift).tolist()
+        return (LabelRows(here, batch) for here, batch in self._read(parts, LABELS_FOLDER))
+
+    def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
+        """Read the last epoch of the table's life in which each row was trained on; 0: never."""
+        rows = self._within(range(self._layout.num_rows) if rows is None else rows)
+        last_epoch = np.zeros(len(rows), np.int32)
+        for here, batch in self._read(self._parts_of(rows), LEDGER_FOLDER):
+            some = range(max(here.start, rows.start), min(here.stop, rows.stop))
+            found = batch.column("last_epoch").to_numpy()[some.start - here.start : some.stop - here.start]
+            last_epoch[some.start - rows.start : some.stop - rows.start] = found
+        return last_epoch
+
+    def _within(self, rows: range) -> range:
+        num_rows = self._layout.num_rows
+        return range(min(rows.start, num_rows), min(rows.stop, num_rows))
+
+    def _parts_of(self, rows: range) -> Sequence[int]:
+        shift = self._layout.shift
+        return range(rows.start >> shift, ((rows.stop - 1) >> shift) + 1) if rows else ()
+
+    def _read(self, parts: Sequence[int], folder: str) -> Iterator[tuple[range, pa.RecordBatch]]:
+        found = get_parts(self.manifest, parts, folder)
+        return zip((self._layout.rows_of(part) for part in parts), found, strict=True)
 
 
 def find_published(storage: str, named: str, held: bool = False) -> Published:
     """Read the labels that a run of this name published, or those of a manifest's URL.
 
-    With `held`, also find those of a run that is held: to look at them, not to use them.
+    With `held`, also find those of a held run: to look at them, not to use them.
     """
+    files = Storage(storage)
     urls = [named] if "/" in named else [published_url(storage, named), held_url(storage, named)]
     urls += [named] if "/" not in named and named.endswith(".json") else []
-    found = ((url, manifest) for url in urls if (manifest := _load(url)) is not None)
+    found = ((url, manifest) for url in urls if (manifest := Manifest.find(url)) is not None)
     url, manifest = next(found, (urls[0], None))
-    name = PurePosixPath(url).name.removesuffix(".json")
     if manifest is None:
-        raise PencilError(f"{url}: no published labels; {_known(storage)}")
+        names = published_names(storage)
+        known = f"published are {', '.join(names[:10])}" if names else "train first"
+        raise PencilError(f"{url}: no published labels; {known}")
+    name = PurePosixPath(url).name.removesuffix(".json")
     is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
     if is_held and not held:
         record = read_record(storage, name)
         if record is None:
             raise PencilError(
-                f"{url}: the labels of this run are held, and its record ({run_folder(storage, name)}) is "
-                "gone; restore it to promote them, or remove them and train again"
+                f"{url}: the labels of this run are held, and its record ({files.path(files.run(name))}) is "
+                "missing; restore it to promote them, or remove them and train again"
             )
         raise PencilError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
     manifest.require_whole()
-    return Published(name, url, manifest, history_folder(storage, manifest.run), is_held)
-
-
-def _load(url: str) -> Manifest | None:
-    try:
-        return Manifest.load(url)
-    except DamagedError as error:
-        if "missing" not in str(error):
-            raise
-        return None
+    return Published(name, url, manifest, files.path(files.history(manifest.run)), is_held)
 
 
 def published_url(storage: str, name: str) -> str:
-    """Where a run of this name publishes its labels."""
-    return f"{storage.rstrip('/')}/labels/published/{name}.json"
+    """The address of the labels that a run of this name publishes."""
+    files = Storage(storage)
+    return files.path(files.published(name))
 
 
 def held_url(storage: str, name: str) -> str:
-    """Where the labels of a held run wait."""
-    return f"{storage.rstrip('/')}/labels/held/{name}.json"
+    """The address of the labels of a held run."""
+    files = Storage(storage)
+    return files.path(files.held(name))
 
 
 def published_names(storage: str) -> list[str]:
     """The runs and nights whose labels are published."""
-    return _names(storage, "published")
+    return [PurePosixPath(name).stem for name in Storage(storage).names("labels/published")]
 
 
 def held_names(storage: str) -> list[str]:
     """The runs whose labels are held."""
-    return sorted(set(_names(storage, "held")) - set(published_names(storage)))
-
-
-def _names(storage: str, folder: str) -> list[str]:
-    found = Folder(f"{storage.rstrip('/')}/labels").names(folder)
-    return [PurePosixPath(name).stem for name in found]
-
-
-def _known(storage: str) -> str:
-    names = published_names(storage)
-    return f"published are {', '.join(names[:10])}" if names else "train first"
+    found = {PurePosixPath(name).stem for name in Storage(storage).names("labels/held")}
+    return sorted(found - set(published_names(storage)))
 
 
 def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
     """Refuse labels of another catalogue, unless every row is the same sample in both.
 
-    Rows are only ever appended to a catalogue, so its id vouches for them. Another id, of a catalogue that
-    was deleted and indexed again, makes the keys of all rows be compared.
+    Rows are only ever appended to a catalogue, so equal catalogue ids are enough. A catalogue that was
+    deleted and indexed again has another id, and may give a row number to another sample: then the keys of
+    all rows are compared.
     """
-    layout = manifest.layout
-    if layout.num_rows > catalogue.num_rows:
+    num_rows = manifest.layout.num_rows
+    if num_rows > catalogue.num_rows:
         raise PencilError(
-            f"labels over {layout.num_rows:,} rows, {catalogue.folder} version {catalogue.version} has "
+            f"labels over {num_rows:,} rows, {catalogue.folder} version {catalogue.version} has "
             f"{catalogue.num_rows:,}; use labels made over this catalogue"
         )
     if manifest.catalogue == catalogue.id:
         return
-    parts = range(layout.num_parts)
-    for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
-        rows = layout.rows_of(part)
-        found = key_bytes(batch.column("sample_key"))
+    for labels in PublishedLabels(manifest).batches():
+        rows, found = labels.rows, labels.sample_key
         expected = key_bytes(catalogue.read(rows.start, rows.stop, ["sample_key"])["sample_key"])
         differs = (found != expected).any(axis=1) & found.any(axis=1)  # a table made without keys has zeros
         if differs.any():
             raise PencilError(
                 f"{catalogue.folder}: row {rows.start + int(np.argmax(differs)):,} is another sample than "
-                "the one these labels were learned for; the catalogue was rebuilt since: train again under "
+                "the one these labels were learned for: the catalogue was rebuilt since; train again under "
                 "another run.name, or restore the catalogue"
             )

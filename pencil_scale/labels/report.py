@@ -1,19 +1,19 @@
-"""What has become of the labels: how many changed, where to, how sure, and how many are right.
+"""Label report: how many labels changed, to which classes, how sure they are, and how many are right.
 
-Read from a snapshot, part by part, so it needs one part of memory and disturbs nobody who trains.
+It is read from a snapshot, part by part, so it needs the memory of a few parts and does not disturb training.
 
     report = study_labels(manifest, catalogue)
     report.figures()["corrected_share"], report.transitions          # [C, C], given -> corrected
 
-The labels after each epoch: figures, warnings, and a history of what every label was.
+A run studies its labels after each epoch, and may keep a history of every label (`labels.history` reads it):
 
-study = LabelStudy(storage, catalogue_version, run_id, history=True)
-found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
-found.figures["corrected_share"], found.warnings, found.transitions
+    study = LabelStudy(storage, catalogue_version, run_id, history=True)
+    found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
+    found.figures["corrected_share"], found.warnings, found.transitions
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import fsspec
@@ -23,11 +23,12 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_parts
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.decisions import Decisions, decide, label_distribution
+from pencil_scale.storage.storage import Storage
 
-Int64s = npt.NDArray[np.int64]
 HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.float16())])
+FALL_WORTH_A_WARNING = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Share:
         return self.num / self.of if self.of else float("nan")
 
     def interval(self) -> tuple[float, float]:
-        """Where the true share lies with 95 % confidence, if these were drawn at random."""
+        """The 95 % confidence interval of the true share, if these were drawn at random."""
         if not self.of:
             return (0.0, 1.0)
         z2 = 1.959964**2
@@ -96,72 +97,59 @@ def study_labels(
     members: npt.NDArray[np.int64] | None = None,
     history: pa.ipc.RecordBatchFileWriter | None = None,
 ) -> LabelReport:
-    """Go through a snapshot once, counting the rows that are trained on (of `members`, if a subset is).
+    """Read a snapshot once, counting the rows that are trained on: all, or those of `members`.
 
-    With `history`, also write what every row's label is now. The class as given is the catalogue's; the
-    table's is what it was pinned to.
+    With `history`, also write every row's label. The class as given is the catalogue's: the table has the
+    class that a row was pinned to.
     """
     num_classes = manifest.layout.num_classes
     transitions = np.zeros((num_classes, num_classes), np.int64)
     entropy_sum, known, given_right, corrected_right = 0.0, 0, 0, 0
-    parts: Sequence[int] = range(manifest.layout.num_parts)
-    if members is not None and history is None:  # no other part has anything to count
-        within = members[members < manifest.layout.num_rows]
-        parts = np.unique(within >> manifest.layout.shift).tolist()
-    for part, batch in zip(parts, get_parts(manifest, parts, LABELS_FOLDER), strict=True):
-        rows = manifest.layout.rows_of(part)
-        logits = _logits(batch)
-        found = decide(logits, batch.column("noisy_class").to_numpy())
-        given, true, ok = _known_of(catalogue, rows)
-        on = ok & (given >= 0) & _among(rows, members)
+    labels = PublishedLabels(manifest)
+    # With a history every row is written; else only the parts with members have anything to count.
+    parts = labels.batches() if members is None or history is not None else labels.parts_with(members)
+    for part in parts:
+        rows, logits = part.rows, part.logits
+        found = decide(logits, part.noisy_class)
+        columns = catalogue.read(rows.start, rows.stop, ["noisy_class", "true_class", "status"])
+        given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
+        on = pa.compute.equal(columns["status"], "ok").to_numpy() & (given >= 0)
+        if members is not None:
+            first, last = np.searchsorted(members, [rows.start, rows.stop])
+            on &= np.isin(np.arange(rows.start, rows.stop), members[first:last])
         np.add.at(transitions, (given[on], found.corrected_class[on]), 1)
-        entropy_sum += _entropy(logits[on])
-        judged = on & (true >= 0) & (batch.column("pinned").to_numpy() == 0)
+        shares = label_distribution(logits[on])
+        entropy_sum += float(-(shares * np.log(np.maximum(shares, 1e-30))).sum())
+        judged = on & (true >= 0) & ~part.pinned
         known += int(judged.sum())
         given_right += int((given == true)[judged].sum())
         corrected_right += int((found.corrected_class == true)[judged].sum())
         if history is not None:
-            history.write_batch(_history(found))
+            history.write_batch(_moment(found))
     return LabelReport(transitions, entropy_sum, Share(given_right, known), Share(corrected_right, known))
 
 
-def _known_of(catalogue: Catalogue, rows: range) -> tuple[Int64s, Int64s, npt.NDArray[np.bool_]]:
-    """The class as given, the true class where known, and whether the row is trained on."""
-    columns = catalogue.read(rows.start, rows.stop, ["noisy_class", "true_class", "status"])
-    given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
-    return given, true, pa.compute.equal(columns["status"], "ok").to_numpy()
+def _moment(found: Decisions) -> pa.RecordBatch:
+    classes, confidence = found.corrected_class.astype(np.uint16), found.confidence.astype(np.float16)
+    return pa.record_batch([pa.array(classes), pa.array(confidence)], schema=HISTORY)
 
 
-def _among(rows: range, members: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bool_]:
-    among = np.full(len(rows), members is None)
-    if members is not None:
-        first, last = np.searchsorted(members, [rows.start, rows.stop])
-        among[members[first:last] - rows.start] = True
-    return among
+@contextmanager
+def history_file(url: str) -> Iterator[pa.ipc.RecordBatchFileWriter]:
+    """Open a file to write the labels of one moment to, for `study_labels`."""
+    with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
+        yield writer
 
 
-def _logits(batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    column = batch.column("label_logits")
-    logits: npt.NDArray[np.float32] = column.flatten().to_numpy().reshape(len(column), -1)
-    return logits
-
-
-def _entropy(logits: npt.NDArray[np.float32]) -> float:
-    shares = label_distribution(logits)
-    return float(-(shares * np.log(np.maximum(shares, 1e-30))).sum())
-
-
-def _history(found: Decisions) -> pa.RecordBatch:
-    confidence = pa.array(found.confidence.astype(np.float16))
-    return pa.record_batch([pa.array(found.corrected_class.astype(np.uint16)), confidence], schema=HISTORY)
-
-
-FALL_WORTH_A_WARNING = 0.01
+def history_folder(storage: str, run: str) -> str:
+    """The folder in which a run keeps every label after each epoch that moved labels."""
+    files = Storage(storage)
+    return files.path(files.history(run))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a study came to."""
+    """The results of a study."""
 
     figures: dict[str, float]
     warnings: dict[str, str]
@@ -170,7 +158,7 @@ class Found:
 
 @dataclass
 class LabelStudy:
-    """Looks at the labels of one run; where none moved since the last look, that look still holds."""
+    """Studies the labels of one run; if none moved since, the results of the last study still hold."""
 
     storage: str
     catalogue_version: int
@@ -185,7 +173,8 @@ class LabelStudy:
         """Study a snapshot taken after `epoch`; `before` are the figures of the epoch before."""
         if self._last is None or moved:
             catalogue = Catalogue.open(self.storage, self.catalogue_version)
-            with self._history_file(epoch if moved and self.history else None) as history:
+            url = f"{history_folder(self.storage, self.run)}/epoch-{epoch:05d}.arrow"
+            with history_file(url) if moved and self.history else nullcontext() as history:
                 self._last = study_labels(manifest, catalogue, self.members, history)
             self._class_names = catalogue.manifest["classes"]
         figures = self._last.figures()
@@ -208,17 +197,3 @@ class LabelStudy:
             worst = ", ".join(f"{self._class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5])
             found["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
         return found
-
-    @contextmanager
-    def _history_file(self, epoch: int | None) -> Iterator[pa.ipc.RecordBatchFileWriter | None]:
-        if epoch is None:
-            yield None
-            return
-        url = f"{history_folder(self.storage, self.run)}/epoch-{epoch:05d}.arrow"
-        with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
-            yield writer
-
-
-def history_folder(storage: str, run: str) -> str:
-    """Where a run keeps what every label was after each epoch that moved labels."""
-    return f"{storage.rstrip('/')}/labels/history/{run}"

@@ -1,9 +1,8 @@
 """Run record: what a run was started with, so that the same name resumes it or is refused.
 
-`<storage>/runs/<name>/run.json` is written before anything trains. It gives the run a random id, and
-everything the run writes bears that id: a name can be reused, an id cannot. The same command again resumes
-the run, with any number of workers. A name that is finished or held, or was started with other settings, is
-refused.
+`<storage>/runs/<name>/run.json` is written before training starts. It gives the run a random id, and all the
+run writes is stored under that id: a name can be reused, an id cannot. The same command resumes the run, with
+any number of workers. A name that is finished or held, or was started with other settings, is refused.
 """
 
 import hashlib
@@ -12,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pencil_scale.storage.errors import DamagedError, PencilError
-from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 # What may differ when a run is resumed: how it is executed, not what it computes.
@@ -37,7 +36,7 @@ FREE = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run was started with, and how it stands."""
+    """What a run was started with, and its status."""
 
     name: str
     id: str
@@ -46,27 +45,28 @@ class RunRecord:
     class_names: tuple[str, ...]
     clean: Mapping[str, int]  # catalogue versions of the clean sets it is evaluated on
     labels: str  # the label manifest it starts from
-    weights: str | None = None  # what the network starts from: a copy, so that the original may go
+    weights: str | None = None  # what the network starts from: a copy, so the original may be removed
     status: str = "running"  # running | stopped | held | finished
-    held_because: Sequence[str] = ()  # also once a person has released it
+    held_because: Sequence[str] = ()  # kept after a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)
-    attempt: int = 0  # of the run's lease: which of its commands wrote this
+    attempt: int = 0  # of the run's lease: which of the run's commands wrote this
 
     @property
     def fingerprint(self) -> str:
-        """Name the settings that decide what the run computes."""
+        """A hash of the settings that decide what the run computes."""
         decisive = {key: text for key, text in self.settings.items() if not key.startswith(FREE)}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_folder(storage: str, name: str) -> str:
-    """Where a run keeps its record, summary and starting labels."""
-    return f"{storage.rstrip('/')}/runs/{name}"
+    """The folder with the record, the summary and the starting labels of a run."""
+    files = Storage(storage)
+    return files.path(files.run(name))
 
 
 def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunRecord | None:
-    """Find the run to resume; None if the name is new; refuse a name that means something else."""
+    """Find the run to resume; None if the name is new; refuse a name that is in use for something else."""
     record = read_record(storage, name)
     if record is None:
         _require_unused(storage, name)
@@ -79,10 +79,10 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         raise PencilError(
             f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
         )
-    differing = [
-        key for key in {**record.settings, **settings} if record.settings.get(key) != settings.get(key)
+    keys = sorted({*record.settings, *settings})
+    changed = [
+        key for key in keys if record.settings.get(key) != settings.get(key) and not key.startswith(FREE)
     ]
-    changed = [key for key in sorted(differing) if not key.startswith(FREE)]
     if changed:
         key = changed[0]
         was, now = record.settings.get(key), settings.get(key)
@@ -95,26 +95,23 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
 
 
 def _require_unused(storage: str, name: str) -> None:
-    """Refuse a name whose record is gone but whose results are there: they would be overwritten."""
+    """Refuse a name that has results but no record: they would be overwritten."""
     left = results_of(storage, name)
     if left:
         raise PencilError(
-            f"run {name}: {storage}/{left[0]} is there, left by an earlier run of this name whose record "
-            f"({run_folder(storage, name)}/run.json) is gone; nothing is overwritten: choose another "
+            f"run {name}: {storage}/{left[0]} exists, left by an earlier run of this name whose record "
+            f"({run_folder(storage, name)}/run.json) is missing; nothing is overwritten: choose another "
             "run.name, or remove what it left (labels/published, labels/held and models)"
         )
 
 
 def results_of(storage: str, name: str) -> list[str]:
     """What is stored under the name of a run: its labels and its model."""
-    places = (f"labels/published/{name}.json", f"labels/held/{name}.json", f"models/{name}.pt")
-    return [place for place in places if _is_there(f"{storage.rstrip('/')}/{place}")]
-
-
-def _is_there(url: str) -> bool:
-    filesystem, path = filesystem_of(url)
+    files = Storage(storage)
+    filesystem, root = filesystem_of(files.url)
     filesystem.invalidate_cache()
-    return bool(filesystem.exists(path))
+    places = (files.published(name), files.held(name), files.model(name))
+    return [place for place in places if filesystem.exists(f"{root}/{place}")]
 
 
 def why_held(name: str, reasons: Sequence[str]) -> str:
@@ -123,7 +120,7 @@ def why_held(name: str, reasons: Sequence[str]) -> str:
 
 
 def ways_on(name: str) -> str:
-    """Say how to look at the labels of a held run, and the two ways on."""
+    """Say how to look at the labels of a held run, and what to do then."""
     return (
         f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
         f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
@@ -132,24 +129,21 @@ def ways_on(name: str) -> str:
 
 def read_record(storage: str, name: str) -> RunRecord | None:
     """Read the record of a run, if there is one."""
-    try:
-        found = json.loads(Folder(run_folder(storage, name)).get("run.json"))
-    except DamagedError:
+    files = Storage(storage)
+    found = files.read_json(files.run(name, "run.json"))
+    if found is None:
         return None
-    lists = {name: tuple(found[name]) for name in ("class_names", "held_because")}
+    lists = {key: tuple(found[key]) for key in ("class_names", "held_because")}
     return RunRecord(**{**found, **lists})
 
 
 def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **changes: Any) -> RunRecord:
-    """Write the record, with some of it changed; who trains the run writes it under the run's lease."""
+    """Write the record, with some of it changed; while the run trains, under the run's lease."""
+    files = Storage(storage)
     if lease is None:
         record = replace(record, **changes)
-        Folder(run_folder(storage, record.name)).put("run.json", _encoded(record))
+        files.put_json(files.run(record.name, "run.json"), asdict(record))
     else:
         record = replace(record, attempt=lease.attempt, **changes)
-        lease.put(f"runs/{record.name}/run.json", _encoded(record))
+        lease.put(files.run(record.name, "run.json"), json.dumps(asdict(record), indent=2).encode())
     return record
-
-
-def _encoded(record: RunRecord) -> bytes:
-    return json.dumps(asdict(record), indent=2).encode()

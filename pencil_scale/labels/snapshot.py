@@ -1,11 +1,17 @@
-"""Snapshots: how parts get into a store under the names of their contents, and back out.
+"""Snapshots: how parts are stored under the names of their contents, read back, and removed.
 
-Parts are written first, and what is returned names only what is there; so whoever saves that manifest last
-has a complete snapshot, and a kill at any moment before leaves only files that no manifest names, for
-`sweep`.
+Parts are written first, and a manifest names only what is stored; so once the manifest is saved the snapshot
+is complete. A process killed before that leaves files that no manifest names, which `sweep_run` removes.
+
+A run removes only files it wrote itself, under its own id, and only while it writes nothing: a file without
+a manifest may belong to a run that is about to save one. Files that any manifest of the storage names stay:
+the labels of another run may rest on parts of this one.
+
+    swept = sweep_run("s3://lake/clothing1m", run_id)
 """
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,69 +21,73 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.labels.manifest import Manifest, PartEntry, Piece
-from pencil_scale.labels.part_files import LEDGER_SCHEMA, Header, PartFile, labels_schema
+from pencil_scale.labels.manifest import KIND, Manifest, StoredFile, StoredPart
+from pencil_scale.labels.part_files import LEDGER_SCHEMA, PartFile, TableHeader, labels_schema
 from pencil_scale.labels.working_copy import write_working_copy
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of
 
 LABELS_FOLDER = "parts"
 LEDGER_FOLDER = "ledger"
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
+# Every place in a storage that may hold a manifest of labels: folder, how deep below it, and the file's name.
+MANIFEST_PLACES: tuple[tuple[str, int | None, str], ...] = (
+    ("labels/published", 1, ".json"),
+    ("labels/held", 1, ".json"),
+    ("runs", 2, "/labels.json"),
+    ("nights", 2, "/carried.json"),
+    ("checkpoints", None, "/labels.json"),
+)
 
-def put_piece(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> Piece:
-    """Write one record batch under the run's id and the name of its content, unless it is there already."""
-    # The ledger is mostly runs of one number and shrinks to nothing; logits would not shrink at all.
+
+def file_name(folder: str, file: StoredFile) -> str:
+    """The name of a file in its store."""
+    return f"{folder}/{file.run}/{file.sha256}.arrow"
+
+
+def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> StoredFile:
+    """Write labels or a ledger under the run's id and the hash of their content, unless stored already."""
+    # A ledger is mostly runs of one number and compresses to almost nothing; logits do not compress at all.
     options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER_FOLDER else None)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema.remove_metadata(), options=options) as writer:
         writer.write_batch(batch.replace_schema_metadata(None))
     data = memoryview(sink.getvalue())
-    piece = Piece(hashlib.sha256(data).hexdigest(), data.nbytes, batch.num_rows, run)
-    if not store.holds(piece_name(folder, piece), piece.num_bytes):
-        store.put(piece_name(folder, piece), data)
-    return piece
-
-
-def piece_name(folder: str, piece: Piece) -> str:
-    """Where a piece is stored."""
-    return f"{folder}/{piece.run}/{piece.sha256}.arrow"
-
-
-def get_piece(store: Folder, folder: str, piece: Piece, schema: pa.Schema) -> pa.RecordBatch:
-    """Read a piece back, and refuse one whose bytes are not those the manifest names."""
-    name = piece_name(folder, piece)
-    data = store.get(name)
-    found = hashlib.sha256(data).hexdigest()
-    if found != piece.sha256:
-        raise DamagedError(
-            f"{store.path(name)}: damaged: {len(data):,} bytes with sha256 {found[:12]}, the manifest names "
-            f"{piece.num_bytes:,} bytes with {piece.sha256[:12]}; fetch it again, or restore another manifest"
-        )
-    reader = pa.ipc.open_file(pa.py_buffer(data))
-    if not reader.schema.equals(schema):
-        raise PencilError(f"{store.path(name)}: its columns are not those of the manifest's class count")
-    return reader.get_batch(0)
+    file = StoredFile(hashlib.sha256(data).hexdigest(), data.nbytes, run)
+    if not store.holds(file_name(folder, file), file.num_bytes):
+        store.put(file_name(folder, file), data)
+    return file
 
 
 def get_part(manifest: Manifest, store: Folder, part: int, folder: str) -> pa.RecordBatch:
-    """Read all pieces of one part as one record batch."""
-    entry = manifest.parts[part]
-    pieces = entry.labels if folder == LABELS_FOLDER else entry.ledger
-    schema = labels_schema(manifest.layout.num_classes) if folder == LABELS_FOLDER else LEDGER_SCHEMA
-    batches = [get_piece(store, folder, piece, schema) for piece in pieces]
-    batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-    if batch.num_rows != len(manifest.layout.rows_of(part)):
+    """Read the labels or the ledger of a part, and refuse bytes that are not those the manifest names."""
+    labels, expected = folder == LABELS_FOLDER, len(manifest.layout.rows_of(part))
+    file = manifest.parts[part].labels if labels else manifest.parts[part].ledger
+    name = file_name(folder, file)
+    data = store.get(name)
+    found = hashlib.sha256(data).hexdigest()
+    if found != file.sha256:
         raise DamagedError(
-            f"manifest over {manifest.store}: part {part} has {batch.num_rows:,} rows in its pieces, "
-            f"expected {len(manifest.layout.rows_of(part)):,}; restore another manifest"
+            f"{store.path(name)}: damaged: {len(data):,} bytes with sha256 {found[:12]}, the manifest names "
+            f"{file.num_bytes:,} bytes with {file.sha256[:12]}; fetch it again, or restore another manifest"
+        )
+    reader = pa.ipc.open_file(pa.py_buffer(data))
+    if not reader.schema.equals(labels_schema(manifest.layout.num_classes) if labels else LEDGER_SCHEMA):
+        raise PencilError(f"{store.path(name)}: its columns do not match the manifest's class count")
+    batch = reader.get_batch(0)
+    if batch.num_rows != expected:
+        raise DamagedError(
+            f"manifest over {manifest.store}: the file of part {part} has {batch.num_rows:,} rows, "
+            f"expected {expected:,}; restore another manifest"
         )
     return batch
 
 
 def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator[pa.RecordBatch]:
-    """Read parts in order, a few ahead of the reader."""
+    """Read the labels or the ledgers of parts in order, a few parts ahead."""
     store = Folder(manifest.store)
     with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
         coming: deque[Future[pa.RecordBatch]] = deque()
@@ -90,19 +100,17 @@ def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator
 
 
 def restore_working_copy(manifest: Manifest, folder: Path, parts: tuple[int, ...]) -> None:
-    """Write a working copy of these parts, every hash checked."""
-    header = Header(
-        manifest.layout, parts, manifest.first_epoch, manifest.scale, manifest.class_names, manifest.run
-    )
-    labels = get_parts(manifest, parts, LABELS_FOLDER)
-    write_working_copy(folder, header, labels, get_parts(manifest, parts, LEDGER_FOLDER))
+    """Write a working copy of these parts, checking every hash."""
+    identity = manifest.first_epoch, manifest.scale, manifest.class_names, manifest.run
+    labels, ledger = (get_parts(manifest, parts, kind) for kind in (LABELS_FOLDER, LEDGER_FOLDER))
+    write_working_copy(folder, TableHeader(manifest.layout, parts, *identity), labels, ledger)
 
 
 class PartTracker:
-    """Which parts of a working copy have moved since its last snapshot or restore, and what the store has.
+    """Which parts of a working copy have moved since its last snapshot or restore, and what is stored.
 
-    A working copy that was merely reopened knows neither, so its first snapshot hashes every part; the store
-    is still given only what it lacks.
+    A working copy that was merely reopened knows neither, so its first snapshot hashes every part; it still
+    writes only what the store lacks.
     """
 
     def __init__(self, labels: PartFile, ledger: PartFile):
@@ -111,76 +119,97 @@ class PartTracker:
         self.labels_moved = np.zeros(self._header.layout.num_parts, np.bool_)
         self.ledger_moved = np.zeros(self._header.layout.num_parts, np.bool_)
         self._store = ""
-        self._entries: dict[int, PartEntry] = {}
+        self._stored: dict[int, StoredPart] = {}
         self._newest_epoch = 0
 
     def remember(self, manifest: Manifest) -> None:
         """The working copy was made from this manifest."""
         self._store, self._newest_epoch = Folder(manifest.store).url, manifest.newest_epoch
-        self._entries = {part: manifest.parts[part] for part in self._header.parts}
+        self._stored = {part: manifest.parts[part] for part in self._header.parts}
 
     def snapshot(self, url: str | Path, parts: Sequence[int]) -> Manifest:
-        """Put what moved of these parts into the store, and name them all."""
-        store = Folder(url)
+        """Store what moved in these parts, and name them all."""
+        store, header = Folder(url), self._header
         if store.url != self._store:
-            self._store, self._entries = store.url, {}
+            self._store, self._stored = store.url, {}
         with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            epochs_found = pool.map(lambda part: self._put_part(store, part), parts)
-            self._newest_epoch = max(epochs_found, default=self._newest_epoch)
-        header = self._header
-        epochs = header.first_epoch, self._newest_epoch
-        entries = {part: self._entries[part] for part in parts}
-        identity = header.class_names, header.run
-        return Manifest(store.url, header.layout, header.scale, *epochs, *identity, entries)
+            epochs = pool.map(lambda part: self._put_part(store, part), parts)
+            self._newest_epoch = max(epochs, default=self._newest_epoch)
+        return Manifest(
+            store.url,
+            header.layout,
+            header.scale,
+            header.first_epoch,
+            self._newest_epoch,
+            header.class_names,
+            header.run,
+            {part: self._stored[part] for part in parts},
+        )
 
     def _put_part(self, store: Folder, part: int) -> int:
-        """Put one part if it moved; the newest epoch known after that."""
-        entry, newest_epoch = self._entries.get(part), self._newest_epoch
-        if entry is None or self.labels_moved[part]:
-            labels: tuple[Piece, ...] = (
-                put_piece(store, LABELS_FOLDER, self._labels.batch(part), self._header.run),
-            )
+        """Store one part if it moved; return the newest epoch known after that."""
+        stored, newest_epoch = self._stored.get(part), self._newest_epoch
+        if stored is None or self.labels_moved[part]:
+            labels = put_batch(store, LABELS_FOLDER, self._labels.batch(part), self._header.run)
         else:
-            labels = entry.labels
-        if entry is None or self.ledger_moved[part]:
+            labels = stored.labels
+        if stored is None or self.ledger_moved[part]:
             batch = self._ledger.batch(part)
-            ledger: tuple[Piece, ...] = (put_piece(store, LEDGER_FOLDER, batch, self._header.run),)
+            ledger = put_batch(store, LEDGER_FOLDER, batch, self._header.run)
             newest_epoch = max(newest_epoch, int(batch.column("last_epoch").to_numpy().max()))
         else:
-            ledger = entry.ledger
-        self._entries[part] = PartEntry(labels, ledger)
+            ledger = stored.ledger
+        self._stored[part] = StoredPart(labels, ledger)
         self.labels_moved[part] = self.ledger_moved[part] = False
         return newest_epoch
 
 
-def get_ledger(manifest: Manifest) -> Iterator[tuple[range, npt.NDArray[np.int32]]]:
-    """Read the ledger of a manifest, part by part, without any logits: rows, and the last epoch of each."""
-    manifest.require_whole()
-    store = Folder(manifest.store)
-    for part in range(manifest.layout.num_parts):
-        batch = get_part(manifest, store, part, LEDGER_FOLDER)
-        yield manifest.layout.rows_of(part), batch.column("last_epoch").to_numpy()
-
-
 def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
     """Which rows the present run visited in its `epoch`: what a plan leaves out after a crash."""
+    manifest.require_whole()
     seen = np.zeros(manifest.layout.num_rows, np.bool_)
-    for rows, last_epoch in get_ledger(manifest):
+    parts = range(manifest.layout.num_parts)
+    for part, batch in zip(parts, get_parts(manifest, parts, LEDGER_FOLDER), strict=True):
+        rows, last_epoch = manifest.layout.rows_of(part), batch.column("last_epoch").to_numpy()
         seen[rows.start : rows.stop] = last_epoch == manifest.first_epoch + epoch
     return seen
 
 
-def sweep(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
-    """Remove the pieces that one run wrote and no manifest names; return their names.
+def sweep_run(storage: str, run: str) -> list[str]:
+    """Remove the label files of a run that no manifest in the storage names; return their names."""
+    files = Storage(storage)
+    return remove_unnamed(files.path(files.labels), run, manifests_of(storage))
 
-    For the run itself while it writes nothing: a piece is written before the manifest that names it.
-    """
-    parts, named = Folder(store), set[str]()
-    for entry in (entry for manifest in kept for entry in manifest.parts.values()):
-        named.update(piece_name(LABELS_FOLDER, piece) for piece in entry.labels)
-        named.update(piece_name(LEDGER_FOLDER, piece) for piece in entry.ledger)
-    written = [name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in parts.names(f"{folder}/{run}")]
+
+def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
+    """Remove the files that one run wrote and none of these manifests names; return their names."""
+    files, named = Folder(store), set[str]()
+    for part in (part for manifest in kept for part in manifest.parts.values()):
+        named |= {file_name(LABELS_FOLDER, part.labels), file_name(LEDGER_FOLDER, part.ledger)}
+    written = [name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in files.names(f"{folder}/{run}")]
     swept = [name for name in written if name not in named]
     for name in swept:
-        parts.delete(name)
+        files.delete(name)
     return swept
+
+
+def manifests_of(storage: str) -> list[Manifest]:
+    """Read every manifest of labels in a storage: published, held, of runs, of nights, of checkpoints."""
+    filesystem, root = filesystem_of(storage.rstrip("/"))
+    filesystem.invalidate_cache()
+    manifests = []
+    for folder, depth, ending in MANIFEST_PLACES:
+        for path in filesystem.find(f"{root}/{folder}", depth):
+            if path.endswith(ending):
+                data = filesystem.cat_file(path)
+                if _is_manifest(path, data):
+                    manifests.append(Manifest.decode(data, path))
+    return manifests
+
+
+def _is_manifest(path: str, data: bytes) -> bool:
+    try:
+        found = json.loads(data)
+    except ValueError as error:  # it may have been a manifest: what it named is not known
+        raise PencilError(f"{path}: damaged JSON ({error}); nothing is swept until it is removed") from None
+    return isinstance(found, dict) and found.get("kind") == KIND

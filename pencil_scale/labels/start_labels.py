@@ -1,17 +1,27 @@
-"""The labels a run starts with: every catalogue row at its given class, in the run's label store.
+"""The labels a run starts with: every catalogue row at its given class, or the labels of an earlier run.
 
-Sweeping: label parts that a run wrote and that nothing names any more are found and removed.
+A fresh run starts from `start_labels`. A night starts from published labels and changes as little of them as
+it can: rows that the catalogue gained are appended, and rows are set to a class only where their given class
+changed or people decided it. Only the parts that hold such rows are read and written; all other parts, and
+every other row of those, stay as they are.
 
-A run removes only what it wrote itself, under its own id, and only while it writes nothing: a part is written
-before the manifest that names it, so a part without a manifest may belong to a run that is just writing. What
-every manifest of the storage names stays: labels of another run may rest on parts of this one.
+    manifest = grow(manifest, noisy_class_of_the_new_rows, their_sample_keys)
+    manifest = regive(manifest, rows, classes)
+    manifest = pin(manifest, read_pins(storage).resolve(class_names))
 
-    swept = sweep_run("s3://lake/clothing1m", run_id)
+Another class list changes every row. The mapping names, for every new class, the old classes it is made of:
+
+    remap(table, [[0], [1, 4], [3], []], names, folder)      # 1 and 4 merged, 2 dropped, one class added
+
+A class made of one old class keeps its logits bit for bit. A merged class gets log(sum(exp(logits))), so it
+has the probabilities of both together. An added class starts at 0, like every class that was not given.
+Dropping a class leaves the other logits alone; their probabilities share what it had.
 """
 
-import json
+import logging
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +31,45 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import KIND, Manifest
-from pencil_scale.labels.pins import Pinned, apply_pins
-from pencil_scale.labels.snapshot import sweep
+from pencil_scale.labels.manifest import Manifest, StoredPart
+from pencil_scale.labels.part_files import (
+    LEDGER_SCHEMA,
+    Int64s,
+    Layout,
+    TableHeader,
+    fixed_batch,
+    fixed_width,
+    labels_schema,
+)
+from pencil_scale.labels.pins import Pinned, apply_pins, require_same_samples
+from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part, put_batch
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.labels.working_copy import (
+    ClassSource,
+    KeySource,
+    checked_classes,
+    new_columns,
+    new_labels,
+    new_ledger,
+    scaled_one_hot,
+    write_working_copy,
+)
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.storage import Storage
+
+log = logging.getLogger(__name__)
+Classes = npt.NDArray[np.int32]
+Mapping = Sequence[Sequence[int]]
+
+
+# --- fresh labels ------------------------------------------------------------------------------------
 
 
 def label_store(storage: str) -> str:
-    """Where a dataset keeps the parts of all its label tables."""
-    return f"{storage.rstrip('/')}/labels"
+    """The folder with the parts of all label tables of a dataset."""
+    return Storage(storage).path(Storage.labels)
 
 
 def start_labels(
@@ -44,8 +82,8 @@ def start_labels(
 ) -> Manifest:
     """Make a fresh table over all rows of the catalogue and put it into the label store.
 
-    A row without a usable class has one all the same, with no class preferred: rows keep their numbers.
-    What people have pinned starts, and stays, as they decided.
+    A row without a usable class has logits too, with no class preferred: rows keep their numbers. Pinned rows
+    start, and stay, as people decided.
     """
     if scratch is not None:
         Path(scratch).mkdir(parents=True, exist_ok=True)
@@ -58,53 +96,151 @@ def start_labels(
 
 def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0, run: str | None = None) -> LabelTable:
     """Make a table in which every row of the catalogue has the class it was given."""
-    keys, classes = _keys(catalogue), _classes(catalogue)
+    classes = (table["noisy_class"].fill_null(-1).to_numpy() for table in catalogue.batches(["noisy_class"]))
+    keys = (table["sample_key"] for table in catalogue.batches(["sample_key"]))
     return LabelTable.create(Path(folder) / "table", classes, catalogue.class_names, keys, scale, run)
 
 
-def _classes(catalogue: Catalogue) -> Iterator[npt.NDArray[np.int32]]:
-    for table in catalogue.batches(["noisy_class"]):
-        yield table["noisy_class"].fill_null(-1).to_numpy()
+# --- labels of an earlier run ------------------------------------------------------------------------
 
 
-def _keys(catalogue: Catalogue) -> Iterator[pa.Array]:
-    for table in catalogue.batches(["sample_key"]):
-        yield table["sample_key"].combine_chunks()
+def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | None = None) -> Manifest:
+    """Append new rows, at their given class; of the old parts only the last is written again, if short."""
+    manifest.require_whole()
+    old, store, parts = manifest.layout, Folder(manifest.store), dict(manifest.parts)
+    with new_columns(noisy_class, sample_keys, old.num_classes, None, old.num_rows) as (classes, keys):
+        layout = replace(old, num_rows=old.num_rows + len(classes))
+        for part in range(old.num_rows >> old.shift, layout.num_parts):
+            rows = range(max(layout.rows_of(part).start, old.num_rows), layout.rows_of(part).stop)
+            new = slice(rows.start - old.num_rows, rows.stop - old.num_rows)
+            labels = new_labels(rows, classes[new], keys[new], old.num_classes, manifest.scale)
+            ledger = new_ledger(len(rows))
+            if part in parts:
+                labels = pa.concat_batches([get_part(manifest, store, part, LABELS_FOLDER), labels])
+                ledger = pa.concat_batches([get_part(manifest, store, part, LEDGER_FOLDER), ledger])
+            parts[part] = StoredPart(
+                put_batch(store, LABELS_FOLDER, labels, manifest.run),
+                put_batch(store, LEDGER_FOLDER, ledger, manifest.run),
+            )
+    return replace(manifest, layout=layout, parts=parts)
 
 
-# Every place in a storage that may hold a manifest of labels: folder, how deep below it, and the file's name.
-PLACES: tuple[tuple[str, int | None, str], ...] = (
-    ("labels/published", 1, ".json"),
-    ("labels/held", 1, ".json"),
-    ("runs", 2, "/labels.json"),
-    ("nights", 2, "/carried.json"),
-    ("checkpoints", None, "/labels.json"),
-)
+def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
+    """Restart rows whose given class changed at the new one; -1: no usable label. Pinned rows stay.
+
+    `rows` are in rising order.
+    """
+    return _set(manifest, rows, classes, lambda was, pinned, to: ~pinned)
 
 
-def sweep_run(storage: str, run: str) -> list[str]:
-    """Remove the label parts of a run that no manifest in the storage names; return their names."""
-    return sweep(label_store(storage), run, manifests_of(storage))
+def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
+    """Give pinned rows their given class back: their pins are void. Rows that are not pinned stay."""
+    return _set(manifest, rows, classes, lambda was, pinned, to: pinned)
 
 
-def manifests_of(storage: str) -> list[Manifest]:
-    """Read every manifest of labels in a storage: published, held, of runs, of nights, of checkpoints."""
-    filesystem, root = filesystem_of(storage.rstrip("/"))
-    filesystem.invalidate_cache()
-    found = ((path, filesystem.cat_file(path)) for path in _paths(filesystem, root))
-    return [Manifest.decode(data, path) for path, data in found if _is_manifest(path, data)]
+def pin(manifest: Manifest, pins: Pinned) -> Manifest:
+    """Pin rows to classes, after checking that each row still is the sample that a person looked at."""
+    pins = pins.within(manifest.layout.num_rows)
+    return _set(manifest, pins.rows, pins.classes, lambda was, pinned, to: ~pinned | (was != to), pins)
 
 
-def _paths(filesystem: Any, root: str) -> Iterator[str]:
-    for folder, depth, name in PLACES:
-        yield from (path for path in filesystem.find(f"{root}/{folder}", depth) if path.endswith(name))
+def _set(
+    manifest: Manifest, rows: Int64s, classes: Classes, changes: Any, pins: Pinned | None = None
+) -> Manifest:
+    """Set rows to classes, pinned if `pins` are given, where `changes(class, pinned, new class)` says so."""
+    within = rows < manifest.layout.num_rows
+    rows, classes = rows[within], classes[within]
+    checked_classes(classes, manifest.layout.num_classes, lowest=-1 if pins is None else 0, rows=rows)
+    store, parts = Folder(manifest.store), dict(manifest.parts)
+    for labels in PublishedLabels(manifest).parts_with(rows):
+        some = slice(*np.searchsorted(rows, [labels.rows.start, labels.rows.stop]).tolist())
+        places, wanted = rows[some] - labels.rows.start, classes[some]
+        if pins is not None:
+            require_same_samples(pins.between(labels.rows), labels.sample_key[places])
+        changed = changes(labels.noisy_class[places], labels.pinned[places], wanted)
+        if changed.any():
+            batch = _changed(labels, places[changed], wanted[changed], manifest.scale, pins is not None)
+            part = labels.rows.start >> manifest.layout.shift
+            parts[part] = replace(parts[part], labels=put_batch(store, LABELS_FOLDER, batch, manifest.run))
+    return replace(manifest, parts=parts)
 
 
-def _is_manifest(path: str, data: bytes) -> bool:
-    try:
-        found = json.loads(data)
-    except ValueError as error:  # it may have been a manifest: what it named is not known
-        raise PencilError(
-            f"{path}: not an intact JSON file ({error}); nothing is swept until it is gone"
-        ) from None
-    return isinstance(found, dict) and found.get("kind") == KIND
+def _changed(
+    labels: LabelRows, places: Int64s, classes: Classes, scale: float, pinned: bool
+) -> pa.RecordBatch:
+    """The part with some of its rows at a class, pinned or not."""
+    columns = {"noisy_class": labels.noisy_class.copy(), "label_logits": labels.logits.copy()}
+    columns["pinned"] = labels.pinned.astype(np.uint8)
+    num_classes = columns["label_logits"].shape[1]
+    columns["noisy_class"][places] = classes
+    columns["label_logits"][places] = scaled_one_hot(classes, num_classes, scale)
+    columns["pinned"][places] = pinned
+    schema = labels_schema(num_classes)
+    arrays = [
+        fixed_width(columns[field.name], field.type)
+        if field.name in columns
+        else labels.batch.column(field.name)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+# --- another class list ------------------------------------------------------------------------------
+
+
+def remap(table: LabelTable, mapping: Mapping, class_names: Sequence[str], folder: str | Path) -> LabelTable:
+    """Make a table over the new classes in `folder`; it keeps the ledger, keys and pins.
+
+    A row whose given class was dropped has class -1 from then on, and is no longer pinned.
+    """
+    _check(mapping, table.layout.num_classes)
+    layout = Layout.of(table.layout.num_rows, len(mapping))
+    parts = tuple(range(layout.num_parts))
+    header = TableHeader(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
+
+    def rows_of_parts() -> Iterator[Int64s]:
+        for part in parts:
+            yield np.arange(layout.rows_of(part).start, layout.rows_of(part).stop)
+
+    labels = (_remapped(table, mapping, rows) for rows in rows_of_parts())
+    ledger = (fixed_batch(LEDGER_SCHEMA, [table.read_last_epoch(rows)]) for rows in rows_of_parts())
+    write_working_copy(Path(folder), header, labels, ledger)
+    return LabelTable.open(folder, writable_parts="all")
+
+
+def _check(mapping: Mapping, num_classes: int) -> None:
+    for old, times in Counter(old for olds in mapping for old in olds).items():
+        if not 0 <= old < num_classes:
+            raise PencilError(f"mapping names class {old}; the table has classes 0 to {num_classes - 1}")
+        if times > 1:
+            raise PencilError(f"mapping names class {old} more than once; no label says how to split a class")
+    if len(mapping) < 2:
+        raise PencilError(f"mapping makes {len(mapping)} classes; labels need at least 2")
+
+
+def _remapped(table: LabelTable, mapping: Mapping, rows: Int64s) -> pa.RecordBatch:
+    # Old class to new; the last entry is where -1, no usable label, looks itself up.
+    new_class = np.full(table.layout.num_classes + 1, -1, np.int32)
+    for new, olds in enumerate(mapping):
+        new_class[list(olds)] = new
+    given = table.read_class(rows)
+    noisy_class = new_class[given]
+    lost = np.count_nonzero((noisy_class < 0) & (given >= 0))
+    if lost:
+        log.warning("rows %d to %d: %d had a class that was dropped; it is -1 now", rows[0], rows[-1], lost)
+    pinned = table.read_pinned(rows) & (noisy_class >= 0)
+    logits = _remapped_logits(table.read(rows), mapping)
+    logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), table.scale)
+    narrow: list[npt.NDArray[Any]] = [rows, table.read_key(rows), noisy_class, pinned.astype(np.uint8)]
+    return fixed_batch(labels_schema(len(mapping)), [*narrow, logits])
+
+
+def _remapped_logits(logits: npt.NDArray[np.float32], mapping: Mapping) -> npt.NDArray[np.float32]:
+    """The same labels over the new classes: [B, C] to [B, len(mapping)]."""
+    moved = np.zeros((len(logits), len(mapping)), np.float32)
+    for new, olds in enumerate(mapping):
+        if len(olds) == 1:
+            moved[:, new] = logits[:, olds[0]]
+        elif olds:
+            moved[:, new] = np.logaddexp.reduce(logits[:, list(olds)].astype(np.float64), axis=1)
+    return moved

@@ -1,20 +1,15 @@
-"""Row checks: which rows a working copy has, and which of them may be written.
+"""Label table: one row of label logits per catalogue row, memory-mapped, in Arrow.
 
-They run on every batch, so they are written for speed: on arrays this small `count_nonzero` and `argmax` are
-several times faster than `any`, `all` and `max`.
-
-Label table: one row of label logits per catalogue row, memory-mapped, in Arrow.
-
-The file stays a valid Arrow file while its owner moves rows in place, so anyone may open it at any time.
-Rows nobody visits keep their logits. A row's part and slot are arithmetic.
+The file stays a valid Arrow file while its owner moves rows in place, so any program may open it at any time.
+Rows that are not visited keep their logits. A row's part and slot are arithmetic.
 
     table = LabelTable.open(folder, writable_parts=[0, 3])
     logits = table.read(rows)                 # float32 [B, C]
     table.write(rows, moved, epoch=7)         # in place; the ledger remembers epoch 7
-    manifest = table.snapshot(store)          # whole and hashed, or not there at all
+    manifest = table.snapshot(store)          # complete and hashed, or not there at all
 
 The ledger counts epochs over the table's life, from 1; `epoch` in every call here counts from 0 in the
-present run. Only snapshots survive a crash by promise: a working copy is scratch.
+present run. Only snapshots are promised to survive a crash: a working copy is scratch.
 """
 
 import threading
@@ -41,9 +36,15 @@ from pencil_scale.labels.working_copy import (
 from pencil_scale.storage.errors import DamagedError, PencilError, new_id
 from pencil_scale.storage.folder import named_storage_errors
 
+LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
+
 
 class RowChecks:
-    """Turns what a caller gives into row numbers that are safe to use, or refuses them by name."""
+    """Turns what a caller gives into row numbers that are safe to use, or refuses them by name.
+
+    The checks run on every batch, so they are written for speed: on arrays this small `count_nonzero` and
+    `argmax` are several times faster than `any`, `all` and `max`.
+    """
 
     def __init__(self, folder: Path, layout: Layout, held: Iterable[int], writable: Iterable[int]):
         self._folder, self._num_rows, self._shift = folder, layout.num_rows, layout.shift
@@ -51,21 +52,29 @@ class RowChecks:
         self.held[list(held)] = True
         self.writable[list(writable)] = True
 
-    def known(self, rows: npt.ArrayLike, writing: bool = False) -> tuple[Int64s, Int64s]:
-        """These rows as an array, and the part of each; the part may be held elsewhere."""
+    def known(self, rows: npt.ArrayLike, outcome: str = "") -> tuple[Int64s, Int64s]:
+        """These rows as an array, and the part of each, which may be held elsewhere."""
         found = np.asarray(rows)
         if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
             raise PencilError(f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers")
         given, found = found, found.astype(np.int64, copy=False)
         unsigned = found.view(np.uint64)  # a negative row is a huge one
         if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
-            refuse = self.refuse_write if writing else self.refuse
-            refuse(given[unsigned >= self._num_rows], f"outside the table's {self._num_rows:,} rows")
+            outside = given[unsigned >= self._num_rows]
+            self.refuse(outside, f"outside the table's {self._num_rows:,} rows{outcome}")
         return found, found >> self._shift
+
+    def to_read(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """The same, for rows whose parts are in this working copy."""
+        found, parts = self.known(rows)
+        held = self.held[parts]
+        if np.count_nonzero(held) < len(found):
+            self.refuse(found[~held], "in a part that is not in this working copy")
+        return found, parts
 
     def to_write(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
         """The same, for distinct rows whose parts are open for writing."""
-        found, parts = self.known(rows, writing=True)
+        found, parts = self.known(rows, "; nothing was written")
         writable = self.writable[parts]
         if np.count_nonzero(writable) < len(found):
             self.refuse_write(found[~writable], "in a part that was not opened for writing")
@@ -75,48 +84,40 @@ class RowChecks:
             self.refuse_write(ordered[1:][repeated], "given twice in one write")
         return found, parts
 
-    def refuse_absent(self, rows: Int64s, parts: Int64s) -> NoReturn:
-        """Name the rows whose parts are not here."""
-        self.refuse(rows[~self.held[parts]], "in a part that is not in this working copy")
-
     def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
-        """Name the first of these rows, as it was given, and why it cannot be."""
+        """Name the first of these rows, as it was given, and the reason."""
         others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
         raise PencilError(f"{self._folder}: row {rows[0]}{others}: {why}")
 
     def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
-        """The same, where somebody may wonder whether the other rows were written."""
+        """The same, saying that the other rows were not written either."""
         self.refuse(rows, f"{why}; nothing was written")
-
-
-LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
 
 
 class LabelTable:
     """The learned labels of some or all parts of a table, on local disk."""
 
     def __init__(self, folder: Path, writable_parts: Sequence[int]):
-        """Map a working copy that is there; use `create`, `open` or `restore`."""
+        """Map an existing working copy; use `create`, `open` or `restore`."""
         self.folder = folder
         self._labels = PartFile(folder / LABELS_FILE, writable=bool(writable_parts))
         self._ledger = PartFile(folder / LEDGER_FILE, writable=bool(writable_parts))
         header = self._labels.header
         if self._ledger.header != header:
-            raise DamagedError(f"{folder}: {LABELS_FILE} and {LEDGER_FILE} are not of one table; restore it")
+            raise DamagedError(
+                f"{folder}: {LABELS_FILE} and {LEDGER_FILE} belong to different tables; restore the table"
+            )
         self.layout, self.parts = header.layout, header.parts
         self.scale, self.first_epoch = header.scale, header.first_epoch
         self.class_names, self.run = header.class_names, header.run
-        self._map_columns()
-        self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
-        self._tracker = PartTracker(self._labels, self._ledger)
-        self._lock = threading.Lock()
-
-    def _map_columns(self) -> None:
         self._logits = self._labels.column("label_logits", np.float32, self.layout.num_classes)
         self._noisy_class = self._labels.column("noisy_class", np.int32)
         self._pinned = self._labels.column("pinned", np.uint8)
         self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
         self._last_epoch = self._ledger.column("last_epoch", np.int32)
+        self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
+        self._tracker = PartTracker(self._labels, self._ledger)
+        self._lock = threading.Lock()
 
     @classmethod
     def create(
@@ -130,9 +131,9 @@ class LabelTable:
     ) -> "LabelTable":
         """Make a table in which every row's logits are scale * one-hot of its given class.
 
-        Arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 says that the
-        row has no usable label: its logits are zeros, no class preferred. Without keys the keys are zeros.
-        `run` is the id under which snapshots are stored; a table made outside a run gets an id of its own.
+        Give arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 means
+        that the row has no usable label: its logits are zeros, no class preferred. Without keys the keys are
+        zeros. `run` is the id under which snapshots are stored; a table made outside a run gets a new id.
         """
         run = run or new_id()
         header = create_working_copy(Path(folder), noisy_class, class_names, sample_keys, scale, run)
@@ -172,7 +173,7 @@ class LabelTable:
     ) -> "LabelTable":
         """Make a writable working copy of a snapshot, or of some of its parts, checking every hash.
 
-        A working copy already in the folder is replaced: a dead attempt's is never trusted.
+        A working copy already in the folder is replaced: that of a dead attempt is never trusted.
         """
         _require_classes(f"manifest over {manifest.store}", manifest.class_names, class_names)
         if parts is None:
@@ -189,6 +190,10 @@ class LabelTable:
     def writable_parts(self) -> set[int]:
         """The parts open for writing."""
         return set(np.flatnonzero(self._checks.writable).tolist())
+
+    def check_rows(self, rows: Int64s) -> Int64s:
+        """Refuse rows that the table does not have; their parts may be held elsewhere."""
+        return self._checks.known(rows)[0]
 
     def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """The label logits of these rows, in their order: float32 [B, C]."""
@@ -213,12 +218,14 @@ class LabelTable:
     def write(self, rows: npt.ArrayLike, logits: npt.ArrayLike, epoch: int) -> None:
         """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
 
-        All rows are checked before any is written. Logits go first: a row that bears the epoch has moved.
+        All rows are checked before any is written. Logits go first: a row marked with the epoch has moved.
         """
         rows, parts = self._checks.to_write(rows)
         logits = np.asarray(logits)
         if logits.dtype != np.float32:
-            with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
+            with np.errstate(
+                over="ignore"
+            ):  # a number too large for float32 becomes infinite, and is refused
                 logits = logits.astype(np.float32)
         self._require_finite(rows, logits)
         with self._lock:
@@ -241,7 +248,9 @@ class LabelTable:
         """Set these rows' class for good: scale * one-hot, and no write moves them again."""
         rows, parts = self._checks.to_write(rows)
         if np.size(classes) != len(rows):
-            raise PencilError(f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows to")
+            raise PencilError(
+                f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows; give one each"
+            )
         pinned = checked_classes(classes, self.layout.num_classes, lowest=0, rows=rows)
         with self._lock:
             self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
@@ -249,25 +258,25 @@ class LabelTable:
             self._set_logits(rows, parts, scaled_one_hot(pinned, self.layout.num_classes, self.scale))
 
     def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
-        """Which rows of the whole table bear this epoch: bool [N]."""
+        """Which rows of the whole table were last visited in this epoch: bool [N]."""
         if not self._checks.held.all():
             raise PencilError(
-                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts and cannot speak "
-                "for every row; ask count_visited, or snapshot.visited with a whole manifest"
+                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts, not every row; "
+                "use count_visited, or snapshot.visited with a complete manifest"
             )
         marks = [self._part_marks(part, epoch) for part in self.parts]
         return np.concatenate(marks) if marks else np.zeros(0, np.bool_)
 
     def count_visited(self, epoch: int) -> int:
-        """How many rows of the parts held here bear this epoch."""
+        """How many rows of the parts held here were last visited in this epoch."""
         return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
 
     def snapshot(self, store: str | Path) -> Manifest:
-        """Write the parts that moved to the store, and name all parts in a manifest of this moment.
+        """Write the parts that moved to the store, and name the parts in a manifest of this moment.
 
-        All parts that are open for writing here, since another process may be writing the others; of a table
-        open for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks
-        it is only part of the whole.
+        It names the parts open for writing, since another process may be writing the others; for a table
+        opened for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks
+        it is incomplete.
         """
         with self._lock:
             manifest = self._tracker.snapshot(store, sorted(self.writable_parts) or self.parts)
@@ -281,12 +290,8 @@ class LabelTable:
         return marks
 
     def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
-        found, parts = self._checks.known(rows)
-        try:
-            values: npt.NDArray[Any] = column.get(column.find(found, parts))
-        except IndexError:
-            self._checks.refuse_absent(found, parts)
-        return values
+        found, parts = self._checks.to_read(rows)
+        return column.get(column.find(found, parts))
 
     def _set_logits(self, rows: Int64s, parts: Int64s, logits: npt.NDArray[np.float32]) -> None:
         self._tracker.labels_moved[parts] = True
@@ -297,7 +302,7 @@ class LabelTable:
         self._last_epoch.set(marks, self.first_epoch + epoch)
 
     def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
-        """Where the ledger keeps these rows, none of which bears this epoch or a later one."""
+        """The places of these rows in the ledger, none of them marked with this epoch or a later one."""
         if not 0 <= epoch <= LAST_EPOCH - self.first_epoch:
             raise PencilError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
         marks = self._last_epoch.find(rows, parts)

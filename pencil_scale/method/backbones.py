@@ -1,9 +1,9 @@
-"""Networks by name: torchvision's classifiers, the paper's own for small images, or a factory of yours.
+"""Networks by name: torchvision's classifiers, the paper's for small images, or your own factory.
 
     model = build_backbone("resnet50", num_classes=14, weights="s3://models/resnet50.pt")
     model = build_backbone("my_package.nets:make_net", num_classes=14)       # make_net(num_classes) -> Module
 
-Weights are a plain state dict and are loaded as weights only: nothing in the file is ever executed.
+Weights are a plain state dict and are loaded with `weights_only`: nothing in the file is ever executed.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from pencil_scale.storage.errors import PencilError
 
 
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
-    """Build the network a config names, and start it from `weights` where given."""
+    """Build the network named in the config, starting from `weights` if given."""
     if ":" in name:
         model = _from_factory(name, num_classes)
     elif name in OURS:
@@ -100,18 +100,18 @@ OURS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-# --- everybody else's --------------------------------------------------------------------------------
+# --- other networks ----------------------------------------------------------------------------------
 
 
 def _torchvision() -> Any:
-    """Loaded when asked for: it costs seconds, and many a process only hears of a network."""
+    """Import torchvision on first use: it takes seconds, and many processes do not need it."""
     from torchvision import models
 
     return models
 
 
 def _from_torchvision(name: str, num_classes: int) -> nn.Module:
-    # These two would return a tuple in training, their side heads' outputs in it.
+    # In training mode these two would also return the outputs of their auxiliary heads.
     aside = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = _torchvision().get_model(name, weights=None, num_classes=num_classes, **aside)
     return model
@@ -128,11 +128,13 @@ def _from_factory(name: str, num_classes: int) -> nn.Module:
     except Exception as error:
         raise PencilError(
             f"model.backbone: {name}({num_classes}) failed with {type(error).__name__}: {error}; a function "
-            "that takes the number of classes and gives a torch Module was expected"
+            "that takes the number of classes and returns a torch Module was expected"
         ) from error
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise PencilError(f"model.backbone: {name}({num_classes}) gave {kind}; a torch Module was expected")
+        raise PencilError(
+            f"model.backbone: {name}({num_classes}) returned {kind}; a torch Module was expected"
+        )
     return model
 
 
@@ -140,7 +142,7 @@ def _from_factory(name: str, num_classes: int) -> nn.Module:
 
 
 def load_weights(model: nn.Module, url: str) -> None:
-    """Start from a state dict at a path or URL; a last layer of another class count is left as it is."""
+    """Load a state dict from a path or URL; a last layer with another class count is skipped."""
     found = _read_weights(url)
     wanted = model.state_dict()
     head = list(wanted)[-1].rpartition(".")[0] + "."
@@ -152,10 +154,10 @@ def load_weights(model: nn.Module, url: str) -> None:
     missing = [name for name in wanted if name not in found]
     if odd or missing:
         raise PencilError(
-            f"model.weights: {url} does not fit the network: {_listed(odd, 'unlike ours')}"
+            f"model.weights: {url} does not fit the network: {_listed(odd, 'of another shape')}"
             f"{_listed(missing, 'missing')}give the weights of the same backbone"
         )
-    state = model.state_dict()  # filled in place: some networks read the version it carries
+    state = model.state_dict()  # filled in place: some networks read its version metadata
     state.update({name: found[name] for name in wanted})
     model.load_state_dict(state)
 
@@ -168,10 +170,12 @@ def _read_weights(url: str) -> dict[str, Tensor]:
         raise PencilError(f"model.weights: {url} cannot be read: {error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = (str(error).splitlines() or ["it is empty"])[0]
-        raise PencilError(f"model.weights: {url} is no file of plain weights: {reason}") from error
+        raise PencilError(f"model.weights: {url} is not a file of plain weights: {reason}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         kind = type(found).__name__
-        raise PencilError(f"model.weights: {url} holds a {kind}; a state dict, name -> tensor, was expected")
+        raise PencilError(
+            f"model.weights: {url} contains a {kind}; a state dict, name -> tensor, was expected"
+        )
     return {name.removeprefix("module."): tensor for name, tensor in found.items()}
 
 

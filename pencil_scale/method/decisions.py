@@ -3,8 +3,8 @@
     decisions = decide(label_logits, noisy_class)
     decisions.corrected_class, decisions.confidence, decisions.changed
 
-A label stays with its given class unless another class is strictly ahead. A row without a given class
-(`noisy_class` -1) has a corrected class, but nothing that could have changed.
+A label keeps its given class unless another class is strictly ahead. A row without a given class
+(`noisy_class` -1) has a corrected class and counts as unchanged.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,12 @@ UNLABELLED = -1
 
 @dataclass(frozen=True)
 class Decisions:
-    """One entry a row."""
+    """One entry per row."""
 
     corrected_class: npt.NDArray[np.int64]
     confidence: npt.NDArray[np.float32]  # share of the label on the corrected class
-    margin: npt.NDArray[np.float32]  # that share less the next best class's
-    score: npt.NDArray[
-        np.float32
-    ]  # share left on the given class: low is worth a look; nan if none was given
+    margin: npt.NDArray[np.float32]  # that share minus the share of the next best class
+    score: npt.NDArray[np.float32]  # share of the given class: low means suspicious; nan if none was given
     changed: npt.NDArray[np.bool_]
 
     @property
@@ -35,14 +33,14 @@ class Decisions:
 
 
 def label_distribution(label_logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Softmax over the classes, steady for any finite logits.   [B, C]"""
+    """Softmax over the classes, stable for any finite logits.   [B, C]"""
     powers = np.exp(label_logits - label_logits.max(axis=-1, keepdims=True))
     shares: npt.NDArray[np.float32] = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
     return shares
 
 
 def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.integer]) -> Decisions:
-    """Decide every row's class from its learned logits [B, C] and the class it was given [B]."""
+    """Decide the class of every row from its learned logits [B, C] and its given class [B]."""
     broken = np.flatnonzero(~np.isfinite(label_logits).all(axis=-1))
     if len(broken):
         raise PencilError(
@@ -53,7 +51,7 @@ def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.in
     rows = np.arange(len(shares))
     given = np.asarray(noisy_class, dtype=np.int64)
     labelled = given != UNLABELLED
-    on_given = shares[rows, given]  # of an unlabelled row this is the last class's, and is masked below
+    on_given = shares[rows, given]  # for an unlabelled row this is the last class, and is masked below
     best = shares.argmax(axis=-1)
     tied = labelled & (on_given == shares[rows, best])
     corrected = np.where(tied, given, best)

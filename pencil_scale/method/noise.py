@@ -1,10 +1,10 @@
-"""Label noise as the paper makes it, seeded, with the rate it really made.
+"""Label noise as in the paper, seeded, with the rate that it really produced.
 
     noisy = symmetric_noise(true_class, rate=0.5, num_classes=10, seed=1)
     noisy.noisy_class, noisy.rate_made        # a rate of 0.5 over 10 classes changes about 0.45
 
-A symmetric flip draws from all classes, so it may draw the true one: asked for `r` it changes about
-`r * (c - 1) / c` of the labels. An asymmetric flip sends a class to the one it is confused with.
+A symmetric flip draws from all classes and may draw the true one, so a rate of `r` changes about
+`r * (c - 1) / c` of the labels. An asymmetric flip turns a class into the one it is confused with.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ CIFAR10_FLIPS: Mapping[int, int] = {9: 1, 2: 0, 4: 7, 3: 5, 5: 3}
 
 @dataclass(frozen=True)
 class NoisyLabels:
-    """The labels after the noise, and the share that truly differs from before."""
+    """The noisy labels, and the share of labels that differ from the true ones."""
 
     noisy_class: Classes
     rate_asked: float
@@ -31,7 +31,7 @@ class NoisyLabels:
 
 
 def symmetric_noise(true_class: npt.ArrayLike, rate: float, num_classes: int, seed: int) -> NoisyLabels:
-    """Draw a label anew from all classes, with probability `rate`."""
+    """Redraw each label from all classes with probability `rate`."""
     known = _checked(true_class, rate, num_classes)
     random = np.random.default_rng(seed)
     drawn = random.integers(num_classes, size=known.shape)
@@ -42,10 +42,10 @@ def symmetric_noise(true_class: npt.ArrayLike, rate: float, num_classes: int, se
 def asymmetric_noise(
     true_class: npt.ArrayLike, rate: float, flips: Mapping[int, int], seed: int
 ) -> NoisyLabels:
-    """Send a label to the class it is confused with, with probability `rate`; others stand."""
+    """Turn each label into the class it is confused with, with probability `rate`."""
     named = [*flips.keys(), *flips.values()]
     if any(number < 0 for number in named):
-        raise PencilError(f"flips: class {min(named)} is negative; name classes by their numbers from 0")
+        raise PencilError(f"flips: class {min(named)} is negative; classes are numbered from 0")
     known = _checked(true_class, rate, None)
     confused_with = np.arange(max([known.max(initial=-1), *named]) + 1)
     confused_with[list(flips.keys())] = list(flips.values())
@@ -54,7 +54,7 @@ def asymmetric_noise(
 
 
 def next_class_flips(num_classes: int) -> Mapping[int, int]:
-    """Send every class to the next one, the last to the first, as the paper does on CIFAR-100."""
+    """Map every class to the next, and the last to the first, as the paper does on CIFAR-100."""
     return {number: (number + 1) % num_classes for number in range(num_classes)}
 
 
@@ -70,11 +70,11 @@ def _checked(true_class: npt.ArrayLike, rate: float, num_classes: int | None) ->
     if known.ndim != 1 or (known.size and not np.issubdtype(known.dtype, np.integer)):
         raise PencilError(
             f"true_class has shape {known.shape} and type {known.dtype}; "
-            "one whole number a sample was expected"
+            "one whole number per sample was expected"
         )
     if known.size and (known.min() < 0 or (num_classes is not None and known.max() >= num_classes)):
         bound = "0 and up" if num_classes is None else f"0 to {num_classes - 1}"
         raise PencilError(
-            f"true_class runs from {known.min()} to {known.max()}; classes {bound} were expected"
+            f"true_class ranges from {known.min()} to {known.max()}; classes {bound} were expected"
         )
     return known.astype(np.int64)

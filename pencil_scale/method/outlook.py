@@ -1,8 +1,8 @@
-"""Says before a run whether its numbers can repair a label at all, and refuses when they cannot.
+"""Checks before a run whether its settings can repair a label at all, and refuses if they cannot.
 
-A user who copies alpha = 0.08 from 14 classes to 400 repairs nothing, and would learn it days later; so would
-one whose labels need 10 visits in a stage of 5 epochs. So the trainer moves one label by the very step it is
-about to use, prints how it changes, and where it cannot, names numbers that would.
+A user who copies alpha = 0.08 from 14 classes to 400 repairs nothing, and would find out days later; so would
+one whose labels need 10 visits in a stage of 5 epochs. The trainer therefore moves one label with the step it
+is about to use, reports when it changes, and if it does not, proposes settings that work.
 """
 
 import math
@@ -16,18 +16,18 @@ from pencil_scale.method.schedule import Schedule
 from pencil_scale.storage.errors import PencilError
 
 PAPER_SCALE = 10.0
-SAFE_PULL = 1.0  # the paper's own on CIFAR-10; the bound of the released form is 2
+SAFE_PULL = 1.0  # as in the paper on CIFAR-10; the bound of the released form is 2
 RATES = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0)  # tried in turn; the paper has 0.3 to 6.7
 
 
 def label_scale(stage: PencilStage, num_classes: int) -> float:
-    """The logit a fresh label gives its class."""
+    """The logit of the given class in a new label."""
     if stage.start_confidence is None:
         return PAPER_SCALE
     if stage.start_confidence <= 1 / num_classes:
         raise PencilError(
-            f"stages.pencil.start_confidence: {stage.start_confidence} is no more than chance among "
-            f"{num_classes} classes; give a share such as 0.99"
+            f"stages.pencil.start_confidence: {stage.start_confidence} is not above chance for "
+            f"{num_classes} classes; use a share such as 0.99"
         )
     return scale_for_confidence(stage.start_confidence, num_classes)
 
@@ -74,10 +74,10 @@ def _outlook(schedule: Schedule, num_classes: int) -> LabelOutlook:
 
 
 def _advice(schedule: Schedule, num_classes: int) -> str:
-    """Name the smallest changes of the config that let a label change within the stage.
+    """Propose the smallest changes of the config that let a label change within the stage.
 
-    Each was tried. Where a label comes to rest does not depend on lambda, so a form and an alpha that let it
-    change are found first; then a higher lambda, or more epochs, lets it get there in time.
+    Each proposal has been tried. Where a label settles does not depend on lambda, so a form and an alpha that
+    let it change are found first; then a higher lambda, or more epochs, lets it get there in time.
     """
     stage = schedule.stages.pencil
     form = {"compatibility": "released"}
@@ -96,7 +96,7 @@ def _advice(schedule: Schedule, num_classes: int) -> str:
 
 
 def _faster(schedule: Schedule, num_classes: int) -> dict[str, Any]:
-    """Find the lowest lambda that changes a label in time; none where no lambda changes it."""
+    """Find the lowest lambda that changes a label in time; nothing if no lambda does."""
     for rate in RATES:
         lambda_ = round(rate * schedule.tuned_batch * schedule.stages.pencil.tuned_classes)
         change = {"lambda_": Steps(((0, lambda_),))}
@@ -109,7 +109,7 @@ def _faster(schedule: Schedule, num_classes: int) -> dict[str, Any]:
 
 
 def _longer(schedule: Schedule, outlook: LabelOutlook, num_classes: int) -> dict[str, Any]:
-    """Find a number of epochs that is enough: lambda may fall over the stage, so some more are tried."""
+    """Find a number of epochs that is enough; more are tried because lambda may fall over the stage."""
     for factor in (1.0, 1.5, 2.0, 3.0):
         change = {"epochs": math.ceil(factor * (outlook.visits or 0))}
         longer = _with(schedule, change)

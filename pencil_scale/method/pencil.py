@@ -1,19 +1,20 @@
-"""PENCIL's mathematics: three losses, and the step by which a label moves. Pure tensors, nothing else.
+"""PENCIL's mathematics: three losses, and the step that moves a label. Tensors only, no I/O.
 
-    f   = softmax(class_logits)      what the network believes          [B, C]
-    y_d = softmax(label_logits)      what the label has come to be      [B, C]
+    f   = softmax(class_logits)      what the network predicts          [B, C]
+    y_d = softmax(label_logits)      the label as learned so far        [B, C]
 
     L = KL(f || y_d) / c  +  alpha * L_o(y_d, noisy_class)  +  beta * H(f) / c
 
-The compatibility loss L_o holds a label near the class it was given. Its `printed` form is
--log y_d[noisy_class]. The `released` form, that of the authors' code, is -log softmax(y_d)[noisy_class]: its
-pull fades as the label moves away, and only so can labels be corrected (`label_outlook` tells when).
+The compatibility loss L_o keeps a label near the class it was given. Its `printed` form is
+-log y_d[noisy_class]. The `released` form, from the authors' code, is -log softmax(y_d)[noisy_class]: its
+pull fades as the label moves away, which is what allows labels to be corrected (`label_outlook` computes
+when).
 
-Every loss is one value a sample, float32, through log-softmax: finite for logits of +-1e4 and far beyond.
+Every loss is one float32 value per sample, computed with log-softmax: finite for logits of +-1e4 and beyond.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,14 +40,14 @@ def scale_for_confidence(confidence: float, num_classes: int) -> float:
 
 
 def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
-    """KL(f || y_d) / c: the order of the two matters, the other one corrects badly.   [B]"""
+    """KL(f || y_d) / c, in this order: KL(y_d || f) corrects labels badly.   [B]"""
     log_f = _full(class_logits).log_softmax(-1)
     log_y = _full(label_logits).log_softmax(-1)
     return (log_f.exp() * (log_f - log_y)).mean(-1)
 
 
 def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "released") -> Tensor:
-    """How far the label has left the class it was given.   [B]"""
+    """How far the label has moved from its given class.   [B]"""
     _require_known(form)
     log_y = _full(label_logits).log_softmax(-1)
     if form == "released":
@@ -55,7 +56,7 @@ def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "
 
 
 def entropy_loss(class_logits: Tensor) -> Tensor:
-    """H(f) / c: pushes the network to make up its mind.   [B]"""
+    """H(f) / c: pushes the network towards confident predictions.   [B]"""
     log_f = _full(class_logits).log_softmax(-1)
     return -(log_f.exp() * log_f).mean(-1)
 
@@ -68,7 +69,7 @@ def pencil_loss(
     beta: float,
     form: Form = "released",
 ) -> Tensor:
-    """The weighted sum that stage two minimises.   [B]"""
+    """The weighted sum that the pencil stage minimises.   [B]"""
     return (
         classification_loss(class_logits, label_logits)
         + alpha * compatibility_loss(label_logits, noisy_class, form)
@@ -87,8 +88,8 @@ def move_labels(
     """Move each label by its own sample's gradient, in closed form.   [B, C]
 
     Autograd on the batch mean would give lambda/B * ((y_d - f)/c + alpha * h), with h the gradient of the
-    compatibility loss. With label_rate = lambda/(B*c) and pull = alpha*c the batch and the class count are
-    gone: a sample's step does not depend on who shares its batch.
+    compatibility loss. With label_rate = lambda/(B*c) and pull = alpha*c the batch and the class count drop
+    out: a sample's step does not depend on the rest of its batch.
     """
     f = _full(class_logits.detach()).softmax(-1)
     y = _full(label_logits).softmax(-1)
@@ -118,12 +119,12 @@ def _full(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelOutlook:
-    """What becomes of a label when the network is sure of another class."""
+    """What happens to a label when the network is confident of another class."""
 
-    changes: bool  # it ends on the network's class, and stays there
-    visits: int | None  # after so many visits for good; None if never
-    swings: bool  # it flips to and fro, and never rests
-    share: float  # of the label, that the network's class ends with
+    changes: bool  # it ends on the network's class and stays there
+    visits: int | None  # visits until it has changed permanently; None if it never does
+    swings: bool  # it oscillates and never settles
+    share: float  # of the network's class in the label at the end
 
 
 def label_outlook(
@@ -134,11 +135,11 @@ def label_outlook(
     confidence: float = 0.99,
     scale: float = 10.0,
 ) -> LabelOutlook:
-    """Tell whether a label can change with these numbers, by moving one until it rests.
+    """Find out whether a label can change with these numbers, by moving one until it settles.
 
-    The network is `confidence` sure of one rival class and spreads the rest evenly. `label_rate` may be one
-    number, or one a visit (the last one holds on). A label may cross over for a while and come back, so a
-    crossing alone proves nothing: what counts is where it rests.
+    The network gives one rival class the share `confidence` and spreads the rest evenly. `label_rate` is one
+    number, or one per visit (the last one is then repeated). A label may cross over and come back, so a
+    crossing alone proves nothing: what counts is where it settles.
     """
     rates = [float(label_rate)] if isinstance(label_rate, int | float) else list(label_rate)
     given = torch.tensor([0])
@@ -146,16 +147,17 @@ def label_outlook(
     belief[0, 1] = confidence
     class_logits, label_logits = belief.log(), initial_logits(given, num_classes, scale)
     crossings: list[int] = []
-    rests, visit = False, 0
-    for visit, rate in enumerate(itertools.islice(_held(rates), _visits_to_rest(rates)), 1):
+    settled, visit = False, 0
+    repeated = itertools.chain(rates, itertools.repeat(rates[-1]))
+    for visit, rate in enumerate(itertools.islice(repeated, _visits_to_settle(rates)), 1):
         moved = move_labels(class_logits, label_logits, given, rate, pull, form)
         crossings += [visit] if _crossed(moved) != _crossed(label_logits) else []
-        # All logits must rest, not the two rivals alone: their gap stands still as it turns, too.
-        rests = visit >= len(rates) and float((moved - label_logits).abs().max()) <= 1e-4 * rate
+        # All logits must settle: the gap between the two rivals alone also pauses where it turns around.
+        settled = visit >= len(rates) and float((moved - label_logits).abs().max()) <= 1e-4 * rate
         label_logits = moved
-        if rests:
+        if settled:
             break
-    swings = not rests and bool(crossings) and crossings[-1] > visit // 2
+    swings = not settled and bool(crossings) and crossings[-1] > visit // 2
     changes = _crossed(label_logits) and not swings
     share = float(label_logits.softmax(-1)[0, 1])
     return LabelOutlook(changes, crossings[-1] if changes else None, swings, share)
@@ -166,11 +168,7 @@ def _crossed(label_logits: Tensor) -> bool:
     return bool(label_logits[0, 1] > label_logits[0, 0])
 
 
-def _held(rates: list[float]) -> Iterator[float]:
-    return itertools.chain(rates, itertools.repeat(rates[-1]))
-
-
-def _visits_to_rest(rates: list[float]) -> int:
-    """A label rests when rate times visits has come to some hundreds (1000 is ample), or never."""
+def _visits_to_settle(rates: list[float]) -> int:
+    """A label settles once rate times visits reaches some hundreds (1000 is ample), or never."""
     settling = 0 if rates[-1] == 0 else int(1000 / rates[-1]) + 100
     return min(len(rates) + settling, LONGEST_OUTLOOK)

@@ -1,12 +1,12 @@
-"""Which stage an epoch belongs to, and all that follows: loss, rates, whether labels move.
+"""Which stage an epoch belongs to, and what follows from it: loss, rates, whether labels move.
 
     schedule = Schedule.from_config(config.stages, config.optimizer, num_classes=14, batch=2048)
     stage = schedule.stage_at(7)
     loss = stage.loss(class_logits, label_logits, noisy_class)             # [B]
     moved = stage.move_labels(class_logits, label_logits, noisy_class)     # [B, C]; unchanged in 1 and 3
 
-Rates, alpha and lambda are tuned at one batch and one class count. The learning rate grows with the batch;
-the losses' 1/c and the pull are taken at `tuned_classes`, so a config carries over to another class list.
+Rates, alpha and lambda are tuned for one batch and one class count. The learning rate scales with the batch;
+the 1/c of the losses and the pull use `tuned_classes`, so a config carries over to another class list.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ StageName = Literal["backbone", "pencil", "finetune"]
 
 
 class Loss(Protocol):
-    """One value a sample, from what the network says, what the label is, and what it was given as."""
+    """One value per sample, from the prediction, the learned label and the given class."""
 
     def __call__(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One epoch's part of the method."""
+    """What the method does in one epoch."""
 
     name: StageName
-    epoch: int  # from the stage's own start
+    epoch: int  # from the start of the stage
     learning_rate: float
     loss: Loss
     label_rate: float = 0.0
@@ -46,7 +46,7 @@ class Stage:
         return self.label_rate > 0
 
     def move_labels(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor:
-        """Move the labels one step, or hand them back as they are."""
+        """Move the labels one step; return them unchanged in a stage that does not move labels."""
         if not self.moves_labels:
             return label_logits
         return move_labels(class_logits, label_logits, noisy_class, self.label_rate, self.pull, self.form)
@@ -54,16 +54,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The three stages, laid end to end."""
+    """The three stages, one after the other."""
 
     stages: Stages
     rate_factor: float  # batch / tuned_batch
-    class_factor: float  # num_classes / tuned_classes: undoes the 1/c of the losses, and puts the tuned one
+    class_factor: float  # num_classes / tuned_classes: replaces the 1/c of the losses by the tuned one
     tuned_batch: int
 
     @classmethod
     def from_config(cls, stages: Stages, optimizer: Optimizer, num_classes: int, batch: int) -> Self:
-        """`batch` is what one step of the optimizer sees: all workers, all accumulated batches."""
+        """`batch` is the global batch of an optimizer step: all workers, all accumulated batches."""
         return cls(
             stages=stages,
             rate_factor=batch / optimizer.tuned_batch,
@@ -76,7 +76,7 @@ class Schedule:
         return self.stages.backbone.epochs + self.stages.pencil.epochs + self.stages.finetune.epochs
 
     def stage_at(self, epoch: int) -> Stage:
-        """Find the stage of an epoch, counted from the run's start."""
+        """Find the stage of an epoch, counted from the start of the run."""
         if not 0 <= epoch < self.epochs:
             raise IndexError(f"epoch {epoch}: this schedule has epochs 0 to {self.epochs - 1}")
         first_pencil = self.stages.backbone.epochs
@@ -88,7 +88,7 @@ class Schedule:
         return self._finetune(epoch - first_finetune)
 
     def label_rates(self) -> list[float]:
-        """What every epoch of the pencil stage moves labels by."""
+        """The label rate of every epoch of the pencil stage."""
         return [self._pencil(epoch).label_rate for epoch in range(self.stages.pencil.epochs)]
 
     def _backbone(self, epoch: int) -> Stage:

@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.carry import pin, regive, release, remap
-from pencil_scale.labels.growth import grow
 from pencil_scale.labels.history import START
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
-from pencil_scale.labels.report import HISTORY, study_labels
+from pencil_scale.labels.report import history_file, study_labels
+from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.crawl import Classes, Crawl, new_numbers
 from pencil_scale.storage.errors import PencilError
@@ -60,10 +58,7 @@ def carry_over(
 
 def write_start(labels: Manifest, catalogue: Catalogue, folder: str) -> None:
     """Keep every label as it was before a night: the history of a night shows only its own changes."""
-    with (
-        fsspec.open(f"{folder}/{START}", "wb", auto_mkdir=True) as file,
-        pa.ipc.new_file(file, HISTORY) as writer,
-    ):
+    with history_file(f"{folder}/{START}") as writer:
         study_labels(labels, catalogue, history=writer)
 
 

@@ -24,7 +24,8 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.plan import hashes, shuffled
+from pencil_scale.storage.hashing import hashes
+from pencil_scale.stream.plan import shuffled
 from pencil_scale.subset.files import MEMBERS
 
 Classes = Sequence[Sequence[int]]
@@ -155,12 +156,9 @@ def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
 
 
 def _changed(before: Catalogue, after: Catalogue) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """The rows that changed, as they were and as they are, one chunk at a time."""
-    rows = after.changed_rows(before)
-    for chunk in np.unique(rows // CHUNK_ROWS).tolist():
-        first, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, before.num_rows)
-        here = pa.array(rows[slice(*np.searchsorted(rows, [first, stop]).tolist())] - first)
-        yield before.read(first, stop, COLUMNS).take(here), after.read(first, stop, COLUMNS).take(here)
+    """The rows that may have changed, as they were and as they are, one segment at a time."""
+    for rows in after.rewritten_rows(before):
+        yield before.read(rows.start, rows.stop, COLUMNS), after.read(rows.start, rows.stop, COLUMNS)
 
 
 def _members(table: pa.Table) -> pa.Table:

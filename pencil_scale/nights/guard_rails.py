@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from pencil_scale.config.settings import NightlyJob
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import LabelRows, PublishedLabels
 from pencil_scale.labels.report import Share
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
 from pencil_scale.method.decisions import decide
 from pencil_scale.nights.crawl import archive_counts
 from pencil_scale.nights.prepare import Prepared
-from pencil_scale.storage.folder import Folder
 
 SURELY = 3.0  # standard deviations that chance is allowed
 SHOWN = 3  # classes in a reason, and changes from class to class in the summary
@@ -71,15 +69,14 @@ class Accuracy:
 
 def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
     """Compare the labels that a night started and ended with, over the rows it trained on."""
-    before, after = Folder(carried.store), Folder(labels.store)
     counts: Counter[str] = Counter()
     between: Counter[tuple[int, int]] = Counter()
-    for part in np.unique(rows >> labels.layout.shift).tolist():
-        here = labels.layout.rows_of(part)
-        some = slice(*np.searchsorted(rows, [here.start, here.stop]).tolist())
-        places, new = rows[some] - here.start, is_new[some]
-        given, was, free = _decided(get_part(carried, before, part, LABELS_FOLDER), places)
-        _, now, _ = _decided(get_part(labels, after, part, LABELS_FOLDER), places)
+    parts = (PublishedLabels(manifest).parts_with(rows) for manifest in (carried, labels))
+    for before, after in zip(*parts, strict=True):
+        some = slice(*np.searchsorted(rows, [after.rows.start, after.rows.stop]).tolist())
+        places, new = rows[some] - after.rows.start, is_new[some]
+        given, was, free = _decided(before, places)
+        _, now, _ = _decided(after, places)
         moved = free & ~new & (was != now)
         counts["old"] += int((free & ~new).sum())
         counts["old changed"] += int(moved.sum())
@@ -95,11 +92,10 @@ def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask)
     )
 
 
-def _decided(batch: pa.RecordBatch, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
+def _decided(labels: LabelRows, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
     """Of some rows of a part: the given class, the class now, and which are not pinned."""
-    given = batch.column("noisy_class").to_numpy()[places]
-    logits = batch.column("label_logits").flatten().to_numpy().reshape(len(batch), -1)[places]
-    return given, decide(logits, given).corrected_class, batch.column("pinned").to_numpy()[places] == 0
+    given = labels.noisy_class[places].astype(np.int64)
+    return given, decide(labels.logits[places], given).corrected_class, ~labels.pinned[places]
 
 
 def judge(limits: NightlyJob, moves: Moves, balance: Balance, accuracy: Accuracy) -> tuple[str, ...]:

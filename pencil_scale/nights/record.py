@@ -22,11 +22,10 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from pencil_scale.storage.conditional import open_objects
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import BESIDE
 from pencil_scale.storage.lease import Lease
-from pencil_scale.storage.objects import Objects
+from pencil_scale.storage.objects import Objects, open_objects
 from pencil_scale.storage.storage import Storage
 
 CURRENT, NIGHT, LEASE = "CURRENT", "night.json", "lease"

@@ -1,1 +1,1 @@
-"""The review page, its audit, and the history of one sample."""
+"""The review page, its audit, and the story of one sample."""

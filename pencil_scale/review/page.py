@@ -1,23 +1,17 @@
-"""Page data: what the review page knows, as JSON that a browser takes in at once.
+"""Review page: one HTML file that contains its data, style and script, and fetches nothing.
 
-Columns of numbers are packed: 100,000 samples with their traces are a few megabytes, not a few hundred.
+A content security policy allows only this script and this style, by their hashes, and pictures inside the
+page. Text from shards is data to the script, which only ever sets it as text. Columns of numbers are packed,
+so that 100,000 samples with their traces are a few megabytes, not a few hundred.
 
     data = page_data(words, tally, traces, thumbnails, figures)
-    text = as_json(data)                              # nothing in it can end the script element it stands in
-
-Review page: one HTML file with its data, style and script inside, that fetches nothing from anywhere.
-
-A content security policy allows exactly this script and this style, by their hashes, and pictures that are in
-the page. What came out of shards is data to the script, which only ever sets it as text.
-
     html = review_page(data, Heading(...))
 """
 
 import base64
 import hashlib
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -36,6 +30,7 @@ from pencil_scale.review.thumbnails import Thumbnails
 from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
+SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
 FIGURES = (
     "epoch",
     "stage",
@@ -51,7 +46,7 @@ FIGURES = (
 
 
 def samples_of(tally: Tally) -> pa.Table:
-    """All samples of the page, each once: those listed, then those only drawn for the audit."""
+    """All samples of the page, each once: the listed ones, then those drawn only for the audit."""
     listed = tally.listed
     more = tally.drawn.filter(pa.array(~np.isin(tally.drawn["row"].to_numpy(), listed["row"].to_numpy())))
     return pa.concat_tables([listed, more.select(LISTED.names)]).combine_chunks()
@@ -60,7 +55,7 @@ def samples_of(tally: Tally) -> pa.Table:
 def page_data(
     words: Words, tally: Tally, traces: Traces, thumbnails: Thumbnails, figures: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Put together all that the page shows; `traces` are of `samples_of(tally)`, in that order."""
+    """Put together what the page shows; `traces` are those of `samples_of(tally)`, in the same order."""
     samples = samples_of(tally)
     return {
         "classes": words.class_names,
@@ -71,29 +66,23 @@ def page_data(
         "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
         "num_listed": len(tally.listed),
         "samples": _columns(samples),
-        "traces": _traces(traces),
+        "traces": {
+            "epochs": list(traces.epochs),
+            "classes": packed(traces.classes.ravel(), "u2"),
+            "confidence": packed(np.rint(traces.confidence.astype(np.float32) * 255).ravel(), "u1"),
+        },
         "thumbnails": [thumbnails.pictures.get(row) for row in samples["row"].to_pylist()],
-        "num_unseen": len(thumbnails.problems),
         "audit": _audit(tally, samples),
     }
 
 
-def as_json(data: dict[str, Any]) -> str:
-    """Spell data for a script element: no `<` and no `&`, so nothing in it can be markup."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-    for letter, spelled in escaped.items():
-        text = text.replace(letter, spelled)
-    return text
-
-
 def packed(values: npt.NDArray[Any], kind: str) -> dict[str, str]:
-    """Numbers as a browser's typed array takes them: "u1", "u2", "u4" or "i4", lowest byte first."""
+    """Encode numbers for a typed array of the browser: "u1", "u2", "u4" or "i4", little-endian."""
     return {"kind": kind, "data": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}
 
 
 def _known(value: Any) -> Any:
-    """A figure that is no number is not known; JSON has no word for it."""
+    """JSON has no NaN: a figure that is not finite is unknown."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -123,17 +112,8 @@ def _shares(values: npt.NDArray[np.floating]) -> dict[str, str]:
     return packed(np.rint(values.astype(np.float64) * 65535), "u2")
 
 
-def _traces(traces: Traces) -> dict[str, Any]:
-    confidence = np.rint(traces.confidence.astype(np.float32) * 255)
-    return {
-        "epochs": list(traces.epochs),
-        "classes": packed(traces.classes.ravel(), "u2"),
-        "confidence": packed(confidence.ravel(), "u1"),
-    }
-
-
 def _cells(cells: Cells) -> dict[str, Any]:
-    """The largest cells, falling; what is left out is counted."""
+    """The largest cells in descending order, and how many are left out."""
     order = np.argsort(-cells.num, kind="stable")[:MOST_CELLS]
     return {
         **{name: packed(getattr(cells, name)[order], "u4") for name in ("first", "second", "num")},
@@ -142,7 +122,7 @@ def _cells(cells: Cells) -> dict[str, Any]:
 
 
 def _audit(tally: Tally, samples: pa.Table) -> dict[str, Any]:
-    """Which samples were drawn, in an order that mixes the two kinds as they come up."""
+    """The samples drawn for the audit, in an order that mixes the two strata evenly."""
     place_of = {row: place for place, row in enumerate(samples["row"].to_pylist())}
     strata, rows = tally.drawn["stratum"].to_pylist(), tally.drawn["row"].to_pylist()
     seen = {CHANGED: 0, UNCHANGED: 0}
@@ -160,12 +140,12 @@ def _audit(tally: Tally, samples: pa.Table) -> dict[str, Any]:
     }
 
 
-SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
+# --- the page ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the large figures at the top."""
+    """One of the figures at the top."""
 
     name: str
     value: str
@@ -174,18 +154,18 @@ class Fact:
 
 @dataclass(frozen=True)
 class Heading:
-    """What the page says before anything is drawn."""
+    """What the page shows without its script."""
 
     run: str
     created: str
     catalogue_version: int
     facts: tuple[Fact, ...]
-    since: str | None = None  # the labels compared with
+    since: str | None = None  # the labels to compare with
     notes: tuple[str, ...] = ()
 
 
 def review_page(data: dict[str, Any], heading: Heading) -> str:
-    """Spell the page."""
+    """Render the page."""
     style = _read("page.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_read(name) for name in SCRIPTS) + "\n})();\n"
     known = {"run": heading.run, "created": heading.created, "since": heading.since}
@@ -195,12 +175,17 @@ def review_page(data: dict[str, Any], heading: Heading) -> str:
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        data=Markup(as_json(data | known)),
+        data=as_json(data | known),
     )
 
 
+def as_json(data: dict[str, Any]) -> Markup:
+    """Encode data for a script element: without `<` and `&`, so that nothing in it can be markup."""
+    return jinja2.utils.htmlsafe_json_dumps(data, separators=(",", ":"), allow_nan=False)
+
+
 def content_policy(style: str, script: str) -> str:
-    """Allow this style, this script, and pictures inside the page; nothing else, and no network."""
+    """Allow this style, this script, and pictures inside the page; nothing else."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -213,3 +198,60 @@ def _hash(text: str) -> str:
 
 def _read(name: str) -> str:
     return (resources.files("pencil_scale.review") / "assets" / name).read_text()
+
+
+# --- the figures at the top --------------------------------------------------------------------------
+
+
+def headline(words: Words, tally: Tally, figures: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
+    """The most important figures; unknown ones are left out."""
+    counts = tally.counts
+    labels, changed = counts["labels"], counts["changed"]
+    facts = [
+        Fact("labels", f"{labels:,}", f"of {counts['rows']:,} samples in the catalogue"),
+        Fact("changed", _percent(changed, labels), f"{changed:,} labels have a new class"),
+        *_accuracy(figures[-1] if figures else {}),
+        *_largest_flow(words, tally),
+    ]
+    if counts["pinned"]:
+        facts.append(Fact("decided by people", f"{counts['pinned']:,}", "labels are pinned and never change"))
+    return tuple(facts)
+
+
+def notes(tally: Tally, thumbnails: Thumbnails) -> tuple[str, ...]:
+    """What a person should know before trusting the page."""
+    found = []
+    if tally.counts["untouched"]:
+        found.append(
+            f"{tally.counts['untouched']:,} usable samples were not trained on: they keep the given labels, "
+            "and are not counted here."
+        )
+    if thumbnails.problems:
+        reason = next(iter(thumbnails.problems.values()))
+        found.append(f"{len(thumbnails.problems):,} pictures cannot be shown; the first one: {reason}")
+    return tuple(found)
+
+
+def _accuracy(last: Mapping[str, Any]) -> list[Fact]:
+    given, corrected = last.get("given_label_accuracy"), last.get("corrected_label_accuracy")
+    if given is None or corrected is None:
+        return []
+    known = f"{int(last['label_accuracy_n']):,}"
+    detail = f"{100 * given:.1f} % before; the true class is known for {known} labels"
+    return [Fact("correct after repair", f"{100 * corrected:.1f} %", detail)]
+
+
+def _largest_flow(words: Words, tally: Tally) -> list[Fact]:
+    first, second, num = tally.transitions
+    moved = np.flatnonzero(first != second)
+    if len(moved) == 0:
+        return []
+    top = moved[num[moved].argmax()]
+    names = f"{words.class_names[first[top]]} → {words.class_names[second[top]]}"
+    of_class = num[first == first[top]].sum()
+    detail = f"{num[top]:,} labels, {_percent(num[top], of_class)} of their class"
+    return [Fact("most frequent change", names, detail)]
+
+
+def _percent(num: int, of: int) -> str:
+    return f"{100 * num / of:.1f} %" if of else "none"

@@ -1,19 +1,14 @@
-"""Gallery: which samples are the most worth a person's look, and in which order.
+"""Review scan: one pass over the labels that counts all of them, and keeps the few samples to look at.
 
-Every transition (given class -> suggested class) is shown, large ones more: its share of the list grows with
-the square root of its size. Within a transition the doubtful and the sure take turns, least margin, largest
-margin, next to least, and so on: the doubtful are where a person's word changes most, the sure are where
-one sees whether the method can be trusted. Labels that did not change are listed where they are in doubt.
-
-    size = ...                                                     # of each sample's transition
-    chosen = pick(given, suggested, margin, size, listed=2000)     # positions, the most worth a look first
-
-Review scan: one pass over the labels that counts all, and keeps the few samples people will look at.
-
-Any stretch of rows can be scanned alone, by any process, and what two scans found can be added up.
+Any stretch of rows can be scanned alone, by any process, and the results of two scans can be added up.
 
     tally = merged([scan(source, rules, rows) for rows in stretches(source)], rules)
     tally.counts["changed"], tally.transitions, tally.listed, tally.drawn
+
+Every transition (given class -> suggested class) is listed, with a share that grows with the square root of
+its size. Within a transition, doubtful and certain labels alternate: smallest margin, largest margin, second
+smallest, and so on. A person's decision matters most for the doubtful ones; the certain ones show whether the
+method can be trusted. Unchanged labels are listed if they are in doubt.
 """
 
 from collections import Counter
@@ -29,46 +24,11 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.export.rows import ExportRows, Source
 from pencil_scale.export.table import LABELS, PERSON, SCHEMA
-from pencil_scale.labels.published import Published
-from pencil_scale.labels.snapshot import LABELS_FOLDER, get_part
+from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.review.audit import CHANGED, UNCHANGED, draw
-from pencil_scale.storage.folder import Folder
 
-DOUBT = 0.5  # an unchanged label is in doubt below this margin over the next class
-Int64s = npt.NDArray[np.int64]
-
-
-def candidates(given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Whether each label is one to list: changed, or in doubt."""
-    found: npt.NDArray[np.bool_] = (given != suggested) | (margin < DOUBT)
-    return found
-
-
-def pick(
-    given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32], size: Int64s, listed: int
-) -> Int64s:
-    """Rank candidates and take the first; `size` is how many candidates each one's transition has.
-
-    Picks of parts can be merged by picking again from their union, with the sizes of the whole.
-    """
-    turn = _turns(given << 32 | suggested, margin, given != suggested)
-    worth = (turn + 1) / np.sqrt(size)
-    return np.lexsort((-size, worth))[:listed]
-
-
-def _turns(cell: Int64s, margin: npt.NDArray[np.float32], changed: npt.NDArray[np.bool_]) -> Int64s:
-    """When each sample has its turn within its transition, from 0."""
-    order = np.lexsort((margin, cell))
-    starts = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])[: len(cell)]
-    sizes = np.diff(np.r_[starts, len(cell)])
-    from_low = np.arange(len(cell)) - np.repeat(starts, sizes)
-    from_high = np.repeat(sizes, sizes) - 1 - from_low
-    turn = np.empty(len(cell), np.int64)
-    turn[order] = np.where(changed[order], np.minimum(2 * from_low, 2 * from_high + 1), from_low)
-    return turn
-
-
+DOUBT = 0.5  # an unchanged label is in doubt below this margin over the second class
 SCORE_BINS = 20
 KEPT = [
     "row",
@@ -86,6 +46,37 @@ KEPT = [
 ]
 LISTED = pa.schema([*(SCHEMA.field(name) for name in KEPT), ("before", pa.int64())])
 DRAWN = LISTED.append(pa.field("stratum", pa.string()))
+Int64s = npt.NDArray[np.int64]
+
+
+def candidates(given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Whether each label may be listed: it is changed, or in doubt."""
+    found: npt.NDArray[np.bool_] = (given != suggested) | (margin < DOUBT)
+    return found
+
+
+def pick(
+    given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32], size: Int64s, listed: int
+) -> Int64s:
+    """Rank candidates and take the first ones; `size` is the number of candidates in each one's transition.
+
+    Picks of parts can be merged by picking again from their union, with the sizes in all rows.
+    """
+    turn = _turns(given << 32 | suggested, margin, given != suggested)
+    worth = (turn + 1) / np.sqrt(size)
+    return np.lexsort((-size, worth))[:listed]
+
+
+def _turns(cell: Int64s, margin: npt.NDArray[np.float32], changed: npt.NDArray[np.bool_]) -> Int64s:
+    """The rank of each sample within its transition, from 0."""
+    order = np.lexsort((margin, cell))
+    starts = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])[: len(cell)]
+    sizes = np.diff(np.r_[starts, len(cell)])
+    from_low = np.arange(len(cell)) - np.repeat(starts, sizes)
+    from_high = np.repeat(sizes, sizes) - 1 - from_low
+    turn = np.empty(len(cell), np.int64)
+    turn[order] = np.where(changed[order], np.minimum(2 * from_low, 2 * from_high + 1), from_low)
+    return turn
 
 
 class Rules(NamedTuple):
@@ -98,7 +89,7 @@ class Rules(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """How many labels went from one class to another: the pairs that occur."""
+    """How many labels went from one class to another, for the pairs that occur."""
 
     first: Int64s
     second: Int64s
@@ -119,42 +110,42 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a scan found."""
+    """The results of a scan."""
 
     counts: Counter[str]
-    transitions: Cells  # given -> corrected, those that stayed too
-    moves: Cells  # corrected class before -> now, where it is another one
+    transitions: Cells  # given -> corrected, including unchanged labels
+    moves: Cells  # corrected class before -> now, where it differs
     scores: Int64s  # [2, SCORE_BINS], label scores of unchanged and changed labels
-    worth_a_look: Cells  # given -> corrected, of those that could be listed
+    candidates: Cells  # given -> corrected, of the labels that may be listed
     listed: pa.Table
     drawn: pa.Table
 
 
 def scan(source: Source, rules: Rules, rows: range) -> Tally:
-    """Go through some rows."""
+    """Scan some rows."""
     return merged([_of_table(table, rules) for table in _tables(source, rules, rows)], rules)
 
 
 def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
-    """Add up what was counted, and choose again among what was chosen."""
+    """Add up the counts, and choose again among the samples that were chosen."""
     counts: Counter[str] = sum((tally.counts for tally in tallies), Counter())
     listed = pa.concat_tables([LISTED.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
     drawn = pa.concat_tables([DRAWN.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
     scores = sum((tally.scores for tally in tallies), np.zeros((2, SCORE_BINS), np.int64))
-    worth_a_look = _added([tally.worth_a_look for tally in tallies])
+    sizes = _added([tally.candidates for tally in tallies])
     return Tally(
         counts,
         _added([tally.transitions for tally in tallies]),
         _added([tally.moves for tally in tallies]),
         scores,
-        worth_a_look,
-        _picked(listed, worth_a_look, rules.listed),
+        sizes,
+        _picked(listed, sizes, rules.listed),
         pa.concat_tables(_drawn(drawn, stratum, rules) for stratum in (CHANGED, UNCHANGED)),
     )
 
 
 def _tables(source: Source, rules: Rules, rows: range) -> Iterator[pa.Table]:
-    """The rows of an export, and under `before` what their labels were at the time to compare with."""
+    """The rows of an export, with the labels to compare with in the column `before`."""
     before = np.full(len(rows), UNLABELLED)
     if rules.since is not None:
         before = _classes(rules.since, rows, source.words.class_names)
@@ -208,18 +199,12 @@ def _drawn(drawn: pa.Table, stratum: str, rules: Rules) -> pa.Table:
 
 
 def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:
-    """What published labels say of these rows, in the numbers of a class list; -1 where they say nothing."""
+    """The classes of published labels in the numbers of a class list; -1 for rows without a label."""
     order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
-    manifest, layout = published.manifest, published.manifest.layout
     classes = np.full(len(rows), UNLABELLED, np.int64)
-    store, stop = Folder(manifest.store), min(rows.stop, layout.num_rows)
-    for part in range(rows.start >> layout.shift, (max(stop, 1) - 1 >> layout.shift) + 1):
-        batch, here = get_part(manifest, store, part, LABELS_FOLDER), layout.rows_of(part)
-        logits = batch.column("label_logits").flatten().to_numpy().reshape(len(here), -1)
-        found = decide(logits, batch.column("noisy_class").to_numpy()).corrected_class
-        first, last = max(here.start, rows.start), min(here.stop, stop)
-        if first < last:
-            classes[first - rows.start : last - rows.start] = found[first - here.start : last - here.start]
+    for labels in PublishedLabels(published.manifest).batches(rows):
+        found = decide(labels.logits, labels.noisy_class).corrected_class
+        classes[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
     return order.classes(classes)
 
 

@@ -1,15 +1,20 @@
-"""Sample story: all that a storage knows of one sample, from the bytes in its shard to the last export.
+"""The story of one sample: all that a storage knows about it, from the bytes in its shard to the last export.
 
-story = tell(storage, "digit-0555", exclude=None, export_folders=["runs/demo/export"])
-story.chapters                                        # one a run or night that published labels, oldest first
+    for line in tell(Storage("runs/demo"), "digit-0555", exclude=None, export_folders=["runs/demo/export"]):
+        print(line)
+
+Runs and nights that published labels come oldest first. Epochs count from 1, as on the console while a run
+trains; in files they count from 0.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from textwrap import fill
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -17,212 +22,227 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.update import hashes_of
 from pencil_scale.export.files import first_row, read_manifest
+from pencil_scale.export.rows import PLACES, read_images
+from pencil_scale.images.decode import UndecodableError
 from pencil_scale.labels.history import read_traces
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.published import Published, find_published, held_names, published_names
+from pencil_scale.labels.published import (
+    Published,
+    PublishedLabels,
+    find_published,
+    held_names,
+    published_names,
+)
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.nights.record import Night, NightFiles
+from pencil_scale.review.thumbnails import thumbnail
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of, without_passwords
 
-SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Stay:
-    """Some epochs in a row in which a label had one class."""
-
-    first_epoch: int  # of the run, from 0
-    last_epoch: int
-    class_name: str
-    first_share: float
-    last_share: float
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """What one run, or one night, did with the label."""
-
-    name: str
-    standing: str  # of a night: in use, passed, held; of a run: held, or nothing
-    catalogue_version: int | None
-    model: str | None
-    trained_by: str
-    settings: dict[str, str]
-    stays: tuple[Stay, ...]
-    visited: bool
-    class_name: str | None  # None: it was given none, and no run and no person gave it one
-    share: float
-    pinned: bool
+SHOWN = 3  # similar ids
+SIDE = 256  # pixels of the thumbnail
+WIDTH = 100
+SETTINGS = (
+    "model.backbone",
+    "run.seed",
+    "stages.backbone.epochs",
+    "stages.pencil.epochs",
+    "stages.finetune.epochs",
+    "stages.pencil.alpha",
+    "stages.pencil.lambda",
+)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What an export says of the sample; no label where it leaves it out."""
-
-    folder: str
-    entry: dict[str, Any] | None
-    sidecar: str | None
-
-
-@dataclass(frozen=True)
-class Story:
-    """All of it."""
-
-    row: dict[str, Any]  # as the catalogue has it, with `shard_url` and the names of its classes
-    duplicates: tuple[str, ...]
-    excluded: bool
-    chapters: tuple[Chapter, ...] = ()
-    pin: dict[str, Any] | None = None
-    exports: tuple[Exported, ...] = field(default=())
-
-
-def tell(storage: str, sample_id: str, exclude: str | None, export_folders: Sequence[str]) -> Story:
-    """Find a sample by its id, and gather what is known of it; of an excluded one no more than that."""
-    catalogue = Catalogue.open(storage)
+def tell(
+    storage: Storage, sample_id: str, exclude: str | None, export_folders: Sequence[str]
+) -> Iterator[str]:
+    """Yield the lines of a sample's story; for an excluded one, only that it is excluded."""
+    catalogue = Catalogue.open(storage.url)
     number = find_row(catalogue, sample_id)
     row = catalogue.read(number, number + 1).to_pylist()[0]
-    names = tuple(catalogue.manifest["classes"])
-    row["shard_url"] = catalogue.shards[row["shard"]].url
-    row |= {f"{kind}_name": _named(names, row[kind]) for kind in ("noisy_class", "true_class")}
-    listed = contains(make_overlay(exclude).excluded, np.array([row["sample_key"]], "S16"))[0]
-    if listed or row["status"] == "excluded":
-        return Story(row, (), excluded=True)
-    duplicates = tuple(
-        f"{catalogue.shards[alias['shard']].url}, key {alias['key']}"
-        for aliases in catalogue.small_tables("alias_tables")
-        for alias in aliases.filter(pc.equal(aliases["row"], number)).to_pylist()
-    )
-    pins = read_pins(storage).table
-    pin = next(iter(pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()), None)
-    chapters = tuple(_chapters(storage, number))
-    exports = tuple(_exports(storage, number, row["shard_url"], export_folders))
-    return Story(row, duplicates, False, chapters, pin, exports)
+    yield f"sample {_plain(row['sample_id'])}"
+    is_listed = contains(make_overlay(exclude).excluded, np.array([row["sample_key"]], "S16"))[0]
+    if is_listed or row["status"] == "excluded":
+        yield "  listed in data.exclude: not used for training, and not in any output made since"
+        return
+    yield from _place(storage, catalogue, row)
+    yield from list(_labels(storage, number)) or [
+        "labels       none published for this sample yet; train first"
+    ]
+    yield _pin(storage, row)
+    shard = catalogue.shards[row["shard"]].url
+    folders = [storage.path(name) for name in storage.names("exports")]
+    folders = list(dict.fromkeys(Folder(folder).url for folder in [*folders, *export_folders]))
+    exports = [line for folder in folders for line in _export(folder, number, shard)]
+    yield from exports or ["exports      none yet"]
+
+
+# --- the catalogue -----------------------------------------------------------------------------------
 
 
 def find_row(catalogue: Catalogue, sample_id: str) -> int:
-    """Find the row of an id, written as it is or as our tables spell it."""
-    keys = np.unique(np.array([sample_key(sample_id), sample_key(from_stored(sample_id))], "S16"))
+    """Find the row of an id, spelled as it is or as in our tables."""
+    keys = pa.array([sample_key(sample_id), sample_key(from_stored(sample_id))], pa.binary(16))
     for table in catalogue.batches(["row", "sample_key"]):
-        hits = np.flatnonzero(contains(keys, hashes_of(table["sample_key"])))
-        if len(hits):
-            return int(table["row"][int(hits[0])].as_py())
-    raise PencilError(
-        f"{sample_id!r}: no sample of this id in {catalogue.folder}; {_alike(catalogue, sample_id)}"
-    )
-
-
-def _alike(catalogue: Catalogue, text: str) -> str:
-    """Ids of samples that have this text as their key, or that contain it."""
-    found: list[str] = []
+        found = table.filter(pc.is_in(table["sample_key"], keys))
+        if len(found):
+            return int(found["row"][0].as_py())
+    similar: list[str] = []  # ids that contain the text, or have it as their key
     for table in catalogue.batches(["sample_id", "key"]):
-        near = pc.or_(pc.equal(table["key"], text), pc.match_substring(table["sample_id"], text))
-        found += table.filter(near)["sample_id"].slice(0, SHOWN).to_pylist()
-        if len(found) >= SHOWN:
+        near = pc.or_(pc.equal(table["key"], sample_id), pc.match_substring(table["sample_id"], sample_id))
+        similar += table.filter(near)["sample_id"].slice(0, SHOWN).to_pylist()
+        if len(similar) >= SHOWN:
             break
-    return f"did you mean {', '.join(map(repr, found[:SHOWN]))}?" if found else "index again if it is new"
+    advice = "index again if it is new"
+    if similar:
+        advice = f"did you mean {', '.join(map(repr, similar[:SHOWN]))}?"
+    raise PencilError(f"{sample_id!r}: no sample with this id in {catalogue.folder}; {advice}")
+
+
+def _place(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> Iterator[str]:
+    start, end = row["image_offset"], row["image_offset"] + row["image_bytes"]
+    given, true = (_name(catalogue.class_names, row[kind]) for kind in ("noisy_class", "true_class"))
+    yield f"  row        {row['row']:,} of the catalogue"
+    yield f"  shard      {without_passwords(catalogue.shards[row['shard']].url)}"
+    yield f"  key        {_plain(row['key'])}"
+    yield f"  image      {row['format']}, bytes {start:,} to {end:,} ({row['image_bytes']:,})"
+    yield f"  thumbnail  {_thumbnail(storage, catalogue, row)}"
+    yield f"  status     {row['status']}"
+    yield f"  given      {_plain(given or 'no class')}"
+    if true is not None:
+        yield f"  true class {_plain(true)}, used for evaluation and never for training"
+    for aliases in catalogue.small_tables("alias_tables"):
+        for alias in aliases.filter(pc.equal(aliases["row"], row["row"])).to_pylist():
+            url = without_passwords(catalogue.shards[alias["shard"]].url)
+            yield f"  duplicate  {_plain(url)}, key {_plain(alias['key'])}"
+
+
+def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> str:
+    """Store a small picture that a person can open; return its path, or why there is none."""
+    try:
+        (data,) = read_images(catalogue, catalogue.read(row["row"], row["row"] + 1, ["shard", *PLACES]))
+        kind, picture = thumbnail(data, SIDE)
+    except (PencilError, UndecodableError) as error:
+        return f"none: {error}"
+    name = f"{storage.thumbnails}/{row['sample_key'].hex()}.{kind}"
+    storage.put(name, picture)
+    return storage.path(name)
 
 
 # --- runs and nights ---------------------------------------------------------------------------------
 
 
-def _chapters(storage: str, row: int) -> Iterable[Chapter]:
-    files = NightFiles(storage)
-    nights = {night.name: night for night in files.nights()}
-    current = files.current()
-    stems = [*published_names(storage), *held_names(storage)]
-    labels = [find_published(storage, stem, held=True) for stem in stems]
+def _labels(storage: Storage, row: int) -> Iterator[str]:
+    """The labels of a row in every run that includes it, then in every night, oldest first."""
+    files = NightFiles(storage.url)
+    nights, current = {night.name: night for night in files.nights()}, files.current()
+    names = [*published_names(storage.url), *held_names(storage.url)]
+    found = [find_published(storage.url, name, held=True) for name in names]
     order = {name: place for place, name in enumerate(nights)}
-    labels.sort(key=lambda one: (order.get(one.name, -1), one.manifest.newest_epoch, one.name))
-    for published in labels:
+    found.sort(key=lambda one: (order.get(one.name, -1), one.manifest.newest_epoch, one.name))
+    for published in found:
         if row < published.manifest.layout.num_rows:
-            night = nights.get(published.name)
-            standing = "in use" if current and current.name == published.name else ""
-            standing = "held" if published.held else standing
-            yield _chapter(storage, published, night, standing, row)
+            is_current = current is not None and current.name == published.name
+            yield from _label(storage, published, nights.get(published.name), is_current, row)
 
 
-def _chapter(storage: str, published: Published, night: Night | None, standing: str, row: int) -> Chapter:
-    names = published.manifest.class_names
-    trained_by = night.trained_by if night else published.name
-    record = read_record(storage, trained_by)
-    model = night.model if night else f"{storage}/models/{published.name}.pt"
+def _label(
+    storage: Storage, published: Published, night: Night | None, is_current: bool, row: int
+) -> Iterator[str]:
+    """The label of a row in one run or night, and how it came about."""
+    record = read_record(storage.url, night.trained_by if night else published.name)
+    standing = "in use" if is_current else night.status if night else ""
+    standing = "held" if published.held else standing
+    version = night.catalogue_version if night else record.catalogue_version if record else None
+    with_version = "" if version is None else f", catalogue version {version}"
+    yield f"{published.name}{f' ({standing})' if standing else ''}{with_version}"
+    model = night.model if night else storage.path(storage.model(published.name))
     filesystem, path = filesystem_of(model)
-    label, share, pinned, visited = _label(published, row)
-    return Chapter(
-        name=published.name,
-        standing=standing or (night.status if night else ""),
-        catalogue_version=night.catalogue_version if night else record.catalogue_version if record else None,
-        model=model if filesystem.exists(path) else None,
-        trained_by=trained_by,
-        settings=dict(record.settings) if record else {},
-        stays=() if label is None else _stays(published, row, names),
-        visited=visited,
-        class_name=_named(names, label),
-        share=share,
-        pinned=pinned,
-    )
+    yield f"  model      {without_passwords(model) if filesystem.exists(path) else 'not kept'}"
+    if night and night.trained_by != night.name:
+        yield f"  trained by {night.trained_by}"
+    settings = record.settings if record else {}
+    config = " ".join(f"{key}={settings[key]}" for key in SETTINGS if key in settings)
+    yield fill(f"  config     {config or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
+    yield from _result(published, row)
 
 
-def _label(published: Published, row: int) -> tuple[int | None, float, bool, bool]:
-    """The class a row was left with, its share, whether it was pinned, and whether any run trained on it.
-
-    The logits of a row without a class that nobody trained on are all alike: they speak for no class.
-    """
-    manifest = published.manifest
-    part = row >> manifest.layout.shift
-    store, slot = Folder(manifest.store), row - manifest.layout.rows_of(part).start
-    batch = get_part(manifest, store, part, LABELS_FOLDER).slice(slot, 1)
-    ledger = get_part(manifest, store, part, LEDGER_FOLDER).slice(slot, 1)
-    logits = batch.column("label_logits").flatten().to_numpy().reshape(1, -1)
-    given = np.maximum(batch.column("noisy_class").to_numpy(), UNLABELLED)
-    found = decide(logits, given)
-    visited = ledger.column("last_epoch")[0].as_py() > 0
-    pinned = batch.column("pinned")[0].as_py() != 0
-    known = visited or pinned or given[0] != UNLABELLED
-    return int(found.corrected_class[0]) if known else None, float(found.confidence[0]), pinned, visited
-
-
-def _stays(published: Published, row: int, names: tuple[str, ...]) -> tuple[Stay, ...]:
+def _result(published: Published, row: int) -> Iterator[str]:
+    labels, here = PublishedLabels(published.manifest), range(row, row + 1)
+    label = labels.rows(here)
+    found = decide(label.logits, label.noisy_class)
+    is_visited, is_pinned = labels.last_epoch(here)[0] > 0, label.pinned[0]
+    if not is_visited and not is_pinned and label.noisy_class[0] == UNLABELLED:
+        # The logits of such a row are all equal, and do not say anything about its class.
+        yield "  result     no class: none was given, and no run trained on the sample"
+        return
+    names = published.manifest.class_names
     traces = read_traces(published, np.array([row]))
     steps = zip(traces.epochs, traces.classes[0].tolist(), traces.confidence[0].tolist(), strict=True)
-    stays = []
-    for label, some in groupby(steps, key=lambda step: step[1]):
+    for number, some in groupby(steps, key=lambda step: step[1]):
         group = list(some)
         (first, _, first_share), (last, _, last_share) = group[0], group[-1]
-        stays.append(Stay(first, last, _named(names, label) or "", first_share, last_share))
-    return tuple(stays)
+        to = "" if first == last else f" to {last + 1}"
+        name = _plain(_name(names, number) or "")
+        yield f"  epochs     {first + 1}{to}: {name}, share {first_share:.2f} to {last_share:.2f}"
+    if not traces.epochs:
+        yield "  epochs     no history was kept"
+    name = _plain(_name(names, int(found.corrected_class[0])) or "")
+    if is_pinned:
+        yield f"  result     {name}, pinned"
+    elif not is_visited:
+        yield f"  result     {name}, as given: no run trained on the sample"
+    else:
+        yield f"  result     {name}, with {found.confidence[0]:.2f} of the label"
 
 
-def _named(names: Sequence[str], number: int | None) -> str | None:
+# --- pins and exports --------------------------------------------------------------------------------
+
+
+def _pin(storage: Storage, row: dict[str, Any]) -> str:
+    pins = read_pins(storage.url).table
+    found = pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()
+    if not found:
+        return "pin          none: the label may change"
+    pin = found[0]
+    by, note = _plain(pin["by"] or "an unnamed person"), f" ({_plain(pin['note'])})" if pin["note"] else ""
+    return f"pin          {_plain(pin['class'])}, by {by}, at {pin['at']}{note}"
+
+
+def _export(folder: str, row: int, shard: str) -> Iterator[str]:
+    """What an export says about a row; nothing if the folder has no export."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return
+    place = int(np.searchsorted([first_row(file) for file in manifest.table], row, side="right")) - 1
+    found = []
+    if place >= 0:
+        filesystem, path = filesystem_of(f"{folder}/{manifest.table[place]}")
+        wanted = pc.field("row") == row
+        found = pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).to_pylist()
+    if not found:
+        yield f"export       {without_passwords(folder)}: does not contain the sample"
+        return
+    entry = found[0]
+    issue = "label issue" if entry["is_label_issue"] else "no label issue"
+    score = "" if entry["label_score"] is None else f", score {entry['label_score']:.3f}"
+    name, by = _plain(entry["predicted_class"] or "no class"), entry["predicted_by"] or "none"
+    yield f"export       {without_passwords(folder)}"
+    yield f"  label      {name}, predicted by: {by}; {issue}{score}; labels of {entry['model_version']}"
+    if shard in manifest.sidecars:
+        yield f"  sidecar    {without_passwords(folder)}/{manifest.sidecars[shard]}"
+
+
+def _name(names: Sequence[str], number: int | None) -> str | None:
     if number is None or number < 0:
         return None
     return names[number] if number < len(names) else f"class {number}"
 
 
-# --- exports -----------------------------------------------------------------------------------------
-
-
-def _exports(storage: str, row: int, shard: str, folders: Sequence[str]) -> Iterable[Exported]:
-    found = [f"{storage}/{name}" for name in Folder(storage).names("exports")]
-    for folder in dict.fromkeys(Folder(one).url for one in [*found, *folders]):
-        manifest = read_manifest(folder)
-        if manifest is None:
-            continue
-        starts = [first_row(file) for file in manifest.table]
-        place = int(np.searchsorted(starts, row, side="right")) - 1
-        entry = _entry(f"{folder}/{manifest.table[place]}", row) if place >= 0 else None
-        sidecar = manifest.sidecars.get(shard)
-        yield Exported(folder, entry, f"{folder}/{sidecar}" if sidecar and entry else None)
-
-
-def _entry(url: str, row: int) -> dict[str, Any] | None:
-    filesystem, path = filesystem_of(url)
-    table = pq.read_table(path, filesystem=filesystem, filters=pc.field("row") == row, partitioning=None)
-    entries: list[dict[str, Any]] = table.to_pylist()
-    return entries[0] if entries else None
+def _plain(text: str) -> str:
+    """Make text from a shard safe for a terminal: control characters are escaped."""
+    return text if text.isprintable() else json.dumps(text)

@@ -12,11 +12,19 @@ class PencilError(Exception):
     """
 
 
+class DamagedError(PencilError):
+    """A stored file is missing, cut short, or not what its name promises."""
+
+
+class StorageError(PencilError):
+    """A storage cannot be read or written as it must be."""
+
+
 def sample_key(sample_id: str) -> bytes:
     """Hash a sample id to the 128 bits that name it in tables of fixed width.
 
-    Ids from shards may hold bytes that are no valid text; they arrive as surrogates and are hashed as
-    the bytes they were.
+    Ids from shards may contain bytes that are not valid text; they arrive as surrogates and are hashed as
+    the original bytes.
     """
     return hashlib.blake2b(sample_id.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
@@ -24,7 +32,3 @@ def sample_key(sample_id: str) -> bytes:
 def new_id() -> str:
     """Draw an id that nothing else has: names are reused, ids never."""
     return uuid.uuid4().hex[:16]
-
-
-class DamagedError(PencilError):
-    """A stored file is missing, cut short, or not what its name promises."""

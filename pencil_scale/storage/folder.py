@@ -10,11 +10,9 @@ Locally a file is written under a temporary name, fsynced and renamed; on an obj
 import errno
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pencil_scale.storage.errors import DamagedError, PencilError
 
 BESIDE = ".unfinished"
-LOCK = ".lock"  # a file of a local folder that is locked while an object beside it is compared and replaced
+LOCK = ".lock"  # in a local folder: locked while an object beside it is compared and replaced
 
 
 @contextmanager
@@ -46,40 +44,37 @@ def named_storage_errors(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def written_beside(path: Path, durable: bool) -> Iterator[Path]:
-    """Give a name to write to; the file gets its real name only when it is whole."""
-    # Two parts may have the same content, and two hosts the same process ids: every writer writes alone.
+def temporary_name(path: Path) -> Iterator[Path]:
+    """Give a name beside `path` to write to first; it is removed at the end, unless it was renamed."""
+    # Two hosts may have the same process ids, so the name is random.
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}{BESIDE}")
     with named_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield beside
-            if durable:
-                _fsync(beside)
-            beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_beside(path: Path, durable: bool) -> Iterator[Path]:
+    """Give a name to write to; the file gets its real name only when it is complete."""
+    with temporary_name(path) as beside:
+        yield beside
         if durable:
-            _fsync(path.parent)  # the name itself must survive a power cut before a manifest relies on it
+            fsync(beside)
+        beside.replace(path)
+        if durable:
+            fsync(path.parent)  # the name itself must survive a power cut before a manifest relies on it
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _age_s(info: dict[str, Any]) -> float:
-    """The age of a file; 0 where the store does not say, so that nothing is taken for old."""
-    names = ("mtime", "LastModified", "last_modified", "updated", "created")
-    written = next((info[name] for name in names if info.get(name) is not None), None)
-    if isinstance(written, str):
-        written = datetime.fromisoformat(written)
-    if isinstance(written, datetime):
-        written = written.timestamp()
-    return 0.0 if written is None else time.time() - float(written)
 
 
 class Folder:
@@ -89,7 +84,7 @@ class Folder:
         self._files, self._root = fsspec.core.url_to_fs(str(url).rstrip("/"))
         self._local = isinstance(self._files, LocalFileSystem)
         self.url = self._root if self._local else str(url).rstrip("/")
-        # A listing cached before another process swept would vouch for files that are gone.
+        # A listing cached before another process deleted files would still name them.
         self._files.invalidate_cache()
 
     def path(self, name: str) -> str:
@@ -97,22 +92,15 @@ class Folder:
         return f"{self.url}/{name}"
 
     def holds(self, name: str, num_bytes: int) -> bool:
-        """Whether the file is there with all its bytes: a store without atomic puts may have cut it off."""
+        """Whether the file has all its bytes: a store without atomic puts may have cut it off."""
         try:
             info = self._files.info(f"{self._root}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return False
         return int(info["size"]) == num_bytes
 
-    def age_s(self, name: str) -> float:
-        """How long ago a file was written, as far as its store tells."""
-        try:
-            return _age_s(self._files.info(f"{self._root}/{name}"))
-        except (FileNotFoundError, NotADirectoryError):
-            return 0.0
-
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file, completely or not at all."""
         if self._local:
             with written_beside(Path(self._root) / name, durable=True) as beside:
                 beside.write_bytes(data)

@@ -1,22 +1,17 @@
-"""Holder: which process holds a lease, and, as far as this machine can tell, whether it is still alive.
-
-holder = this_process()
-is_alive(holder)            # True, False, or None where it ran elsewhere or is suspended
-
-Lease: the right to write some part of a storage, held by one process at a time, on any storage.
+"""Lease: the right to write some part of a storage, held by one process at a time, on any storage.
 
 A lease is a small JSON object. Its holder renews it four times in LEASE_S, by compare-and-swap. A process
-that finds it held watches it: if it is renewed, its holder is alive, and the process is refused; if it does
-not change for all of LEASE_S, its holder is dead, and the process takes over. Clocks of two machines are
-never compared. On the holder's own machine a look at the holder's process replaces the watching.
+that finds it held watches it: if it is renewed, its holder is alive and the process is refused; if it does
+not change for LEASE_S, its holder is dead and the process takes over. Clocks of two machines are never
+compared. On the holder's own machine the process table answers at once.
 
     with Lease.hold("s3://lake/clothing1m", "runs/demo/lease", what="run demo is being trained") as lease:
         lease.attempt                            # how often it was ever acquired: 1, 2, 3, ...
         lease.put("runs/demo/run.json", data)    # never over what a later holder wrote
         lease.check()                            # LeaseLostError if another process took over
 
-A holder that was paused for so long that it lost its lease learns this from `lost`, `check` and `put`.
-`attempt` only rises: a released lease is kept, marked as free.
+A holder that was paused long enough to lose its lease learns this from `lost`, `check` and `put`. `attempt`
+only rises: a released lease is kept, marked as free.
 """
 
 import json
@@ -32,68 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 
-from pencil_scale.storage.conditional import open_objects
-from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.objects import Objects, StorageError
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process. `machine` names the boot and the process namespace in which `pid` means something."""
-
-    host: str
-    pid: int
-    command: str
-    machine: str  # empty where the system does not tell
-    born: str  # when the process started, in the machine's own ticks: process ids are used again
-
-    def spelled(self) -> str:
-        return f"{self.command}, process {self.pid} on {self.host}"
-
-
-def this_process() -> Holder:
-    """Describe this process."""
-    _, born = _state_and_birth(os.getpid())
-    return Holder(socket.gethostname(), os.getpid(), _command(), this_machine(), born)
-
-
-def is_alive(holder: Holder) -> bool | None:
-    """Whether a process of this machine is alive; None if it ran elsewhere, or the system does not tell.
-
-    A suspended process (SIGSTOP, a debugger) may or may not wake: it is judged as one that ran elsewhere.
-    """
-    if not holder.machine or holder.machine != this_machine():
-        return None
-    state, born = _state_and_birth(holder.pid)
-    if born != holder.born:
-        return False
-    return None if state in ("T", "t") else True
-
-
-def this_machine() -> str:
-    """Name this boot of this machine and this process namespace; containers have namespaces of their own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _state_and_birth(pid: int) -> tuple[str, str]:
-    """Its state, and when it started; empty when it is gone, whether its parent has noticed or not."""
-    try:
-        # The name in parentheses may hold anything; the 1st field after it is the state, the 20th the start.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return ("", "") if fields[0] in "ZX" else (fields[0], fields[19])
-
-
-def _command() -> str:
-    """The module or program that runs, without its arguments: they may hold passwords."""
-    main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return main.name if main else PurePath(sys.argv[0] or "python").name
-
+from pencil_scale.storage.errors import PencilError, StorageError
+from pencil_scale.storage.objects import Objects, open_objects
 
 LEASE_S = 60.0
 LEASE_VARIABLE = "PENCIL_SCALE_LEASE_S"  # the environment variable with which tests shorten it
@@ -113,10 +48,68 @@ class LeaseLostError(PencilError):
 
 
 @dataclass(frozen=True)
+class Holder:
+    """A process. `machine` names the boot and the process namespace in which `pid` means something."""
+
+    host: str
+    pid: int
+    command: str
+    machine: str  # empty if the system does not report it
+    born: str  # when the process started, in the machine's ticks, because process ids are reused
+
+    def spelled(self) -> str:
+        return f"{self.command}, process {self.pid} on {self.host}"
+
+
+def this_process() -> Holder:
+    """Describe this process."""
+    _, born = _state_and_birth(os.getpid())
+    return Holder(socket.gethostname(), os.getpid(), _command(), this_machine(), born)
+
+
+def is_alive(holder: Holder) -> bool | None:
+    """Whether a process of this machine is alive; None if it ran elsewhere or the system does not report it.
+
+    A suspended process (SIGSTOP, a debugger) may or may not wake up, so it counts as one that ran elsewhere.
+    """
+    if not holder.machine or holder.machine != this_machine():
+        return None
+    state, born = _state_and_birth(holder.pid)
+    if born != holder.born:
+        return False
+    return None if state in ("T", "t") else True
+
+
+def this_machine() -> str:
+    """Name this boot of this machine and this process namespace; each container has its own namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _state_and_birth(pid: int) -> tuple[str, str]:
+    """The state of a process and when it started; empty if it has ended, even if it is still a zombie."""
+    try:
+        # The name in parentheses may hold anything; the 1st field after it is the state, the 20th the start.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return ("", "") if fields[0] in "ZX" else (fields[0], fields[19])
+
+
+def _command() -> str:
+    """The module or program that runs, without its arguments: they may hold passwords."""
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
+
+
+@dataclass(frozen=True)
 class LeaseState:
     """The content of a lease's object."""
 
-    token: str  # random: tells two holders apart
+    token: str  # random, different for every holder
     attempt: int
     holder: Holder
     since: str  # by the holder's clock, for people
@@ -172,8 +165,8 @@ class Lease:
         """Write an object of the storage, unless another process took over the lease.
 
         The lease is ours at step 2, so a later holder writes after step 2, and therefore after step 1. The
-        etag of step 1 then no longer fits what it wrote, and step 3 fails. (On S3 an etag is a hash of the
-        bytes: a later holder that wrote the very bytes of step 1 again is not noticed.)
+        etag of step 1 then no longer matches what it wrote, and step 3 fails. (On S3 an etag is a hash of the
+        bytes: a later holder that wrote the same bytes as step 1 is not noticed.)
         """
         for _ in range(PUT_ATTEMPTS):
             etag = self._objects.etag(path)  # 1
@@ -204,7 +197,7 @@ class Lease:
                 self.check()
             except LeaseLostError:
                 return
-            except Exception as error:  # the libraries of stores raise classes of their own
+            except Exception as error:  # each storage library raises its own classes
                 _report(f"WARNING: {self._url}: not renewed, trying again: {error}")
 
     # --- acquiring and releasing -----------------------------------------------------------------------
@@ -274,7 +267,7 @@ class Lease:
                 f"to {self._lease_s:g} s"
             )
 
-    # --- the object, and what is said of it ------------------------------------------------------------
+    # --- the object, and messages about it -------------------------------------------------------------
 
     def _read(self) -> tuple[LeaseState | None, str | None]:
         found = self._objects.read(self._name)

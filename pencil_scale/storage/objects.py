@@ -1,7 +1,16 @@
-"""Objects of a storage that are written on a condition: what they promise, on a disk and in memory.
+"""Objects that are written on a condition: created once, and replaced only by a writer that knows them.
 
-A local disk compares and renames under a lock on the file `.lock` of the folder. Memory belongs to one
-process, and has a lock there. `open_objects` in `conditional` chooses the right kind for a URL.
+On S3 these are conditional puts (`If-None-Match: *`, `If-Match: ETAG`), on a local disk a comparison and a
+rename under a lock on the file `.lock` of the folder. A probe detects a store that ignores conditions; this
+is reported once, and the check and the put are then two steps.
+
+    objects = open_objects("s3://lake/clothing1m")
+    objects.create("nights/night-0012/night.json", data)       # False if another writer's object is there
+    data, etag = objects.read("nights/CURRENT")
+    objects.replace("nights/CURRENT", changed, etag)           # False if it has changed since
+
+A put whose answer was lost is repeated and then refused because of itself. An object that holds exactly the
+bytes of a refused put therefore counts as put: where two writers may write equal bytes, add something random.
 """
 
 import errno
@@ -13,22 +22,28 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import BESIDE, LOCK, named_storage_errors
+import fsspec
+from fsspec.asyn import sync
+from fsspec.implementations.local import LocalFileSystem
 
+from pencil_scale.storage.errors import StorageError
+from pencil_scale.storage.folder import LOCK, fsync, temporary_name
+
+ONE_PUT = 5 * 2**30  # S3 takes no larger object in one put, and only a single put is conditional
+REFUSED = ("PreconditionFailed", "412")
+CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")  # two puts at the same moment: repeat
+UNKNOWN = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400")
+CONFLICT_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 LOCK_PATIENCE_S = 60.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 _memory_lock = threading.Lock()
 _warned: set[str] = set()
-
-
-class StorageError(PencilError):
-    """A storage that cannot be read or written as it has to be."""
+_keeps_conditions: dict[str, bool] = {}  # by bucket
 
 
 class Objects:
@@ -38,16 +53,16 @@ class Objects:
         self.url = url
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """Read an object and the etag of exactly these bytes; None where there is none."""
+        """Read an object and the etag of exactly these bytes; None if there is none."""
         raise NotImplementedError
 
     def etag(self, name: str) -> str | None:
-        """Find the etag of an object; None where there is none."""
+        """Find the etag of an object; None if there is none."""
         found = self.read(name)
         return None if found is None else found[1]
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object that is not there yet; False if somebody else's is."""
+        """Write an object that does not exist yet; False if another writer's does."""
         return self._create(name, data) or self._holds(name, data)
 
     def replace(self, name: str, data: bytes, etag: str | None) -> bool:
@@ -68,7 +83,7 @@ class Objects:
 
 
 def warn_once(text: str) -> None:
-    """Print a warning the first time it is due."""
+    """Print a warning, the first time only."""
     if text not in _warned:
         _warned.add(text)
         print(f"WARNING: {text}", file=sys.stderr, flush=True)
@@ -78,7 +93,7 @@ def warn_once(text: str) -> None:
 
 
 class DiskObjects(Objects):
-    """Files written beside and renamed; a comparison before that holds the folder's lock."""
+    """Files written under a temporary name; they are compared and renamed under the folder's lock."""
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         try:
@@ -91,44 +106,37 @@ class DiskObjects(Objects):
 
     def _create(self, name: str, data: bytes) -> bool:
         path = Path(self.url, name)
-        with _written_beside(path, data) as beside, _locked(path.parent):
-            if path.exists():
-                return False
-            try:
-                os.link(beside, path)
-            except FileExistsError:  # on a disk without locks
-                return False
-            except OSError:  # on a disk without hard links
-                beside.replace(path)
-            _fsync(path.parent)
-            return True
+        with temporary_name(path) as beside:
+            beside.write_bytes(data)
+            fsync(beside)
+            with _locked(path.parent):
+                if path.exists():
+                    return False
+                try:
+                    os.link(beside, path)
+                except FileExistsError:  # on a disk without locks
+                    return False
+                except OSError:  # on a disk without hard links
+                    beside.replace(path)
+                fsync(path.parent)
+                return True
 
     def _replace(self, name: str, data: bytes, etag: str) -> bool:
         path = Path(self.url, name)
-        with _written_beside(path, data) as beside, _locked(path.parent):
-            if self.etag(name) != etag:
-                return False
-            beside.replace(path)
-            _fsync(path.parent)
-            return True
-
-
-@contextmanager
-def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}{BESIDE}")
-    with named_storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with temporary_name(path) as beside:
             beside.write_bytes(data)
-            _fsync(beside)
-            yield beside
-        finally:
-            beside.unlink(missing_ok=True)
+            fsync(beside)
+            with _locked(path.parent):
+                if self.etag(name) != etag:
+                    return False
+                beside.replace(path)
+                fsync(path.parent)
+                return True
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; a process that was paused while it held it must not stop others for ever."""
+    """Hold the lock of a folder; a process that is paused while it holds it must not block others forever."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     until = time.monotonic() + LOCK_PATIENCE_S
     try:
@@ -153,19 +161,11 @@ def _try_lock(handle: int, folder: Path) -> bool:
     return True
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # --- memory, and stores without conditions -----------------------------------------------------------
 
 
 class PlainObjects(Objects):
-    """Look, then put: safe within one process, which is all that a store in memory has."""
+    """Check, then put: safe within one process, which is enough for a store in memory."""
 
     def __init__(self, url: str, files: Any, root: str) -> None:
         super().__init__(url)
@@ -190,3 +190,132 @@ class PlainObjects(Objects):
                 return False
             self._files.pipe_file(f"{self._root}/{name}", data)
             return True
+
+
+# --- S3 ----------------------------------------------------------------------------------------------
+
+
+class _UnknownConditionError(StorageError):
+    """A store that does not know conditional puts."""
+
+
+class _S3Objects(Objects):
+    """Objects on S3. Every answer comes from the store: s3fs's cache of listings would give an old etag."""
+
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        super().__init__(url)
+        self._files, self._root = files, root
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        with self._errors(name):
+            try:
+                found: tuple[bytes, str] = sync(self._files.loop, self._get, name)
+                return found
+            except FileNotFoundError:
+                return None
+
+    def etag(self, name: str) -> str | None:
+        with self._errors(name):
+            try:
+                return str(self._files.call_s3("head_object", **self._key(name))["ETag"])
+            except FileNotFoundError:
+                return None
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._files.rm_file(f"{self._root}/{name}")
+
+    async def _get(self, name: str) -> tuple[bytes, str]:
+        answer = await self._files._call_s3("get_object", **self._key(name))
+        async with answer["Body"] as body:
+            return await body.read(), str(answer["ETag"])
+
+    def _create(self, name: str, data: bytes) -> bool:
+        return self._put(name, data, IfNoneMatch="*")
+
+    def _replace(self, name: str, data: bytes, etag: str) -> bool:
+        try:
+            return self._put(name, data, IfMatch=etag)
+        except FileNotFoundError:
+            return False
+
+    def _put(self, name: str, data: bytes, **condition: str) -> bool:
+        if len(data) >= ONE_PUT:
+            raise StorageError(f"{self.url}/{name}: {len(data):,} bytes are too many for one conditional put")
+        waits_s = iter(CONFLICT_WAITS_S)
+        with self._errors(name):
+            while True:
+                try:
+                    self._files.pipe_file(f"{self._root}/{name}", data, chunksize=ONE_PUT, **condition)
+                    return True
+                except OSError as error:
+                    code = _code(error)
+                    if isinstance(error, FileExistsError) or code in REFUSED:
+                        return False
+                    if code in UNKNOWN:
+                        raise _UnknownConditionError(f"{self.url}/{name}: {error}") from error
+                    wait_s = next(waits_s, None)
+                    if code not in CONFLICT or wait_s is None:
+                        raise
+                    time.sleep(wait_s)
+
+    def _key(self, name: str) -> dict[str, str]:
+        bucket, key, _ = self._files.split_path(f"{self._root}/{name}")
+        return {"Bucket": bucket, "Key": key}
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Turn the errors of botocore (no credentials, no server) into a StorageError."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and _code(error) == "NoSuchKey":
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise StorageError(f"{self.url}/{name}: {reason}; check the URL, access and network") from error
+
+
+def _code(error: BaseException) -> str:
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+# --- choosing ----------------------------------------------------------------------------------------
+
+
+def open_objects(url: str) -> Objects:
+    """Open the objects below a folder or URL; the first time in a bucket, probe what its store can do."""
+    url = url.rstrip("/")
+    files, root = fsspec.core.url_to_fs(url)
+    if isinstance(files, LocalFileSystem):
+        return DiskObjects(root)
+    plain = PlainObjects(url, files, root)
+    protocols = {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
+    if "memory" in protocols:
+        return plain
+    if "s3" in protocols:
+        objects = _S3Objects(url, files, root)
+        bucket = root.partition("/")[0]
+        if bucket not in _keeps_conditions:
+            _keeps_conditions[bucket] = _probe(objects)
+        if _keeps_conditions[bucket]:
+            return objects
+    store = url.partition("://")[0] + "://" + root.partition("/")[0]
+    warn_once(f"{store} ignores conditional puts: two commands that start at once may both write")
+    return plain
+
+
+def _probe(objects: _S3Objects) -> bool:
+    """Try each condition on a test object: those that are met, and those that are not."""
+    name, wrong = f".probe-{uuid.uuid4().hex}", '"00000000000000000000000000000000"'
+    try:
+        kept = objects.create(name, b"1") and not objects.create(name, b"2")
+        kept = kept and not objects.replace(name, b"3", wrong)
+        return kept and objects.replace(name, b"4", objects.etag(name))
+    except _UnknownConditionError:
+        return False
+    finally:
+        with suppress(Exception):  # a store may not let us delete
+            objects.delete(name)

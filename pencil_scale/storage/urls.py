@@ -1,7 +1,7 @@
-"""Byte source: ranges of one object, wherever it is, and the version those bytes belong to.
+"""URLs: the bytes of one object, wherever it is stored, and the version they belong to.
 
-Local files are read with `pread`, everything else through fsspec. A read that comes back short is an
-error here and never a short answer, because the reader above would take it for the object's end.
+Local files are read with `pread`, everything else through fsspec. A short read is an error, because a reader
+would take it for the end of the object. Passwords in URLs are masked before they are printed.
 
     with open_source("s3://crawl/train-000000.tar") as source:
         window = Window(source)
@@ -22,27 +22,25 @@ from pencil_scale.storage.errors import PencilError
 
 
 class ShardVersion(NamedTuple):
-    """What must not change under an offset: the object's size and its ETag or modification time."""
+    """What must not change while offsets into an object are used: its size and its ETag or mtime."""
 
     num_bytes: int
     tag: str
 
 
 class ByteSource(Protocol):
-    """An object of known size that gives any range of its bytes."""
+    """An object of known size, of which any range of bytes can be read."""
 
     url: str
     num_bytes: int
-    far_bytes: int  # a gap wider than this is cheaper to jump than to read through
-    chunk_bytes: int  # the most that is read ahead in one request
+    far_bytes: int  # a wider gap is cheaper to skip than to read
+    chunk_bytes: int  # read ahead at most this much in one request
 
     def read(self, start: int, length: int) -> bytes: ...
 
-    def close(self) -> None: ...
-
 
 class MemorySource:
-    """Bytes already in memory, for whoever holds a shard in hand."""
+    """Bytes in memory."""
 
     far_bytes = 1 << 16
     chunk_bytes = 1 << 16
@@ -55,12 +53,9 @@ class MemorySource:
     def read(self, start: int, length: int) -> bytes:
         return self._data[start : start + length]
 
-    def close(self) -> None:
-        pass
-
 
 class FileSource:
-    """A local file, read with `pread`: jumping costs next to nothing."""
+    """A local file, read with `pread`: seeking costs next to nothing."""
 
     far_bytes = 1 << 18
     chunk_bytes = 1 << 20
@@ -78,7 +73,7 @@ class FileSource:
 
 
 class RemoteSource:
-    """An object behind fsspec. A request costs about as much as reading four megabytes through."""
+    """An object read through fsspec. A request costs about as much as reading four megabytes."""
 
     far_bytes = 1 << 22
     chunk_bytes = 1 << 23
@@ -93,30 +88,27 @@ class RemoteSource:
         data: bytes = self._filesystem.cat_file(self._path, start=start, end=start + length)
         return data
 
-    def close(self) -> None:
-        pass
-
 
 def filesystem_of(url: str) -> tuple[Any, str]:
     """Find the fsspec filesystem of a URL and the path inside it."""
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise PencilError(f"{url}: no way to read this kind of URL ({error})") from error
+        raise PencilError(f"{url}: cannot read this kind of URL ({error})") from error
     return filesystem, path
 
 
 def is_local(filesystem: Any) -> bool:
-    """Tell whether paths of this filesystem are paths of this machine."""
+    """Decide whether the paths of this filesystem are paths of this machine."""
     protocol = filesystem.protocol
     return bool({"file", "local"} & {protocol, *(protocol if isinstance(protocol, tuple) else ())})
 
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn whatever a store's library raises into one line; that something is not there stays what it is.
+    """Turn any error of a store's library into one line; FileNotFoundError passes unchanged.
 
-    The libraries raise classes of their own (no credentials, endpoint down), which nobody can list.
+    The libraries raise their own classes (no credentials, endpoint down), too many to list.
     """
     try:
         yield
@@ -128,10 +120,10 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def version_of(url: str) -> ShardVersion | None:
-    """Ask the store for an object's size and version; None when it is not there."""
+    """Ask the store for an object's size and version; None if it does not exist."""
     filesystem, path = filesystem_of(url)
     try:
-        with store_errors(f"{url}: the store does not tell its size"):
+        with store_errors(f"{url}: the store does not report its size"):
             if is_local(filesystem):
                 status = Path(path).stat()
                 return ShardVersion(status.st_size, f"mtime:{status.st_mtime_ns}")
@@ -144,46 +136,51 @@ def version_of(url: str) -> ShardVersion | None:
 
 
 def version_tag(info: Mapping[str, Any]) -> str:
-    """Choose what tells two versions of an object apart, from what its store says of it.
+    """Choose what distinguishes two versions of an object, from what its store reports.
 
-    Stores that keep no hash give an ETag of nothing between quotes, the same for every object.
+    Stores that keep no hash report an empty ETag between quotes, the same for every object.
     """
     names = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
-    told = [(name.lower(), info[name]) for name in names if info.get(name) is not None]
-    return next((f"{name}:{value}" for name, value in told if str(value).strip('"')), "")
+    known = [(name.lower(), info[name]) for name in names if info.get(name) is not None]
+    return next((f"{name}:{value}" for name, value in known if str(value).strip('"')), "")
 
 
 def versions_of(urls: list[str]) -> list[ShardVersion | None]:
-    """Ask for many versions at once; the store's latency is waited for in parallel."""
+    """Ask for many versions in parallel, to wait for the store's latency only once."""
     with ThreadPoolExecutor(max_workers=16) as pool:
         return list(pool.map(version_of, urls))
 
 
 @contextmanager
-def open_source(url: str) -> Iterator[ByteSource]:
-    """Open an object for range reads: a path, `file://`, `s3://` or any URL fsspec knows."""
+def open_source(url: str, num_bytes: int | None = None) -> Iterator[ByteSource]:
+    """Open an object for range reads: a path, `file://`, `s3://` or any URL fsspec knows.
+
+    A known `num_bytes` saves the request for the size of a remote object.
+    """
     filesystem, path = filesystem_of(url)
-    source: ByteSource
+    source: FileSource | RemoteSource
     try:
         with store_errors(f"shard {url}: cannot be opened"):
             if is_local(filesystem):
                 source = FileSource(path, url)
             else:
-                source = RemoteSource(filesystem, path, url, int(filesystem.info(path)["size"]))
+                size = int(filesystem.info(path)["size"]) if num_bytes is None else num_bytes
+                source = RemoteSource(filesystem, path, url, size)
     except FileNotFoundError as error:
-        raise PencilError(f"shard {url}: it is not there any more; run again") from error
+        raise PencilError(f"shard {url}: it no longer exists; run again") from error
     try:
         yield source
     finally:
-        source.close()
+        if isinstance(source, FileSource):
+            source.close()
 
 
 class Window:
-    """The bytes around a reader that mostly moves forward.
+    """A buffer for a reader that mostly moves forward.
 
-    Small members lie close together and are read in growing sequential requests; a gap wider than the
-    source's `far_bytes` is jumped, and the next request starts small again. `keep` is the lowest offset
-    the reader may still ask for (None: where it is): what lies before is let go when the window moves.
+    Small members are close together and are read in growing sequential requests; a gap wider than the
+    source's `far_bytes` is skipped, and the next request starts small again. `keep` is the lowest offset the
+    reader may still need (None: its current one): bytes before it are dropped when the window moves.
     """
 
     first_bytes = 1 << 16
@@ -196,7 +193,7 @@ class Window:
         self._ahead = self.first_bytes
 
     def at(self, offset: int, length: int) -> bytes:
-        """Give the bytes [offset, offset + length), fewer only where the object ends."""
+        """Give the bytes [offset, offset + length), fewer only at the end of the object."""
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._data):
             length = min(length, max(0, self.source.num_bytes - offset))
@@ -205,14 +202,14 @@ class Window:
         return self._data[begin : begin + length]
 
     def holding(self, offset: int, length: int) -> tuple[bytes, int]:
-        """Give a buffer and where in it these bytes begin, without copying them out."""
+        """Give a buffer and where these bytes start in it, without copying them."""
         begin = offset - self._start
         if begin >= 0 and begin + length <= len(self._data):
             return self._data, begin
         return self.at(offset, length), 0
 
     def peek(self, offset: int, length: int) -> bytes:
-        """Give a few bytes from anywhere, and stay where the window is."""
+        """Give a few bytes from anywhere, without moving the window."""
         begin = offset - self._start
         if begin >= 0 and begin + length <= len(self._data):
             return self._data[begin : begin + length]
@@ -242,20 +239,18 @@ class Window:
         if len(data) != length:
             raise PencilError(
                 f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
-                "it changed while it was read: run again when nobody writes it"
+                "it changed while it was read: run again when it is complete"
             )
         return data
 
 
 # People write passwords unescaped, so where the credentials of a URL end is ambiguous. After `user:`, all up
 # to the last `@` of the URL is the password, which may contain `/` and `@`: that may hide part of a path, but
-# never shows a password. A colon with only a port after it is no password. Without a colon, a token ends at
-# the last `@` before the first `/`, so s3://bucket/a@b/x.tar stays. A match never reaches into the next URL.
+# never shows a password. A colon with only a port after it is not a password. Without a colon, a token ends
+# at the last `@` before the first `/`, so s3://bucket/a@b/x.tar stays. A match never includes the next URL.
 CREDENTIALS = re.compile(
     r"://(?:(?P<user>[^/@:\s\[]*:)(?!//|\d{1,5}(?:[/?#\s]|$))(?:(?!://)\S)+@|[^/?#\s]+@)",
 )
-
-
 SECRET_IN_QUERY = re.compile(
     r"(?i)([?&][^=&\s]*(?:secret|token|password|signature|sig|key)[^=&\s]*=)[^&#\s'\"]+"
 )

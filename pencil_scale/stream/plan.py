@@ -1,17 +1,18 @@
 """Epoch plan: the order of an epoch's rows, and which rank reads which of them.
 
-The order is a function of (seed, epoch, catalogue version, subset) alone. A chunk of the catalogue is cut
-into stretches of at most a ninth of a window, the stretches are permuted, and as many as fit the window's
-bytes are shuffled together. Both orders are sorts by a hash of (seed, epoch, place), so a row that is taken
-out because it was visited leaves the order of all others as it was.
+The order depends only on (seed, epoch, catalogue version, subset). Chunks of the catalogue are cut into
+stretches of at most a ninth of a window, the stretches are permuted, and as many as fit into the bytes of a
+window are shuffled together. Both permutations sort by a hash of (seed, epoch, place), so leaving out rows
+that were already visited does not change the order of the others.
 
-Ranks take windows in turn; where there are too few for eight each, a window is dealt out in slices. Planning
-needs the counts of the chunks and no row: whoever reads a piece looks its rows up and shuffles them.
+Ranks take windows in turn; where there are fewer than eight per rank, windows are dealt out in slices.
+Planning uses the counts of the chunks and reads no rows: the read task of a piece looks up its rows and
+shuffles them.
 
     order = EpochOrder.of(counts, seed=1, epoch=7, window_bytes=64 << 20)
     left = order.left(visited, members)                    # rows still to be read, by window
     for cut in deal(left, world)[rank]:
-        piece = order.piece(cut, visited)                  # all that a read task must be told
+        piece = order.piece(cut, visited)                  # what a read task needs to know
         rows = piece.rows(members)                         # int64, in the order of the epoch
     sizes = batch_sizes(share, batch, num_steps(left.sum(), batch, world))
 """
@@ -25,18 +26,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pencil_scale.storage.hashing import hashes
+
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, rising
+Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, in ascending order
 
 CHUNK_ROWS = 4096
-STRETCHES_A_WINDOW = 8
-PIECES_A_RANK = 8  # few rows wait for the first block, and few cores idle while the last piece is read
+STRETCHES_PER_WINDOW = 8
+PIECES_PER_RANK = 8  # small pieces: the first block comes soon, and few cores idle during the last one
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows of every chunk an epoch visits, and the bytes of their images."""
+    """How many rows of each chunk an epoch visits, and the bytes of their images."""
 
     num_rows: Int64s
     num_bytes: Int64s
@@ -56,7 +59,7 @@ class Cut(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Part `part` of `parts` of the rows that a chunk gives."""
+    """Part `part` of the `parts` into which the rows of a chunk are cut."""
 
     chunk: int
     part: int
@@ -68,15 +71,15 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one read task reads: some rows of one window, told by places that are small to send."""
+    """What one read task reads: some rows of one window, in a form that is small to send."""
 
     stretches: tuple[Stretch, ...]
     start: int
     stop: int
     total: int
     key: int | None  # of the shuffle; None: rows stay in catalogue order
-    visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit a row of it
-    chosen: dict[int, bytes] | None = None  # the subset, in the same way; None: all rows
+    visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit per row
+    chosen: dict[int, bytes] | None = None  # the subset, in the same form; None: all rows
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -86,22 +89,19 @@ class Piece:
         return sorted({place.chunk for place in self.stretches})
 
     def rows(self, ok_rows: Members) -> Int64s:
-        """Look up the rows and give them in the order of the epoch.
+        """Look up the rows and return them in the order of the epoch.
 
-        A window that has not as many rows left as were counted is a ValueError: rows would be lost.
+        If the window has another number of rows left than planned, this is a ValueError: rows would be lost.
         """
-        members = {chunk: self._members(chunk, ok_rows(chunk)) for chunk in self.chunks}
-        found = [self._unvisited(place.chunk, place.of(members[place.chunk])) for place in self.stretches]
-        rows = np.concatenate([np.empty(0, np.int64), *found])
+        members = {chunk: ok_rows(chunk) for chunk in self.chunks}
+        if self.chosen is not None:
+            members = {chunk: rows[_marked(self.chosen, chunk, rows)] for chunk, rows in members.items()}
+        found = [(place.chunk, place.of(members[place.chunk])) for place in self.stretches]
+        unvisited = [rows[~_marked(self.visited, chunk, rows)] for chunk, rows in found]
+        rows = np.concatenate([np.empty(0, np.int64), *unvisited])
         if len(rows) != self.total:
             raise ValueError(f"a window was planned with {self.total:,} rows, {len(rows):,} are there")
         return (rows if self.key is None else shuffled(rows, self.key))[self.start : self.stop]
-
-    def _members(self, chunk: int, rows: Int64s) -> Int64s:
-        return rows if self.chosen is None else rows[_marked(self.chosen, chunk, rows)]
-
-    def _unvisited(self, chunk: int, rows: Int64s) -> Int64s:
-        return rows[~_marked(self.visited, chunk, rows)]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class EpochOrder:
         cls, counts: RowCounts, seed: int, epoch: int, window_bytes: int, shuffle: bool = True
     ) -> "EpochOrder":
         """Order an epoch; a window holds at most about `window_bytes`, or one image if that is larger."""
-        # A window closes with the stretch that crosses its bound, so the bound leaves room for one more.
-        stretch_bytes = max(1, window_bytes // (STRETCHES_A_WINDOW + 1))
+        # A window ends with the stretch that crosses its bound, so the bound leaves room for one stretch.
+        stretch_bytes = max(1, window_bytes // (STRETCHES_PER_WINDOW + 1))
         parts = np.minimum(-(-counts.num_bytes // stretch_bytes), counts.num_rows)
         parts = np.where(counts.num_rows > 0, np.maximum(parts, 1), 0)
         chunk = np.repeat(np.arange(len(parts)), parts)
@@ -138,10 +138,10 @@ class EpochOrder:
         return len(self.first) - 1
 
     def left(self, visited: Mask | None = None, members: Members | None = None) -> Int64s:
-        """Count the rows of every window that are not visited yet.
+        """Count the rows of each window that are not visited yet.
 
-        `visited` marks rows of this epoch alone. Where a chunk is cut into stretches and some of its rows
-        are visited, `members` is asked which rows it has; no other case needs it.
+        `visited` marks rows of this epoch only. `members` is needed only where a chunk is cut into stretches
+        and some, but not all, of its rows are visited.
         """
         rows = self.counts.num_rows[self.chunk]
         left = rows * (self.part + 1) // self.parts - rows * self.part // self.parts
@@ -158,7 +158,7 @@ class EpochOrder:
         return np.add.reduceat(np.append(left, 0), self.first)[:-1] if self.num_windows else left
 
     def piece(self, cut: Cut, visited: Mask | None = None, subset: Mask | None = None) -> Piece:
-        """Say what a read task must know to read this cut; the counts were those of the subset."""
+        """Describe a cut for its read task; with a `subset`, the counts must be those of the subset."""
         places = range(self.first[cut.window], self.first[cut.window + 1])
         stretches = tuple(self._stretch(place) for place in places)
         chunks = {place.chunk for place in stretches}
@@ -173,13 +173,13 @@ class EpochOrder:
 def deal(left: Int64s, world: int) -> list[list[Cut]]:
     """Give every rank its cuts, so that shares differ by at most one row.
 
-    Windows go to the ranks whole and in turn until a rank's share is full; the last ones are cut.
+    Complete windows go to the ranks in turn until a rank's share is full; the last windows are cut.
     """
     num_rows = int(left.sum())
     room = [num_rows // world + (rank < num_rows % world) for rank in range(world)]
     shares: list[list[Cut]] = [[] for _ in range(world)]
     rank = 0
-    for window, start, stop, total in _slices(left, (PIECES_A_RANK + 1) * world):
+    for window, start, stop, total in _slices(left, (PIECES_PER_RANK + 1) * world):
         while start < stop:
             while room[rank] == 0:
                 rank = (rank + 1) % world
@@ -191,9 +191,10 @@ def deal(left: Int64s, world: int) -> list[list[Cut]]:
 
 
 def _slices(left: Int64s, at_least: int) -> list[Cut]:
-    """Windows as they are, or in equal slices where there would be fewer than `at_least` to deal out.
+    """Complete windows, or equal slices of them where there are fewer windows than `at_least`.
 
-    A slice is no window of its own: that would make the order depend on the number of ranks.
+    Rows are shuffled within their window, not within a slice, so that the order does not depend on the number
+    of ranks.
     """
     full = np.flatnonzero(left).tolist()
     slices = -(-at_least // max(1, len(full)))
@@ -205,16 +206,16 @@ def _slices(left: Int64s, at_least: int) -> list[Cut]:
 
 
 def num_steps(total: int, batch: int, world: int) -> int:
-    """Count the steps of an epoch: as many on every rank as the largest share needs."""
+    """Count the steps of an epoch, the same on every rank: as many as the largest share needs."""
     largest_share = -(-total // world)
     return -(-largest_share // batch)
 
 
 def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
-    """Cut a rank's rows into batches: full ones, and the last two evened out.
+    """Cut a rank's rows into full batches, and share the rest equally between the last two.
 
-    So no batch of a single row appears, over which batch norm could not compute a variance. A rank with
-    fewer rows than steps has empty batches at the end.
+    This avoids batches of a single row, for which batch norm could not compute a variance. A rank with fewer
+    rows than steps has empty batches at the end.
     """
     if num_rows > batch * num_steps:
         raise ValueError(f"{num_rows} rows do not fit {num_steps} batches of {batch}")
@@ -224,21 +225,12 @@ def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
 
 
 def shuffled(rows: Int64s, key: int) -> Int64s:
-    """Put rows into the order that a key gives them."""
+    """Shuffle rows into the order that belongs to a key."""
     return rows[np.argsort(hashes(rows, key), kind="stable")]
 
 
-def hashes(numbers: Int64s, key: int) -> npt.NDArray[np.uint64]:
-    """Mix numbers with a key, all 64 bits, alike on every machine and in every version of NumPy."""
-    # Splitmix64; products wrap around at 2**64, as they should.
-    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key % 2**64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
-
-
 def mixed_key(seed: int, epoch: int) -> int:
-    """Make one key of seed and epoch; neighbouring epochs share nothing."""
+    """Make one key of seed and epoch; the keys of neighbouring epochs are unrelated."""
     digest = hashlib.blake2b(f"epoch {epoch} of seed {seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -256,7 +248,7 @@ def _window_starts(stretch_bytes: npt.NDArray[np.float64], window_bytes: int) ->
 
 
 def _by_chunk(mask: Mask, num_chunks: int) -> Int64s:
-    """Count what is marked in every chunk."""
+    """Count the marked rows of each chunk."""
     counts = np.zeros(num_chunks, np.int64)
     if len(mask):
         starts = np.arange(0, len(mask), CHUNK_ROWS)
@@ -265,7 +257,7 @@ def _by_chunk(mask: Mask, num_chunks: int) -> Int64s:
 
 
 def _bits_of(mask: Mask, chunks: set[int]) -> dict[int, bytes]:
-    """Spell a mask of these chunks as bits, 512 bytes a chunk; one with nothing marked is left out."""
+    """Pack a mask of these chunks into 512 bytes per chunk; chunks without a marked row are left out."""
     inside = {chunk: mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS] for chunk in chunks}
     return {chunk: np.packbits(marked).tobytes() for chunk, marked in inside.items() if marked.any()}
 

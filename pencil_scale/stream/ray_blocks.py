@@ -1,14 +1,15 @@
-"""Ray blocks: pieces of one epoch or several, read by Ray Data in other processes, as tables in their order.
+"""Ray blocks: Ray Data reads the pieces of one or more epochs in other processes and returns tables in order.
 
-One `streaming_split(1)` iterator is made and kept over the epochs: its executor lives in an actor, out of the
-training process, and a new epoch costs tenths of a second. Each time it starts, Ray asks our Datasource for
-read tasks, more than once; the Datasource asks a small actor, which the rank told its pieces beforehand.
+A rank makes one `streaming_split(1)` iterator and keeps it over all epochs: its executor runs in an actor,
+outside the training process, and a new epoch costs tenths of a second. When an epoch starts, Ray asks our
+Datasource for read tasks, more than once; the Datasource gets the pieces from a small actor, in which the
+rank stored them before.
 
     source = RayBlocks(spec, world=8, worker_cpus=4)
-    for table in source.blocks(pieces): ...      # may be left at any time, and begun again
+    for table in source.blocks(pieces): ...      # may be left at any time, and called again
     source.close()
 
-No torch is imported here: the executor's actor and every read task would have to load it.
+Torch is not imported here, because the executor's actor and every read task would have to load it.
 """
 
 import math
@@ -18,16 +19,17 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.data import DataContext, Datasource, ExecutionOptions, ExecutionResources, ReadTask
+from ray.data import Datasource, ExecutionOptions, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 from ray.exceptions import RayError
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.plan import Piece
+from pencil_scale.stream.ray_tasks import cause_of, cluster_resource
 from pencil_scale.stream.window_reader import ReadSpec, read_piece
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
-LEAST_AHEAD_BYTES = 1 << 30  # all processors must find something to read, however small an epoch is
+LEAST_AHEAD_BYTES = 1 << 30  # keeps all processors busy however small an epoch is
 
 
 @ray.remote(num_cpus=0)
@@ -45,7 +47,7 @@ class Pieces:
 
 
 class PieceSource(Datasource):
-    """Turns the pieces of the hour into read tasks."""
+    """Turns the pieces that are read next into read tasks."""
 
     def __init__(self, pieces: Any, spec: ReadSpec) -> None:
         start: Callable[[], None] = super().__init__
@@ -83,32 +85,39 @@ class RayBlocks:
         beside_another: bool = False,
         ahead_bytes: float = math.inf,
     ) -> None:
-        """`worker_cpus` is what each of `world` training processes keeps for itself.
+        """`worker_cpus` is what each of `world` training processes reserves.
 
-        About `ahead_bytes`, but never less than a gigabyte, may be read before anybody asks for them, if the
-        object store has room for them.
+        About `ahead_bytes`, but at least a gigabyte, are read before they are asked for, if the object store
+        has room for them.
 
-        `beside_another` stream that is begun but not read, as while a run evaluates: its tasks hold on to
-        their processors until somebody takes their blocks, so these must not ask for any.
+        `beside_another` stream, as in evaluation: the tasks of a stream that has started hold on to their
+        processors until their blocks are taken, so the tasks of this one must not ask for any.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
-        free_cpus = _cluster("CPU", 1.0) / world - worker_cpus
+        free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus
         dataset = ray.data.read_datasource(
             PieceSource(self._pieces, spec),
-            # One block asked for: else Ray would cut the blocks of few tasks into hundreds, even single rows.
+            # With one block requested Ray does not cut the blocks of few tasks into hundreds or single rows.
             override_num_blocks=1,
-            **(_asked(0.0, int(free_cpus)) if beside_another else _asked(free_cpus)),
+            **(_task_options(0.0, int(free_cpus)) if beside_another else _task_options(free_cpus)),
         )
-        _limit(
-            dataset.context,
-            spec,
-            max(1.0, free_cpus),
-            min(_store(world), max(LEAST_AHEAD_BYTES, ahead_bytes)),
+        store_bytes = STORE_SHARE * cluster_resource("object_store_memory", 1 << 30) / world
+        dataset.context.execution_options = ExecutionOptions(
+            resource_limits=ExecutionResources.for_limits(
+                cpu=max(1.0, free_cpus),
+                object_store_memory=min(store_bytes, max(LEAST_AHEAD_BYTES, ahead_bytes)),
+            ),
+            preserve_order=True,
         )
+        # A little less than our own blocks, so that Ray passes each on as it is instead of joining and
+        # cutting them.
+        dataset.context.target_max_block_size = spec.block_bytes * 3 // 4
+        dataset.context.enable_progress_bars = False
+        dataset.context.print_on_execution_start = False
         (self._iterator,) = dataset.streaming_split(1)
 
     def blocks(self, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
-        """Read these pieces; one at a time, and the one before must have been left or ended."""
+        """Read these pieces; the iterator before must have been left or ended."""
         if not pieces:
             return
         try:
@@ -117,61 +126,25 @@ class RayBlocks:
                 batch_size=None, batch_format="pyarrow", prefetch_batches=2
             )
         except RayError as error:
-            raise plain_error(error) from error
+            cause = cause_of(error)
+            if isinstance(cause, PencilError):  # without the advice that Ray Data appends to the message
+                cause.args = (str(cause).splitlines()[0],)
+            raise cause from None
 
     def close(self) -> None:
-        """Let go of the actors: they end with their last handle."""
+        """Release the actors: they end with their last handle."""
         self._iterator = self._pieces = None
 
 
-def _cluster(resource: str, unknown: float) -> float:
-    resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    return resources().get(resource, unknown)
+def _task_options(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
+    """What a read task of a rank asks for.
 
-
-def _asked(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
-    """What a task of a rank asks for.
-
-    One more task runs than the rank has processors, so that none idles between two of them. Where the workers
-    leave less than a processor, tasks read with what there is: one that asked for a whole one would wait for
-    it for ever, and the training for the task.
+    One task more runs than the rank has processors, so that none idles between two tasks. Where the workers
+    leave less than one processor, tasks ask for what there is: a task that asked for a complete one would
+    wait for it forever, and the training for the task.
     """
     if 1 <= free_cpus < 2:
         return {}
     if free_cpus >= 2:
         return {"num_cpus": math.floor(100 * free_cpus / (math.floor(free_cpus) + 1)) / 100}
     return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
-
-
-def _store(world: int) -> float:
-    """One rank's share of the object store, in bytes."""
-    return STORE_SHARE * _cluster("object_store_memory", 1 << 30) / world
-
-
-def _limit(context: DataContext, spec: ReadSpec, cpus: float, store_bytes: float) -> None:
-    """Keep one rank's reading to its share of what is free, in order, and without a report every epoch."""
-    context.execution_options = ExecutionOptions(
-        resource_limits=ExecutionResources.for_limits(cpu=cpus, object_store_memory=store_bytes),
-        preserve_order=True,
-    )
-    # A little under our own block: Ray then passes each on as it is. Above, it would join and cut them anew.
-    context.target_max_block_size = spec.block_bytes * 3 // 4
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-
-
-def plain_error(error: BaseException) -> BaseException:
-    """Find our own one-line error inside what Ray wrapped around it; other errors stay as they are.
-
-    Ray gives a task's error a class of its own that is also of the original's class, and appends advice to
-    the message.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, PencilError):
-            original = getattr(seen, "cause", None) or seen
-            message = str(original.args[0] if original.args else original).splitlines()[0]
-            kind = type(original) if not isinstance(original, RayError) else PencilError
-            return kind(message)
-        seen = getattr(seen, "cause", None) or seen.__cause__
-    return error

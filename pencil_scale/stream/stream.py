@@ -1,17 +1,17 @@
 """Stream: the images of an epoch, in the plan's order, as batches of exactly the plan's sizes.
 
-Each rank streams its own share. The rank plans, Ray Data's tasks read and decode elsewhere, and a thread here
-cuts batches ahead of their use.
+Each rank streams its own share. The rank plans, Ray Data's tasks read and decode in other processes, and a
+thread of this process cuts batches ahead of their use.
 
     stream = Stream(StreamSpec.from_config(config, catalogue.version), rank, world)
     for epoch in range(first_epoch, num_epochs):
-        stream.num_steps(epoch, visited)                   # equal on every rank
-        for batch in stream.batches(epoch, visited):       # rows, images, weight, problems
+        stream.num_steps(epoch, visited)                   # the same on every rank
+        for batch in stream.batches(epoch, visited):       # rows, images, weight, noisy_class, problems
             ...
     stream.close()
 
-With `in_process=True` the same pieces are read by threads of this process, without Ray: for tests, short
-trials and small evaluation sets. With `shuffle=False` the rows come in the catalogue's order, for evaluation.
+With `in_process=True` threads of this process read the same pieces, without Ray: for tests, short trials and
+small evaluation sets. With `shuffle=False` the rows come in catalogue order, for evaluation.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.owners import Batch
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.batches import BatchCutter, Prefetch, StreamBatch
+from pencil_scale.stream.batches import Prefetch, cut_batches
 from pencil_scale.stream.plan import EpochOrder, Mask, Piece, batch_sizes, deal, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
 from pencil_scale.stream.window_reader import (
@@ -37,17 +37,19 @@ from pencil_scale.stream.window_reader import (
     read_pieces,
 )
 
-# Batches that lie ready, for the second or more in which Ray Data ends one epoch and begins the next.
+# Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
 AHEAD_BYTES = 256 << 20
 FEWEST_AHEAD, MOST_AHEAD = 3, 512
-PIECES_AT_ONCE = 1024  # short epochs are handed to the readers together, and read without a pause between
+PIECES_AT_ONCE = (
+    1024  # short epochs are handed to the readers together, and read without a pause between them
+)
 PATIENCE_S = 10.0
-CLEAN_PIXELS = 2**22  # of a batch to evaluate: without gradients there is room for more small images
+CLEAN_PIXELS = 2**22  # per evaluation batch: without gradients there is room for more small images
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """What a stream must know; small, and fit to be sent to a worker."""
+    """What to stream; small enough to be sent to a worker."""
 
     storage: str
     version: int
@@ -59,8 +61,8 @@ class StreamSpec:
     decode: Literal["cpu", "gpu"] = "cpu"
     shuffle: bool = True
     subset: npt.NDArray[Any] | None = field(default=None, repr=False, compare=False)
-    num_epochs: int = 0  # of the run: while one ends, the next is already being read
-    worker_cpus: float = 0.0  # what every rank reserves for itself; the others are for reading
+    num_epochs: int = 0  # of the run: while one epoch ends, the next is already being read
+    worker_cpus: float = 0.0  # reserved by every rank; the other CPUs are for reading
 
     @classmethod
     def from_config(
@@ -70,19 +72,22 @@ class StreamSpec:
         part: Literal["", "validation", "test"] = "",
         subset: npt.NDArray[Any] | None = None,
     ) -> "StreamSpec":
-        """Take from the config what concerns reading; validation and test come in order, decoded here."""
+        """Take from the config what concerns reading; clean sets come in order, decoded on the CPU."""
+        batch = config.optimizer.batch_per_worker
+        if part:
+            batch = max(batch, min(4 * batch, CLEAN_PIXELS // config.images.crop**2))
         return cls(
             storage=config.run.storage,
             version=version,
-            batch=config.optimizer.batch_per_worker if part == "" else _clean_batch(config),
+            batch=batch,
             part=part,
             seed=config.run.seed,
             window_mb=config.data.window_mb,
             resize=config.images.resize,
-            decode=config.images.decode if part == "" else "cpu",
-            shuffle=part == "",
+            decode="cpu" if part else config.images.decode,
+            shuffle=not part,
             subset=subset,
-            num_epochs=sum(stage.epochs for _, stage in config.stages) if part == "" else 0,
+            num_epochs=0 if part else sum(stage.epochs for _, stage in config.stages),
             worker_cpus=config.workers.cpus,
         )
 
@@ -107,28 +112,46 @@ class Stream:
         block_bytes = min(BLOCK_BYTES, max(1 << 20, spec.window_bytes // 2))
         read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
         self._selection = Selection(read.catalogue(), spec.subset)
-        self.image_size = self._image_size(read)  # height, width
+        if self.num_rows == 0:
+            raise PencilError(f"{spec.storage}: no row to read; see the report of pipelines.index_shards")
+        resized = None if spec.resize is None else (spec.resize, spec.resize)
+        self.image_size = resized or common_size(read, self._selection)  # height, width
         self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
-        evaluates = not spec.shuffle  # while the next epoch of the training stream is begun already
-        self._blocks = (
-            None
-            if in_process
-            else RayBlocks(self._read, world, spec.worker_cpus, evaluates, 2 * self._epoch_bytes())
-        )
-        self._cutter = BatchCutter(self._read.size, pin_memory=torch.cuda.is_available())
-        self._running: Prefetch[StreamBatch] | None = None
-        self._coming: Iterator[StreamBatch] = iter(())
-        self._next_epoch: int | None = None  # the one whose batches come next, asked for or not
+        self._blocks: RayBlocks | None = None
+        if not in_process:
+            # During evaluation the training stream has already started to read its next epoch.
+            beside_another = not spec.shuffle
+            self._blocks = RayBlocks(
+                self._read, world, spec.worker_cpus, beside_another, 2 * self._epoch_bytes()
+            )
+        self._running: Prefetch[Batch] | None = None
+        self._coming: Iterator[Batch] = iter(())
+        self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read
 
     @property
     def num_rows(self) -> int:
-        """Rows of a whole epoch, over all ranks."""
+        """Rows of a complete epoch, over all ranks."""
         return self._selection.counts.total
 
     def num_steps(self, epoch: int, visited: Mask | None = None) -> int:
-        """Count the steps that are left of an epoch: equally many on every rank."""
+        """Count the steps that are left of an epoch: the same number on every rank."""
         done = 0 if visited is None else np.count_nonzero(self._selection.among(visited))
         return num_steps(self.num_rows - int(done), self.spec.batch, self.world)
+
+    def batches(self, epoch: int, visited: Mask | None = None) -> Iterator[Batch]:
+        """Read what is left of an epoch; the caller may leave early and ask for another epoch.
+
+        Ranks that train get as many batches as `num_steps` says, with empty ones at the end where rows ran
+        out. In evaluation the ranks do not wait for each other, and empty batches are left out.
+        """
+        if visited is not None or self._next_epoch != epoch:
+            self._start(epoch, visited)
+        self._next_epoch = None
+        if epoch + 1 < self.spec.num_epochs:
+            yield from islice(self._coming, self.num_steps(epoch, visited))
+            self._next_epoch = epoch + 1  # its batches arrive while this one is evaluated and saved
+        else:
+            yield from self._coming
 
     def plan(self, epoch: int, visited: Mask | None = None) -> Share:
         """Plan this rank's share of what is left of an epoch."""
@@ -142,41 +165,43 @@ class Stream:
         sizes = sizes if spec.shuffle else [size for size in sizes if size]
         return Share([order.piece(cut, visited, selection.mask) for cut in cuts], sizes)
 
-    def batches(self, epoch: int, visited: Mask | None = None) -> Iterator[StreamBatch]:
-        """Read what is left of an epoch; leaving early is fine, and the next epoch starts afresh.
+    def name_problem(self, row: int, reason: str) -> str:
+        """Name a sample that could not be decoded here, as the read tasks do."""
+        return name_problem(self._read.catalogue(), row, reason)
 
-        Ranks that train get as many batches as `num_steps` says, empty ones at the end where rows ran out.
-        In evaluation nobody waits for anybody, and empty batches are left out.
-        """
-        if visited is not None or self._next_epoch != epoch:
-            self._begin(epoch, visited)
-        self._next_epoch = None
-        if epoch + 1 < self.spec.num_epochs:
-            yield from islice(self._coming, self.num_steps(epoch, visited))
-            self._next_epoch = epoch + 1  # its batches arrive while this one is evaluated and saved
-        else:
-            yield from self._coming
+    def close(self) -> None:
+        """Stop reading and release the readers; a storage that does not answer is not waited for."""
+        self._stop(PATIENCE_S)
+        if self._blocks is not None:
+            self._blocks.close()
 
-    def _begin(self, epoch: int, visited: Mask | None = None) -> None:
-        """Start to read an epoch, and all that come after it."""
-        self._finish()
-        bytes_a_batch = self.spec.batch * self._epoch_bytes() * self.world // self.num_rows
-        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // max(bytes_a_batch, 1)))
+    def _start(self, epoch: int, visited: Mask | None = None) -> None:
+        """Start to read an epoch and all epochs after it."""
+        self._stop()
+        batch_bytes = self.spec.batch * self._epoch_bytes() * self.world // self.num_rows
+        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // max(batch_bytes, 1)))
         self._running = Prefetch(self._cut(epoch, self._shares(epoch, visited)), ahead)
         self._coming = iter(self._running)
 
-    def _cut(self, epoch: int, shares: list[Share]) -> Iterator[StreamBatch]:
+    def _stop(self, timeout_s: float | None = None) -> None:
+        """End what is being read: two epochs must never be read from the same blocks at once."""
+        if self._running is not None:
+            self._running.join(timeout_s)
+            self._running = None
+
+    def _cut(self, epoch: int, shares: list[Share]) -> Iterator[Batch]:
         while shares:
-            blocks = self._tables([piece for share in shares for piece in share.pieces])
+            pieces = [piece for share in shares for piece in share.pieces]
+            blocks = read_pieces(self._read, pieces) if self._blocks is None else self._blocks.blocks(pieces)
             for share in shares:
-                yield from self._cutter.cut(blocks, share.sizes, is_last=share is shares[-1])
+                yield from cut_batches(blocks, share.sizes, self._read.size, is_last=share is shares[-1])
             epoch += len(shares)
             shares = self._shares(epoch) if epoch < self.spec.num_epochs else []
 
     def _shares(self, epoch: int, visited: Mask | None = None) -> list[Share]:
         """Plan an epoch, and those after it where they are short: they are handed to the readers together.
 
-        What cannot be read of a later one may end the run in an earlier one: Ray tells of it at once.
+        A read error in a later epoch may then end the run in an earlier one, because Ray raises it at once.
         """
         shares = [self.plan(epoch, visited)]
         while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
@@ -185,40 +210,8 @@ class Stream:
             shares.append(self.plan(epoch + len(shares)))
         return shares
 
-    def name_problem(self, row: int, reason: str) -> str:
-        """Name a sample that could not be decoded here, as the read tasks name theirs."""
-        return name_problem(self._read.catalogue(), row, reason)
-
-    def close(self) -> None:
-        """End reading, and let go of what it held; a store that does not answer is not waited for."""
-        self._finish(PATIENCE_S)
-        if self._blocks is not None:
-            self._blocks.close()
-
-    def _tables(self, pieces: list[Piece]) -> Iterator[Any]:
-        return read_pieces(self._read, pieces) if self._blocks is None else self._blocks.blocks(pieces)
-
-    def _finish(self, timeout_s: float | None = None) -> None:
-        """An epoch that was left early may still be waiting for its next block: two must never overlap."""
-        if self._running is not None:
-            self._running.join(timeout_s)
-            self._running = None
-
     def _epoch_bytes(self) -> int:
-        """What this rank's part of an epoch is when it has been read."""
+        """The bytes of this rank's share of an epoch, once read."""
         if self._read.size is None:
             return int(self._selection.counts.num_bytes.sum()) // self.world
         return self.num_rows * 3 * self._read.size[0] * self._read.size[1] // self.world
-
-    def _image_size(self, read: ReadSpec) -> tuple[int, int]:
-        if self.num_rows == 0:
-            raise PencilError(
-                f"{self.spec.storage}: no row to read; see what index_shards says of the shards"
-            )
-        resize = self.spec.resize
-        return (resize, resize) if resize is not None else common_size(read, self._selection)
-
-
-def _clean_batch(config: Config) -> int:
-    batch = config.optimizer.batch_per_worker
-    return max(batch, min(4 * batch, CLEAN_PIXELS // config.images.crop**2))

@@ -1,14 +1,14 @@
 """Window reader: a piece of an epoch's plan in, its images as Arrow tables out.
 
-A read task looks the rows of its piece up in the catalogue, fetches their bytes, decodes them in the order of
-the epoch and gives them away a block at a time: it holds about one window of bytes and one block of pixels.
+A read task looks up the rows of its piece in the catalogue, fetches their bytes, decodes them in the order of
+the epoch and yields one block at a time: it holds about one window of bytes and one block of pixels.
 
     spec = ReadSpec("s3://lake/clothing1m", version=3, resize=256, size=(256, 256))
     for table in read_piece(spec, piece):       # row, noisy_class, image, problem
         ...
 
-An image that does not decode is all zeros, and `problem` says of which sample, where and why. Neither torch
-nor Ray is imported here: this runs in every process that reads, and those should start fast and stay small.
+An image that does not decode is all zeros, and `problem` names the sample, its place and the reason. Neither
+torch nor Ray is imported here: this runs in every process that reads, which should start fast and stay small.
 """
 
 from collections import Counter, deque
@@ -33,12 +33,12 @@ from pencil_scale.stream.plan import CHUNK_ROWS, Int64s, Mask, Piece, RowCounts
 
 BLOCK_BYTES = 32 << 20
 NUM_PROBED = 32
-_ONE_READER = Lock()  # a Parquet file that two threads read at once fails with strange errors
+_ONE_READER = Lock()  # a Parquet file must not be read by two threads at once
 
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """What a read task must know besides its piece."""
+    """What a read task needs to know besides its piece."""
 
     storage: str
     version: int
@@ -48,7 +48,7 @@ class ReadSpec:
     block_bytes: int = BLOCK_BYTES
 
     def catalogue(self) -> Catalogue:
-        """Open the catalogue, once in every process: its manifest names every shard."""
+        """Open the catalogue, once per process: its manifest names every shard."""
         return _opened(self.storage, self.version, self.part)
 
     @property
@@ -68,11 +68,16 @@ class Selection:
         self.counts = self._counts()
 
     def members(self, chunk: int) -> Int64s:
-        """Look up the rows of a chunk, rising."""
-        return self._chosen(ok_table(self._catalogue, chunk))["row"].to_numpy()  # type: ignore[no-any-return]
+        """Look up the rows of a chunk, in ascending order."""
+        return self.table(chunk)["row"].to_numpy()  # type: ignore[no-any-return]
+
+    def table(self, chunk: int) -> pa.Table:
+        """Read the locations of the rows of a chunk."""
+        table = ok_table(self._catalogue, chunk)
+        return table if self.mask is None else table.filter(pa.array(self.mask[table["row"].to_numpy()]))
 
     def among(self, visited: Mask) -> Mask:
-        """Leave out what this selection never visits; a table may also be longer than the catalogue."""
+        """Leave out rows that this selection never visits; a table may be longer than the catalogue."""
         visited = visited[: self._catalogue.num_rows]
         return visited if self.mask is None else visited & self.mask
 
@@ -82,16 +87,13 @@ class Selection:
             return RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
         num_rows, num_bytes = np.zeros((2, len(chunks.num_ok)), np.int64)
         for chunk in np.unique(np.flatnonzero(self.mask) // CHUNK_ROWS).tolist():
-            table = self._chosen(ok_table(self._catalogue, chunk))
+            table = self.table(chunk)
             num_rows[chunk], num_bytes[chunk] = len(table), pc.sum(table["image_bytes"]).as_py() or 0
         return RowCounts(num_rows, num_bytes)
 
-    def _chosen(self, table: pa.Table) -> pa.Table:
-        return table if self.mask is None else table.filter(pa.array(self.mask[table["row"].to_numpy()]))
-
 
 def ok_table(catalogue: Catalogue, chunk: int) -> pa.Table:
-    """Read where the ok rows of a chunk are."""
+    """Read the locations of the ok rows of a chunk."""
     stop = min((chunk + 1) * CHUNK_ROWS, catalogue.num_rows)
     with _ONE_READER:
         table = catalogue.read(chunk * CHUNK_ROWS, stop, PLAN_COLUMNS)
@@ -107,28 +109,27 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
     except ValueError as error:
         raise PencilError(
             f"{catalogue.folder}, version {catalogue.version}: {error}; the visited rows or the subset "
-            "belong to another version: start the run anew"
+            "belong to another version: start a new run"
         ) from error
-    known = pa.concat_tables(tables.values())  # chunks rise, and so do their rows
+    known = pa.concat_tables(tables.values())  # in ascending order of rows
     places = known.take(pa.array(np.searchsorted(known["row"].to_numpy(), rows)))
-    images = _fetch(catalogue, places)
-    yield from _blocks(spec, places, images)
+    yield from _blocks(spec, places, _fetch(catalogue, places))
 
 
 def read_pieces(spec: ReadSpec, pieces: Sequence[Piece], num_threads: int = 2) -> Iterator[pa.Table]:
-    """Read pieces one after the other in this process, some ahead: for small data and short trials."""
+    """Read pieces one after another in this process, some ahead: for small data and short trials."""
 
-    def whole(piece: Piece) -> list[pa.Table]:
+    def read_all(piece: Piece) -> list[pa.Table]:
         return list(read_piece(spec, piece))
 
     coming: deque[Future[list[pa.Table]]] = deque()
     waiting = iter(pieces)
     with ThreadPoolExecutor(num_threads) as pool:
         try:
-            coming.extend(pool.submit(whole, piece) for piece in islice(waiting, num_threads))
+            coming.extend(pool.submit(read_all, piece) for piece in islice(waiting, num_threads))
             while coming:
                 tables = coming.popleft().result()
-                coming.extend(pool.submit(whole, piece) for piece in islice(waiting, 1))
+                coming.extend(pool.submit(read_all, piece) for piece in islice(waiting, 1))
                 yield from tables
         finally:
             for task in coming:
@@ -136,23 +137,21 @@ def read_pieces(spec: ReadSpec, pieces: Sequence[Piece], num_threads: int = 2) -
 
 
 def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
-    """Find the height and width of the images where the config does not say: the commonest of the first."""
-    chunks = np.flatnonzero(selection.counts.num_rows)
-    if len(chunks) == 0:
-        raise PencilError(f"{spec.storage}: no row to read; see what index_shards says of the shards")
-    rows = selection.members(int(chunks[0]))[:NUM_PROBED]
-    catalogue = spec.catalogue()
-    table = ok_table(catalogue, int(chunks[0]))
-    places = table.filter(pc.is_in(table["row"], pa.array(rows)))
+    """Find the height and width of images that are not resized: the most common among the first ones."""
+    first_chunk = int(np.flatnonzero(selection.counts.num_rows)[0])
+    places = selection.table(first_chunk)[:NUM_PROBED]
     sizes: Counter[tuple[int, int]] = Counter()
-    for data in _fetch(catalogue, places):
+    for data in _fetch(spec.catalogue(), places):
         try:
             height, width, _ = decode(data).shape
             sizes[height, width] += 1
         except UndecodableError as problem:
             reason = problem
     if not sizes:
-        raise PencilError(f"{spec.storage}: of the first {len(rows)} images none decodes, such as {reason}")
+        raise PencilError(
+            f"{spec.storage}: none of the first {len(places)} images can be decoded: {reason}; fetch the "
+            "shards again, or index them with data.check_images=decode"
+        )
     return sizes.most_common(1)[0][0]
 
 
@@ -162,7 +161,7 @@ def _fetch(catalogue: Catalogue, places: pa.Table) -> list[bytes]:
 
 
 def _blocks(spec: ReadSpec, places: pa.Table, images: list[bytes]) -> Iterator[pa.Table]:
-    """Cut a window into blocks of about equal bytes, letting go of what was given away."""
+    """Cut a window into blocks of about equal bytes, and release the bytes of each block on the way."""
     if spec.size is None:
         ends = np.cumsum([len(data) for data in images])
         block = ends // spec.block_bytes
@@ -173,7 +172,10 @@ def _blocks(spec: ReadSpec, places: pa.Table, images: list[bytes]) -> Iterator[p
         column, problems = _column(spec, images[here])
         images[here] = [b""] * len(problems)
         part = places.slice(here.start, here.stop - here.start)
-        named = [reason and _name(spec, part, place, reason) for place, reason in enumerate(problems)]
+        named = [
+            reason and name_problem(spec.catalogue(), part["row"][place].as_py(), reason)
+            for place, reason in enumerate(problems)
+        ]
         yield pa.table([part["row"], part["noisy_class"].cast(pa.int64()), column, named], schema=spec.schema)
 
 
@@ -194,19 +196,15 @@ def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | N
 
 
 def name_problem(catalogue: Catalogue, row: int, reason: str) -> str:
-    """Say which sample could not be decoded, where it is, and why, in one line."""
+    """Say in one line which sample could not be decoded, where it is, and why."""
     with _ONE_READER:
         found = catalogue.read(row, row + 1, ["sample_id", "shard", "image_offset"]).to_pylist()[0]
     url = catalogue.shards[found["shard"]].url
     return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
 
 
-def _name(spec: ReadSpec, places: pa.Table, place: int, reason: str) -> str:
-    return name_problem(spec.catalogue(), places["row"][place].as_py(), reason)
-
-
 def _as_mask(subset: npt.NDArray[Any], num_rows: int) -> Mask:
-    """Take a subset as it comes: a mask over all rows, or row numbers."""
+    """Accept a subset as a mask over all rows, or as row numbers."""
     if subset.dtype == np.bool_ and len(subset) == num_rows:
         return subset
     if subset.dtype == np.bool_ or (len(subset) and not 0 <= subset.min() <= subset.max() < num_rows):

@@ -1,8 +1,8 @@
-"""Subset files: the rows of a subset and whose rows they are, published by a manifest.
+"""Subset files: the rows of a subset, published by a manifest.
 
-`<storage>/subsets/NAME/` holds `members-<hash>.parquet` (row, sample_key, class) for every time the subset
-was drawn, and `manifest.json`, replaced last, that names the newest. Rows are rows of one storage's catalogue
-and are for life, so a subset stays good when that catalogue grows; for any other it is refused.
+`<storage>/subsets/NAME/` has a file `members-<hash>.parquet` (row, sample_key, class) for every time the
+subset was drawn, and `manifest.json`, replaced last, which names the newest. Rows belong to the catalogue of
+one storage, for life: a subset stays valid when that catalogue grows, and is refused for any other.
 
     write_subset(folder, SubsetWords(storage, catalogue.version, ...), members)
     rows = read_members("s3://lake/clothing1m/subsets/260k", catalogue, storage)      # int64, rising
@@ -10,9 +10,8 @@ and are for life, so a subset stays good when that catalogue grows; for any othe
 
 import hashlib
 import io
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ MEMBERS = pa.schema(
 
 @dataclass(frozen=True)
 class SubsetWords:
-    """What a subset says of itself."""
+    """The manifest of a subset."""
 
     storage: str
     catalogue: str  # id
@@ -47,16 +46,11 @@ class SubsetWords:
     num_members: int
     class_names: tuple[str, ...]
     class_counts: tuple[int, ...]  # members of each class
-    drawn_with: Mapping[str, Any]  # every setting that decides who is a member
-    shards: str | None = None  # folder of new shards that hold just these samples
+    drawn_with: Mapping[str, Any]  # every setting that affects the choice of members
+    shards: str | None = None  # folder of new shards with only these samples
     members: str = ""  # the file, named by its content
     format: int = FORMAT
     kind: str = field(default=KIND)
-
-
-def subset_folder(storage: str, name: str) -> str:
-    """Where a storage keeps a subset."""
-    return f"{storage.rstrip('/')}/subsets/{name}"
 
 
 def write_subset(folder: str, words: SubsetWords, members: pa.Table) -> SubsetWords:
@@ -68,27 +62,27 @@ def write_subset(folder: str, words: SubsetWords, members: pa.Table) -> SubsetWo
     store = Folder(folder)
     if not store.holds(name, len(data)):
         store.put(name, data)
-    words = SubsetWords(**{**asdict(words), "members": name})
-    store.put(MANIFEST, json.dumps(asdict(words), indent=1).encode())
+    words = replace(words, members=name)
+    store.put_json(MANIFEST, asdict(words))
     return words
 
 
 def read_words(folder: str) -> SubsetWords | None:
-    """Read what a subset says of itself; None where there is no subset."""
+    """Read the manifest of a subset; None if there is no subset."""
     try:
-        found = json.loads(Folder(folder).get(MANIFEST))
-    except DamagedError:
+        found = Folder(folder).read_json(MANIFEST)
+    except DamagedError as error:
+        raise PencilError(f"{error}, or draw the subset again") from error
+    if found is None:
         return None
-    except ValueError as error:
-        raise PencilError(f"subset {folder}: its manifest is damaged ({error}); draw it again") from error
     if not isinstance(found, dict) or found.get("kind") != KIND or found.get("format") != FORMAT:
-        raise PencilError(f"subset {folder}: {MANIFEST} is no subset of format {FORMAT}; check the address")
+        raise PencilError(f"subset {folder}: {MANIFEST} is not a subset of format {FORMAT}; check the URL")
     lists = {name: tuple(found[name]) for name in ("class_names", "class_counts")}
     return SubsetWords(**{**found, **lists})
 
 
 def read_table(folder: str, words: SubsetWords) -> pa.Table:
-    """Read the members, and refuse a file that is not the one the manifest names."""
+    """Read the members; refuse a file whose content is not what the manifest names."""
     data = Folder(folder).get(words.members)
     if f"members-{hashlib.sha256(data).hexdigest()[:16]}.parquet" != words.members:
         raise PencilError(f"subset {folder}: {words.members} is damaged; draw it again")
@@ -96,14 +90,14 @@ def read_table(folder: str, words: SubsetWords) -> pa.Table:
 
 
 def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray[np.int64]:
-    """Read the rows of a subset for training on a catalogue, after making sure that they are its rows."""
+    """Read the rows of a subset for training, after checking that they belong to this catalogue."""
     words = read_words(folder)
     if words is None:
-        raise PencilError(f"data.subset: {folder} holds no subset; make one with pipelines.balance_subset")
+        raise PencilError(f"data.subset: {folder} has no subset; make one with pipelines.balance_subset")
     if same_place(words.storage) != same_place(storage):
         raise PencilError(
-            f"data.subset: {folder} was drawn from {words.storage}, this run's storage is {storage}; its "
-            "rows are other samples here: draw a subset of this storage"
+            f"data.subset: {folder} was drawn from {words.storage}, but this run's storage is {storage}: its "
+            "rows are other samples here; draw a subset of this storage"
         )
     if words.catalogue_version > catalogue.version:
         raise PencilError(
@@ -120,7 +114,7 @@ def read_members(folder: str, catalogue: Catalogue, storage: str) -> npt.NDArray
 
 
 def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) -> None:
-    """Compare members with the samples that have their rows now: the catalogue was rebuilt."""
+    """Compare the members with the samples in their rows: the catalogue was rebuilt."""
     rows, keys = members["row"].to_numpy(), members["sample_key"].to_pylist()
     done = 0
     for table in catalogue.batches(["sample_key"]):
@@ -130,19 +124,18 @@ def _require_same_samples(folder: str, members: pa.Table, catalogue: Catalogue) 
         found = table["sample_key"].take(pa.array(rows[here] - first)).to_pylist()
         if found != keys[here]:
             raise PencilError(
-                f"data.subset: {folder}: its rows are other samples now; the catalogue was rebuilt since the "
-                "subset was drawn: draw it again"
+                f"data.subset: {folder}: its rows are other samples now, because the catalogue was rebuilt; "
+                "draw the subset again"
             )
 
 
 def fingerprint(folder: str) -> str:
-    """Name the members as they are now: another name means other members."""
+    """A name for the current members: it changes when they do."""
     words = read_words(folder)
     return "" if words is None else words.members
 
 
 def same_place(storage: str) -> str:
-    """Spell a storage so that two spellings of one place are equal."""
+    """The URL of a storage in a form that is equal for all spellings of one place."""
     filesystem, path = filesystem_of(storage.rstrip("/"))
-    protocol = filesystem.protocol
-    return f"{protocol if isinstance(protocol, str) else protocol[0]}:{path}"
+    return str(filesystem.unstrip_protocol(path))

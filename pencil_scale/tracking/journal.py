@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from pencil_scale.storage.conditional import open_objects
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.urls import without_passwords
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,8 @@
 """Control: the actor between a run's driver and its workers.
 
-Workers tell it what happened and ask whether to stop; the driver takes the news and prints, tracks and
-decides. It ends with the driver's job.
-
-What Ray Train does about dead workers in silence, told to the driver: who died, and of what.
+Workers report events to it and ask whether to stop; the driver takes the events, prints and tracks them. The
+actor ends with the driver's job. It runs in a separate process, so this module must not import torch, and
+events pass through it as bytes.
 """
 
 import pickle
@@ -14,35 +13,35 @@ import ray
 from ray.train import UserCallback
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pencil_scale.storage.urls import without_passwords
+from pencil_scale.stream.ray_tasks import reason_of
 
 POLL_S = 0.5
 
 
 @ray.remote(num_cpus=0)
 class Control:
-    """News in order, and one wish."""
+    """Events in order, a stop request, and a reason not to try again."""
 
     def __init__(self) -> None:
-        self._news: list[bytes] = []
+        self._events: list[bytes] = []
         self._stop = False
         self._refusal = ""
 
-    def tell(self, sealed: bytes) -> None:
-        """Leave word for the driver."""
-        self._news.append(sealed)
+    def report(self, event: bytes) -> None:
+        """Leave an event for the driver."""
+        self._events.append(event)
 
-    def take_news(self) -> list[bytes]:
-        """Take all words left since the last time."""
-        news, self._news = self._news, []
-        return news
+    def take_events(self) -> list[bytes]:
+        """Take all events since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def refuse(self, reason: str) -> None:
-        """Say why this run cannot go on, however often it is tried; the first reason counts."""
+        """Say why the run cannot continue, however often it is tried; the first reason counts."""
         self._refusal = self._refusal or reason
 
     def refusal(self) -> str:
-        """Tell the reason, if there is one."""
+        """The reason, if there is one."""
         return self._refusal
 
     def want_stop(self) -> None:
@@ -50,76 +49,54 @@ class Control:
         self._stop = True
 
     def stop_wanted(self) -> bool:
-        """Tell whether the driver wants the run to stop."""
+        """Whether the driver wants the run to stop."""
         return self._stop
-
-
-def tell(control: Any, event: dict[str, Any]) -> None:
-    """Send word, sealed: an actor that only passes it on must not import all it speaks of, such as torch."""
-    control.tell.remote(pickle.dumps(event))
-
-
-def take_news(control: Any) -> list[dict[str, Any]]:
-    """Take all words left since the last time, in order."""
-    return [pickle.loads(sealed) for sealed in ray.get(control.take_news.remote())]
 
 
 def start_control() -> Any:
     """Start the actor of a run."""
-    # On the driver's own node: on another it would die with that node, and take the driver along.
+    # On the driver's node: if another node died with the actor, the driver would lose it.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return Control.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
 
 
+def report_event(control: Any, event: dict[str, Any]) -> None:
+    """Report an event to the driver."""
+    control.report.remote(pickle.dumps(event))
+
+
+def take_events(control: Any) -> list[dict[str, Any]]:
+    """Take all events since the last call, in order."""
+    return [pickle.loads(event) for event in ray.get(control.take_events.remote())]
+
+
+class ReportFailures(UserCallback):
+    """Runs in Ray Train's controller, which says nothing itself when workers die and are started again."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Report every rank that failed, with the reason."""
+        reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
+        report_event(self._control, {"kind": "failed", "reasons": reasons})
+
+
 class StopWatch:
-    """Asks the driver now and then whether it wants the run to stop, without keeping the training waiting."""
+    """Polls for a stop request in a thread, so that the training never waits for the answer."""
 
     def __init__(self, control: Any) -> None:
         self.wanted = False
         self._control = control
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="stop watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="stop watch", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_S) and not self.wanted:
             try:
                 self.wanted = bool(ray.get(self._control.stop_wanted.remote(), timeout=30))
             except ray.exceptions.RayError:
-                continue  # the driver is away for a moment, or for good: Ray Train sees to the latter
+                continue  # the driver is unreachable for a moment, or gone: Ray Train then ends the workers
 
     def close(self) -> None:
         self._closed.set()
-
-
-LONGEST = 400  # characters of a reason
-
-
-class TellFailures(UserCallback):
-    """Runs beside Ray Train's controller, before it starts the workers again or gives up."""
-
-    def __init__(self, control: Any) -> None:
-        self._control = control
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Leave word of every rank that failed."""
-        reasons = {rank: in_a_line(error) for rank, error in sorted(worker_exceptions.items())}
-        tell(self._control, {"kind": "failed", "reasons": reasons})
-
-
-def in_a_line(error: BaseException) -> str:
-    """The innermost error in one line: what Ray wraps around it begins with pages of its own."""
-    seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        seen.append(found)
-        found = (
-            getattr(found, "health_check_failure", None) or getattr(found, "cause", None) or found.__cause__
-        )
-    last = seen[-1]
-    # Ray lists what it knows of an actor in lines of their own, set in; what happened stands around them.
-    said = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
-    said, guesses, _ = said.partition(" Some common causes include:")
-    if guesses:
-        said += " It was killed, perhaps for want of memory, or it crashed."
-    return str(without_passwords(f"{type(last).__name__}: {said}"))[:LONGEST]

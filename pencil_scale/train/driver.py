@@ -1,12 +1,13 @@
-"""The driver of a run: starts the workers, tells people and MLflow how it goes, and passes on a wish to stop.
+"""Driver: starts the workers of a run, passes on their events, and forwards a stop request to them.
 
-Ray Train runs in a thread of its own; this one takes the news the workers leave, until they are done.
+Ray Train runs in a thread; the main thread takes the events that the workers report, until they are done.
 """
 
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,54 +17,65 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
+from pencil_scale.stream.ray_tasks import cause_of
 from pencil_scale.tracking.delivery import Harmless
-from pencil_scale.train.checkpoint_store import CheckpointStore
-from pencil_scale.train.control import TellFailures, take_news
+from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.control import ReportFailures, take_events
 from pencil_scale.train.worker import Job, train_worker
 
-NEWS_EVERY_S = 0.25
+EVENTS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: finished, or stopped because somebody asked."""
+    """How training ended: finished, or stopped on request."""
 
     finished: bool
     record: list[dict[str, Any]]
     checkpoint: ray.train.Checkpoint
 
 
-def drive(job: Job, on_news: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
-    """Train until done or asked to stop (SIGTERM, Ctrl-C); give every piece of news to `on_news`.
+def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
+    """Train until done or asked to stop (SIGTERM, Ctrl-C); pass every event to `on_event`.
 
-    When another command takes over the lease, this one ends at once, and its workers with it: nothing is
-    saved, since the run's checkpoints now belong to the other.
+    If another command takes over the lease, this one ends at once, and its workers with it: nothing is saved,
+    because the run's checkpoints now belong to the other command.
     """
-    trainer = _trainer(job)
+    trainer, harmless = _trainer(job), Harmless()
     ended: dict[str, Any] = {}
-    harmless = Harmless()
     fitting = threading.Thread(target=_fit, args=(trainer, ended), name="ray train", daemon=True)
-    with _stop_on_signals(job.control) as wish:
+    stopping = False
+    with _noted_signals() as arrived:
         fitting.start()
         while fitting.is_alive():
-            fitting.join(NEWS_EVERY_S)
+            fitting.join(EVENTS_EVERY_S)
             if lease.lost:
                 lease.check()  # says who took over
-            wish.pass_on()
-            _pass_news(job, on_news, harmless)
-        _pass_news(job, on_news, harmless)  # what was said between the last question and the end
+            if arrived and not stopping:
+                stopping = True
+                print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
+                job.control.want_stop.remote()
+            _pass_events(job, on_event, harmless)
+        _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
-        raise _explained(ended["error"])
+        raise cause_of(ended["error"])
     result = ended["result"]
     if result.return_value.get("refused"):
         raise PencilError(result.return_value["refused"])
     return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
 
 
-def _pass_news(job: Job, on_news: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
-    for event in take_news(job.control):
-        with harmless(f"reporting news of kind '{event['kind']}'"):
-            on_news(event)
+def _fit(trainer: TorchTrainer, ended: dict[str, Any]) -> None:
+    try:
+        ended["result"] = trainer.fit()
+    except Exception as error:
+        ended["error"] = error
+
+
+def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
+    for event in take_events(job.control):
+        with harmless(f"reporting an event of kind '{event['kind']}'"):
+            on_event(event)
 
 
 def _trainer(job: Job) -> TorchTrainer:
@@ -71,13 +83,13 @@ def _trainer(job: Job) -> TorchTrainer:
     fewest, most = config.workers.count
     store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
     filesystem, path = store.filesystem()
-    some: Any = most if fewest == most else (fewest, most)
+    num_workers: Any = most if fewest == most else (fewest, most)
     scaling: dict[str, Any] = {
-        "num_workers": 0 if config.workers.in_process else some,  # 0 is Ray Train's local mode
+        "num_workers": 0 if config.workers.in_process else num_workers,  # 0 is Ray Train's local mode
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
-    told: Any = TellFailures(job.control)
+    callback: Any = ReportFailures(job.control)
     failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
     return TorchTrainer(
         train_worker,
@@ -89,7 +101,7 @@ def _trainer(job: Job) -> TorchTrainer:
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(**failures),
-            callbacks=[told],
+            callbacks=[callback],
         ),
         torch_config=TorchConfig(
             backend="nccl" if config.workers.gpu else "gloo", timeout_s=config.workers.timeout_s
@@ -97,56 +109,22 @@ def _trainer(job: Job) -> TorchTrainer:
     )
 
 
-def _fit(trainer: TorchTrainer, ended: dict[str, Any]) -> None:
-    try:
-        ended["result"] = trainer.fit()
-    except Exception as error:
-        ended["error"] = error
+@contextmanager
+def _noted_signals() -> Iterator[list[float]]:
+    """Note when SIGTERM or Ctrl-C arrive; a signal that is repeated after a second ends the command at once.
 
+    The handler only takes note, because it may interrupt a call into Ray.
+    """
+    arrived: list[float] = []
 
-class _stop_on_signals:  # noqa: N801
-    """While inside, SIGTERM and Ctrl-C ask the workers to save and end; a second one ends at once."""
-
-    def __init__(self, control: Any) -> None:
-        self._control = control
-        self._asked_at: float | None = None
-        self._passed_on = False
-
-    def __enter__(self) -> "_stop_on_signals":
-        self._before = {
-            number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: object) -> None:
-        """Only take note: a handler runs in the middle of anything, also of Ray's own calls."""
-        if self._asked_at is not None and time.monotonic() - self._asked_at > 1:
+    def note(number: int, _: object) -> None:
+        if arrived and time.monotonic() - arrived[-1] > 1:
             raise SystemExit(128 + number)
-        self._asked_at = time.monotonic()
+        arrived.append(time.monotonic())
 
-    def pass_on(self) -> None:
-        """Tell the workers, once."""
-        if self._asked_at is not None and not self._passed_on:
-            self._passed_on = True
-            print("stopping: the workers finish their step and save; once more to end at once", flush=True)
-            self._control.want_stop.remote()
-
-
-def _explained(error: BaseException) -> BaseException:
-    """Find the error of ours that ended the training, beneath all that Ray wrapped around it."""
-    seen: list[BaseException] = []
-    queue: list[BaseException | None] = [error]
-    while queue:
-        found = queue.pop(0)
-        if found is None or found in seen:
-            continue
-        seen.append(found)
-        if isinstance(found, PencilError):
-            return found
-        inner = getattr(found, "worker_failures", None) or {}
-        queue += [*inner.values(), getattr(found, "cause", None), found.__cause__, found.__context__]
-    return error
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

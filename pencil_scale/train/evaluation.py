@@ -1,17 +1,17 @@
-"""How well the network does on clean samples: exact counts, over all ranks.
+"""Evaluation: how often the network is right on clean samples, counted exactly, over all ranks.
 
 Each rank reads its own share of a clean set, every sample once. A share that fits into memory is read by
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
-    clean = CleanSet(CleanReader(spec, rank, world, preparation.bring))
-    right, seen = count_right(model, clean, recipe, device, bf16=False)      # of this rank: add up all ranks
+    clean = CleanSet(spec, rank, world, preparation.bring)
+    right, seen = count_right(model, clean.batches(), recipe, device, bf16=False)      # of this rank
+    clean.close()
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pencil_scale.images.augment import Recipe, centre
 from pencil_scale.labels.owners import Batch
@@ -20,17 +20,8 @@ from pencil_scale.stream.stream import Stream, StreamSpec
 CACHE_BYTES = 512 * 2**20
 
 
-@dataclass(frozen=True)
-class CleanBatch:
-    """Some clean samples, decoded; an image that could not be read weighs 0."""
-
-    images: Tensor  # uint8 [B, 3, H, W]
-    weight: Tensor
-    true_class: Tensor
-
-
-class CleanReader:
-    """Reads one rank's share of a clean set, however large, as often as asked."""
+class CleanSet:
+    """One rank's share of a clean set."""
 
     def __init__(
         self,
@@ -40,66 +31,47 @@ class CleanReader:
         bring: Callable[[Batch], Batch],
         in_process: bool = False,
     ) -> None:
-        """`in_process` keeps large sets from Ray too, for a run that trains in the command's own process."""
+        """`bring` decodes a batch and copies it to the device. With `in_process` Ray is never used."""
         self._bring = bring
-        self.stream = Stream(spec, rank, world, in_process=True)
-        height, width = self.stream.image_size
-        self.is_large = self.stream.num_rows / world * 3 * height * width > CACHE_BYTES
+        self._stream = Stream(spec, rank, world, in_process=True)
+        height, width = self._stream.image_size
+        self.is_large = self._stream.num_rows / world * 3 * height * width > CACHE_BYTES
         if self.is_large and not in_process:
-            self.stream = Stream(spec, rank, world)
+            self._stream = Stream(spec, rank, world)
+        self._kept: list[Batch] | None = None
 
-    def __call__(self) -> Iterator[CleanBatch]:
-        for batch in self.stream.batches(0):
-            brought = self._bring(batch)
-            yield CleanBatch(brought.images, brought.weight, batch.noisy_class)
-
-    def close(self) -> None:
-        """End reading, and let go of what it held."""
-        self.stream.close()
-
-
-class CleanSet:
-    """A clean set as this rank sees it; one that is small is read once and kept."""
-
-    def __init__(self, read: Callable[[], Iterable[CleanBatch]]) -> None:
-        self._read = read
-        self._kept: list[CleanBatch] | None = None
-
-    def batches(self) -> Iterator[CleanBatch]:
+    def batches(self) -> Iterator[Batch]:
+        """Read the samples; `noisy_class` is their true class, and unreadable images have weight 0."""
         if self._kept is not None:
             yield from self._kept
             return
-        kept: list[CleanBatch] | None = []
-        num_bytes = 0
-        for batch in self._read():
-            num_bytes += batch.images.nbytes
-            if num_bytes > CACHE_BYTES:
-                kept = None
-            if kept is not None:
-                kept.append(batch)
-            yield batch
-        self._kept = kept
+        kept: list[Batch] = []
+        for batch in self._stream.batches(0):
+            brought = self._bring(batch)
+            if not self.is_large:
+                kept.append(brought)
+            yield brought
+        self._kept = None if self.is_large else kept
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 @torch.no_grad()
 def count_right(
-    model: nn.Module, clean: CleanSet, recipe: Recipe, device: torch.device, bf16: bool
+    model: nn.Module, batches: Iterable[Batch], recipe: Recipe, device: torch.device, bf16: bool
 ) -> tuple[int, int]:
-    """Count the samples of this rank whose class the network finds, and all it could read."""
+    """Count the samples whose class the network predicts, and all samples that could be read."""
     right = torch.zeros((), dtype=torch.int64, device=device)
     seen = torch.zeros((), dtype=torch.int64, device=device)
     training, _ = model.training, model.eval()
-    for batch in clean.batches():
+    for batch in batches:
         images = centre(batch.images.to(device, non_blocking=True), recipe)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             predicted = model(images).argmax(-1)
         readable = batch.weight.to(device, non_blocking=True) > 0
-        true_class = batch.true_class.to(device, non_blocking=True)
+        true_class = batch.noisy_class.to(device, non_blocking=True)
         right += ((predicted == true_class) & readable).sum()
         seen += readable.sum()
     model.train(training)
     return int(right), int(seen)
-
-
-def accuracy(right: float, seen: float) -> float:
-    return right / seen if seen else float("nan")

@@ -1,17 +1,16 @@
-"""Gate: whether the labels of a run may be published as repaired, or wait for a person.
+"""Gate: whether the labels of a run may be published, or have to wait for a person.
 
-A run is held when its network is not clearly better than chance, when a class lost most of its samples, or
-when known truth says that the labels got worse.
+A run is held if its network is not clearly better than chance, if a class lost most of its samples, or if
+the labels got worse where the truth is known.
 
     reasons = judge(record, report, class_names, max_class_loss=0.5, num_clean={"test": 10_000})
     reasons                            # none: publish
 
 Chance among C classes is 1/C. To be clearly better, a figure has to exceed it by three standard deviations
-of what guessing would score on that many samples, and by a margin that chance cannot explain away: half of
-chance where there are many classes, a twentieth of what is left up to 1 where there are few, whichever is
-less. On many samples 2 classes need more than 0.525, 10 classes 0.145, 100 classes 0.015. Noise limits how
-often a perfect network agrees with the given labels: to 0.60 if 40 % of two classes are swapped, to 0.28 if
-80 % of ten classes are redrawn. Both pass.
+of guessing on that many samples, and by a margin: half of chance if there are many classes, a twentieth of
+the distance from chance to 1 if there are few, whichever is smaller. On many samples 2 classes need more than
+0.525, 10 classes 0.145, 100 classes 0.015. Noise limits how often a perfect network agrees with the given
+labels: to 0.60 if 40 % of two classes are swapped, to 0.28 if 80 % of ten classes are redrawn. Both pass.
 """
 
 import math
@@ -22,7 +21,7 @@ import numpy as np
 
 from pencil_scale.labels.report import LabelReport
 
-SURELY = 3.0  # standard deviations that chance is allowed
+SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 
 Figures = Mapping[str, Any]  # of one epoch
@@ -35,10 +34,10 @@ def judge(
     max_class_loss: float,
     num_clean: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """Say why labels must wait for a person; nothing where they need not.
+    """Give the reasons why labels must wait for a person; none if they can be published.
 
-    `record` has the figures of every epoch, `report` the labels after the last one, and `num_clean` how many
-    samples the clean sets ("validation", "test") have. A figure that is not there is no reason.
+    `record` has the figures of every epoch, `report` describes the labels after the last one, and `num_clean`
+    is the number of samples of the clean sets ("validation", "test"). A missing figure is not a reason.
     """
     found = [
         _guesses(record, report),
@@ -56,9 +55,9 @@ def needed(num_classes: int, deviation: float) -> float:
 
 
 def _guesses(record: Sequence[Figures], report: LabelReport) -> str:
-    """Judge agreement with the given labels before they moved, or at the end of a run that always moves them.
+    """Judge agreement with the given labels before labels moved, or at the end if no stage came before that.
 
-    Classes without a sample have no share in the mean, so they do not count for chance either.
+    Classes without samples are not part of the mean, so they do not count for chance either.
     """
     figures = ([epoch for epoch in record if epoch["stage"] == "backbone"] or record)[-1]
     found = figures.get("balanced_agreement")
@@ -94,7 +93,7 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
 
 
 def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> str:
-    """Name the classes that lost more than the limit, and more than chance would take from so few samples."""
+    """Name the classes that lost more than the limit, allowing for chance in small classes."""
     before, after = report.transitions.sum(1), report.transitions.sum(0)
     allowed = limit * before + SURELY * np.sqrt(limit * (1 - limit) * before)
     lost = [number for number, _ in report.shrunken_classes(limit)]

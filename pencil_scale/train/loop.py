@@ -1,8 +1,11 @@
 """The training loop: epochs, steps, and the moments at which progress becomes permanent.
 
-It knows no Ray, no MLflow and no files: what it needs is handed in as plain callables, and so the whole loop
-runs on a list of batches in a unit test. Every rank runs it in step with the others: each has the same number
-of batches, and each call of `save`, `close_epoch`, `stop` and `total` is made by all ranks together.
+The loop does not know Ray, MLflow or files: what it needs is passed in as plain callables, so a unit test can
+run all of it on a list of batches. The ranks run it in step with each other: all have the same number of
+batches, and all call `save`, `close_epoch`, `stop` and the methods of `ranks` together.
+
+    loop = Loop(stepper, schedule, owners, hooks, pace, seed=1)
+    progress = loop.run(progress)              # all epochs are done, unless a stop was requested
 """
 
 import time
@@ -10,25 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from pencil_scale.labels.host_copy import HostCopy
 from pencil_scale.labels.owners import AHEAD, Batch, Owners
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.checkpoint import Progress, average_buffers, not_finite, require_finite
-from pencil_scale.train.step import Stepper
-from pencil_scale.train.step_graph import StepGraph
-from pencil_scale.train.tally import Tally
+from pencil_scale.train.checkpoints import Progress
+from pencil_scale.train.ranks import ALONE, Ranks, Tally, average_buffers, not_finite, require_finite
+from pencil_scale.train.step import StepGraph, Stepper
 
 LOG_EVERY_STEPS = 50
-ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners let only AHEAD + 1 be under way on the device
+ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners allow only AHEAD + 1 in the queue of the device
 NAMED_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's batches for this rank: equally many on every rank, empty ones where rows ran out."""
+    """One epoch's batches for this rank: the same number on every rank, empty ones where rows ran out."""
 
     num_steps: int
     batches: Iterable[Batch]
@@ -36,23 +37,21 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop is given by whoever runs it."""
+    """What the loop calls."""
 
     epoch: Callable[[int], Epoch]
     prepare: Callable[[Batch, int], Batch]  # to the device: decoded, augmented, never empty
     save: Callable[[Progress], None]  # labels and weights as a pair
-    close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, tell, save
+    close_epoch: Callable[[Stage, Progress, dict[str, float]], None]  # evaluate, report, save
     log_step: Callable[[Stage, Progress, dict[str, float]], None]
-    total: Callable[[float], float] = lambda value: value  # the sum over all ranks
-    add_up: Callable[[Tensor], Tensor] = lambda values: values  # the same, of many numbers on the host
-    join: Callable[[list[str]], list[str]] = lambda names: names  # those of all ranks, on every rank
     name_unreadable: Callable[[int, list[str]], None] = lambda num, names: None  # how many, and the first
-    stop: Callable[[], bool] = lambda: False  # whether any rank was asked to end early
+    stop: Callable[[], bool] = lambda: False  # whether any rank was asked to stop
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
 class Pace:
-    """When things happen that do not happen at every step."""
+    """How often, or until when, things happen that do not happen at every step."""
 
     save_every: int | None = None
     stop_every: int = 1
@@ -70,7 +69,7 @@ class Clock:
     num_images: int = 0
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on, adding up how long the stream was waited for."""
+        """Pass batches on, and add up the time spent waiting for the stream."""
         coming = iter(batches)
         while True:
             asked = time.perf_counter()
@@ -81,7 +80,7 @@ class Clock:
             yield batch
 
     def labels(self, batches: Iterator[Batch], owners: Owners) -> Iterator[Batch]:
-        """The same for the owners, who wait for the stream and the device too: the rest is theirs."""
+        """The same for the owners, without the time in which they wait for the stream and the device."""
         while True:
             asked, others_s = time.perf_counter(), self.data_s + owners.device_s
             batch = next(batches, None)
@@ -101,17 +100,8 @@ class Clock:
         }
 
 
-@dataclass(frozen=True)
-class SentLoss:
-    """The losses of some steps, added up and on their way from the device."""
-
-    stage: Stage
-    progress: Progress
-    sums: HostCopy
-
-
 class Loop:
-    """Trains from one point of progress to the schedule's end, or to where it is asked to stop."""
+    """Trains from some progress to the end of the schedule, or until a stop is requested."""
 
     def __init__(
         self,
@@ -123,13 +113,13 @@ class Loop:
         seed: int,
     ) -> None:
         self.stepper, self.schedule, self.owners = stepper, schedule, owners
-        self.hooks, self.pace, self.seed = hooks, pace, seed
-        self._tally = Tally(hooks.add_up)
-        self._sent: SentLoss | None = None
+        self.hooks, self.ranks, self.pace, self.seed = hooks, hooks.ranks, pace, seed
+        self._tally = Tally(self.ranks.add_up)
+        self._sent: tuple[Stage, Progress, HostCopy] | None = None  # a loss on its way from the device
         self._num_unreadable, self._unreadable = 0, list[str]()
 
     def run(self, progress: Progress) -> Progress:
-        """Train on; the progress returned has all epochs done unless a stop was asked for."""
+        """Train; return progress with all epochs done, unless a stop was requested."""
         while progress.epoch < self.schedule.epochs:
             stage = self.schedule.stage_at(progress.epoch)
             clock = Clock()
@@ -142,24 +132,24 @@ class Loop:
             figures = self._figures(stage, progress, clock)
             progress = replace(progress, epoch=progress.epoch + 1, step=0)
             self.hooks.close_epoch(stage, progress, figures)
-            # Epochs may be shorter than the steps between two questions, or end exactly where one is due.
+            # An epoch may be shorter than the steps between two checks, or end exactly where one is due.
             if progress.epoch < self.schedule.epochs and self.hooks.stop():
                 return progress
         return progress
 
     def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
-        """Train what is left of an epoch; also say whether it came to its end."""
+        """Train what is left of an epoch; also return whether it came to its end."""
         epoch, accumulation = self.hooks.epoch(progress.epoch), self.stepper.accumulation
         batches = self.owners.with_labels(clock.data(epoch.batches), progress.epoch)
-        # Counted from here, not from the epoch's start: progress is saved between groups of batches alone, so
-        # a group starts here, whatever the size of those before.
+        # Counted from here, not from the start of the epoch: progress is saved only between groups of
+        # batches, so a group starts here, whatever the size of earlier groups.
         for num_done, batch in enumerate(clock.labels(batches, self.owners), 1):
             self._step(batch, stage, progress, num_done - 1, epoch.num_steps)
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
             self._report(stage, progress)
             if num_done == epoch.num_steps or num_done % accumulation:
-                continue  # the end is near, or gradients are still being added up
-            # What fell due at any batch of this group; all ranks are at the same step, and ask together.
+                continue  # the epoch is over, or gradients are still being added up
+            # Due at any batch of this group; all ranks are at the same step, and check together.
             if _falls_due(self.pace.stop_every, progress.all_steps, accumulation) and self.hooks.stop():
                 return progress, False
             if self.pace.save_every and _falls_due(self.pace.save_every, progress.step, accumulation):
@@ -169,9 +159,11 @@ class Loop:
         return progress, True
 
     def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
-        # Chance inside the network (dropout) is a function of where we are: a restart needs no memory of it.
+        # Randomness in the network (dropout) depends only on the position, so a restart repeats it.
         _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
-        _set_rate(self.stepper.optimizer, stage.learning_rate * self._warmth(progress))
+        warmth = min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
+        for group in self.stepper.optimizer.param_groups:
+            group["lr"] = stage.learning_rate * warmth
         prepared = self.hooks.prepare(batch, progress.epoch)
         self._count_unreadable(prepared.problems, progress.epoch)
         result = self.stepper.step(prepared, stage, nth, num_steps)
@@ -181,38 +173,35 @@ class Loop:
         else:
             self.owners.mark(batch.rows, progress.epoch)
 
-    def _warmth(self, progress: Progress) -> float:
-        return min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
-
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Send the loss of some steps on its way, and report it a few steps later, without waiting for it.
+        """Start to copy the loss of some steps, and log it a few steps later, without waiting for it.
 
-        All ranks do both at the same steps, for the loss is added up over them.
+        All ranks do both at the same steps, because the loss is added up over them.
         """
         if self._tally.num_recent == ARRIVED_AFTER:
-            self._tell_loss()
+            self._log_loss()
         if self._tally.num_recent == LOG_EVERY_STEPS:
-            self._sent = SentLoss(stage, progress, self._tally.send())
+            self._sent = stage, progress, self._tally.send()
 
-    def _tell_loss(self) -> None:
+    def _log_loss(self) -> None:
         if self._sent is not None:
-            sent, self._sent = self._sent, None
-            sums = self._tally.read(sent.sums)
-            require_finite(sums.problems(), sent.stage.name, sent.progress, LOG_EVERY_STEPS)
-            self.hooks.log_step(sent.stage, sent.progress, {"loss": sums.mean_loss})
+            (stage, progress, sent), self._sent = self._sent, None
+            sums = self._tally.read(sent)
+            require_finite(sums.problems(), stage.name, progress, LOG_EVERY_STEPS)
+            self.hooks.log_step(stage, progress, {"loss": sums.mean_loss})
 
     def _settle(self, stage: Stage, progress: Progress) -> None:
         """Make sure that what is about to be evaluated and saved is finite, and the same on every rank."""
-        self._tell_loss()
+        self._log_loss()
         num_recent = self._tally.num_recent
         require_finite(self._tally.peek().problems(), stage.name, progress, num_recent)
         broken = not_finite(self.stepper.model, self.stepper.optimizer)
-        if self.hooks.total(len(broken)):  # the ranks agree, so none waits for one that has gone
-            require_finite(self.hooks.join(broken), stage.name, progress, num_recent)
-        average_buffers(self.stepper.model, self.hooks.add_up, self.owners.world)
+        if self.ranks.total(len(broken)):  # all ranks end together, so none waits for one that has ended
+            require_finite(self.ranks.join(broken), stage.name, progress, num_recent)
+        average_buffers(self.stepper.model, self.ranks.add_up, self.owners.world)
 
     def _count_unreadable(self, problems: tuple[str, ...], epoch: int) -> None:
-        """Count what could not be decoded; more than the whole epoch may have ends the run at once."""
+        """Count what could not be decoded; more than a complete epoch may have ends the run at once."""
         if problems:
             self._num_unreadable += len(problems)
             self._unreadable = [*self._unreadable, *problems][:NAMED_PROBLEMS]
@@ -227,12 +216,12 @@ class Loop:
             )
 
     def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
-        """What an epoch came to, over all ranks; too many unreadable images end the run here."""
-        total = self.hooks.total
+        """The figures of an epoch, over all ranks; too many unreadable images end the run here."""
+        total = self.ranks.total
         visited = total(self.owners.table.count_visited(progress.epoch))
         num_unreadable = total(self._num_unreadable)
         if num_unreadable:
-            names = self.hooks.join(self._unreadable)[:NAMED_PROBLEMS]
+            names = self.ranks.join(self._unreadable)[:NAMED_PROBLEMS]
             self._require_few(num_unreadable, visited, names, progress.epoch)
             self.hooks.name_unreadable(int(num_unreadable), names)
         figures = clock.figures()
@@ -249,19 +238,14 @@ def _falls_due(every: int, step: int, num_steps: int) -> bool:
 
 
 def _set_seed(seed: int) -> None:
-    """Seed what is in use; `torch.manual_seed` would also note a stack trace for a GPU that is not there."""
+    """Seed the generators in use; `torch.manual_seed` also records a stack trace where there is no GPU."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def _mixed(*numbers: int) -> int:
-    """One seed out of several numbers."""
+    """Mix several numbers into one seed."""
     mixed = 0
     for number in numbers:
         mixed = ((mixed ^ (number + 1)) * 0x9E3779B97F4A7C15) % 2**63

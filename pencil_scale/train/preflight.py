@@ -1,11 +1,12 @@
-"""All that can be checked of a run before a worker starts, and what to say of it.
+"""Preflight: everything that can be checked before a worker starts.
 
-Whether a config still says of its data what the catalogue was made from.
+    require_agreement(config)               # the config describes the data that was indexed
+    checked = check_run(config)             # server, classes, network, outlook of the labels, catalogue
+    clean = check_clean(config, versions, checked.class_names)
 
-Training reads the catalogue, not `data.shards` or `data.exclude`. A config that has changed since would be
-trained as it was before, without a word: samples that must vanish, other shards, classes in another order.
-
-    require_agreement(config)      # else an error names the key, and the command that brings them together
+Training reads the catalogue, not `data.shards` or `data.exclude`. Without `require_agreement`, a config that
+changed after indexing would silently train on the old data: samples that were taken down since, other shards,
+classes in another order. The error names the key and the command to run.
 """
 
 import os
@@ -32,23 +33,25 @@ from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
 
 Rows: TypeAlias = npt.NDArray[np.int64]
+REMEDY = "run pipelines.index_shards again with this config, or undo the change"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A run that may start."""
+    """A run that can start."""
 
     class_names: tuple[str, ...]
     schedule: Schedule
     catalogue: Catalogue
     subset: Rows | None
+    weight_bytes: int  # of the network
     lines: list[str]
 
 
 def check_run(config: Config, version: int | None = None) -> Checked:
-    """Look at the server, the classes, the network, the labels' outlook and the catalogue.
+    """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogue.
 
-    `version` is that of the catalogue a run started with; without, the newest.
+    `version` is the catalogue version that the run started with; None is the newest.
     """
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
@@ -59,14 +62,16 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if schedule.epochs == 0:
         raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     outlook = check_outlook(schedule, len(names))
     catalogue = Catalogue.open(config.run.storage, version)
     if catalogue.class_names != names:
         remedy = "run pipelines.index_shards again"
         if version is not None:
-            remedy = f"put back the list of catalogue version {version} and index again, or choose another"
-            remedy += " run.name"
+            remedy = (
+                f"restore the list of catalogue version {version} and index again, or choose another run.name"
+            )
         raise PencilError(
             f"data.classes: {config.data.classes} {difference(names, catalogue.class_names)}, "
             f"compared with the catalogue; {remedy}"
@@ -75,23 +80,21 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if config.data.subset is not None:
         subset = read_members(config.data.subset, catalogue, config.run.storage)
     subset, num_taken_down = _without_taken_down(config, catalogue, subset)
-    stages = schedule.stages
-    lengths = (("backbone", stages.backbone), ("pencil", stages.pencil), ("finetune", stages.finetune))
     lines = [
         f"run {config.run.name}: {_samples(config, catalogue, subset)} of {len(names)} classes, "
-        f"{config.model.backbone} with {size:,} parameters",
-        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in lengths),
+        f"{config.model.backbone} with {num_parameters:,} parameters",
+        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages),
         outlook,
     ]
     if num_taken_down:
-        lines.append(f"data.exclude: {num_taken_down:,} more samples are taken down and trained on no more")
-    return Checked(names, schedule, catalogue, subset, lines)
+        lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
+    return Checked(names, schedule, catalogue, subset, weight_bytes, lines)
 
 
 def check_clean(
     config: Config, versions: Mapping[str, int], class_names: Sequence[str]
 ) -> dict[str, StreamSpec]:
-    """Look at the clean sets a run is evaluated on, in these versions, and say how to read them."""
+    """Check the clean sets that a run is evaluated on, in these versions, and say how to read them."""
     specs = {}
     for part, version in versions.items():
         catalogue = Catalogue.open(config.run.storage, version, part)
@@ -106,11 +109,11 @@ def check_clean(
 
 
 def _without_taken_down(config: Config, catalogue: Catalogue, subset: Rows | None) -> tuple[Rows | None, int]:
-    """Leave out what was taken down since the catalogue was made; also say how much that is."""
+    """Leave out what was taken down since the catalogue was made; also return how many rows that is."""
     taken_down = newly_excluded(catalogue, config.data.exclude)
     if not len(taken_down):
         return subset, 0
-    known = catalogue.ok_rows().row.astype(np.int64) if subset is None else subset
+    known = catalogue.ok_rows() if subset is None else subset
     return np.setdiff1d(known, taken_down), len(taken_down)
 
 
@@ -121,45 +124,31 @@ def _samples(config: Config, catalogue: Catalogue, subset: Rows | None) -> str:
     return f"{len(subset):,} samples{named} out of {catalogue.num_ok:,}"
 
 
-REMEDY = "run pipelines.index_shards again with this config, or take the change back"
-
-
 def require_agreement(config: Config) -> None:
-    """Refuse a config whose words on its data are not those the catalogue was indexed with."""
+    """Refuse a config that describes other data than the catalogue was indexed with."""
     data, catalogue = config.data, Catalogue.open(config.run.storage)
     found = catalogue.manifest
-    _require("data.identity", data.identity, found["identity"])
-    _require("data.label", data.label, found["label"])
-    names = read_class_names(data.classes)
-    if list(names) != found["classes"]:
-        raise PencilError(f"data.classes: {data.classes} {_other_classes(names, found['classes'])}; {REMEDY}")
+    for key, wanted in (("identity", data.identity), ("label", data.label)):
+        if wanted != found[key]:
+            raise PencilError(
+                f"data.{key}: found {wanted}, the catalogue was indexed with {found[key]}; {REMEDY}"
+            )
+    if differs := difference(read_class_names(data.classes), found["classes"]):
+        raise PencilError(f"data.classes: {data.classes} {differs}, compared with the catalogue; {REMEDY}")
     exclude = make_overlay(data.exclude).exclude
     if found.get("exclude", exclude) != exclude:
         raise PencilError(
-            f"data.exclude: {data.exclude} is not the list the catalogue was indexed with, so what it names "
+            f"data.exclude: {data.exclude} is not the list the catalogue was indexed with; its samples "
             f"would still be trained on; {REMEDY}"
         )
     _require_shards(data.shards, [entry.url for entry in catalogue.shards if entry.state == "indexed"])
 
 
-def _require(key: str, wanted: str, indexed: str) -> None:
-    if wanted != indexed:
-        raise PencilError(f"{key}: found {wanted}, the catalogue was indexed with {indexed}; {REMEDY}")
-
-
-def _other_classes(names: Iterable[str], indexed: list[str]) -> str:
-    names = list(names)
-    if len(names) != len(indexed):
-        return f"names {len(names)} classes, the catalogue was indexed with {len(indexed)}"
-    number = next(n for n, name in enumerate(names) if name != indexed[n])
-    return f"calls class {number} '{names[number]}', the catalogue was indexed with '{indexed[number]}' there"
-
-
 def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
-    """The patterns must name shards of the catalogue; the store is not asked for any.
+    """Require that the patterns name shards of the catalogue; the storage of the shards is not read.
 
-    A shard that left the list keeps its rows as long as it stands in its store: indexing again changes
-    nothing about that, so it is only told.
+    A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
+    change that; so this is only a note.
     """
     wanted = {_bare(path) for path in _paths(patterns)}
     globs = [path for path in wanted if any(sign in path for sign in "*?[")]
@@ -177,7 +166,7 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
         )
     print(
         f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
-        f"{such_as}; they keep their rows and are trained on, too; to leave them out, set data.subset, "
+        f"{such_as}; they keep their rows and are trained on too; to leave them out, set data.subset, "
         "or index into another run.storage",
         flush=True,
     )
@@ -191,5 +180,5 @@ def _paths(patterns: Iterable[str]) -> Iterator[str]:
 
 
 def _bare(url: str) -> str:
-    """One spelling for a URL, a path and what a filesystem makes of them."""
+    """One spelling for a URL and for the path that a filesystem makes of it."""
     return url.rpartition("://")[2].lstrip("/")

@@ -1,10 +1,27 @@
-"""What happens on the device before a step: the network built, images decoded, augmented and padded."""
+"""What a worker prepares: its process, its scratch folders, its network, and every batch before its step.
 
+    settle(config, device)
+    folder = claim_scratch(config.workers.scratch, "labels")
+    stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world)
+    preparation = Preparation(config, device, stream.name_problem)
+    for batch in preparation.ahead(batches):                # decoded
+        preparation.prepare(batch, epoch)                   # on the device, augmented, never empty
+
+A scratch folder is locked by its process, and the system releases the lock when the process dies, however it
+dies. A process that claims a folder first removes the folders beside it that are not locked any more: after
+`kill -9` nothing is left for long.
+"""
+
+import fcntl
 import gc
 import inspect
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +34,21 @@ from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.stream.batches import Prefetch
-from pencil_scale.train.step import Stepper
-from pencil_scale.train.step_graph import StepGraph
+from pencil_scale.train.step import StepGraph, Stepper
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
 DECODED_AHEAD = 2  # batches, each of which is hundreds of photos in the GPU's memory
 PATIENCE_S = 10.0
-FEWEST_ROWS = 2  # batch norm cannot learn from one sample
+FEWEST_ROWS = 2  # batch norm needs more than one sample
+HELD, NEW = "pencil_scale-held-", "pencil_scale-new-"  # names of scratch folders: locked, and not locked yet
+
+_locks: dict[Path, int] = {}  # our scratch folders, and the open handles that lock them
 
 
 def settle(config: Config, device: torch.device) -> None:
-    """Set what is global to the process: seed, turns of threads, and fast or repeatable arithmetic."""
+    """Set what is global to the process: seed, thread switching, and fast or repeatable arithmetic."""
     torch.manual_seed(config.run.seed)
-    # Reading and carrying labels are threads of this process too: a step that waits 5 ms for each is late.
+    # Reading and carrying labels run in threads of this process too: a step must not wait 5 ms for each.
     sys.setswitchinterval(SWITCH_S)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -40,13 +59,56 @@ def settle(config: Config, device: torch.device) -> None:
 
 
 def set_aside() -> None:
-    """Spare Python's garbage collector all there is by now: modules, the network, what compiling it left.
+    """Hide all present objects from Python's garbage collector: modules, the network, what compiling left.
 
-    It would look through hundreds of thousands of objects again and again, while the GPU waits. To be called
-    once everything has been in use; `gc.unfreeze()` takes it back.
+    The collector would search hundreds of thousands of objects again and again while the GPU waits. Call this
+    when everything has been used once; `gc.unfreeze()` undoes it.
     """
     gc.collect()
     gc.freeze()
+
+
+def claim_scratch(parent: str | None, kind: str) -> Path:
+    """Make a locked folder under `parent` (None: the system's temporary folder)."""
+    base = Path(parent or tempfile.gettempdir())
+    base.mkdir(parents=True, exist_ok=True)
+    for folder in [folder for folder in _locks if not folder.exists()]:
+        os.close(_locks.pop(folder))  # a long run makes many
+    sweep_scratch(base)
+    # Other processes judge a folder by its lock, so it gets its name only when it is locked.
+    new = Path(tempfile.mkdtemp(prefix=NEW, dir=base))
+    folder = base / new.name.replace(NEW, f"{HELD}{kind}-")
+    _locks[folder] = os.open(new, os.O_RDONLY)
+    _lock(_locks[folder])
+    return new.rename(folder)
+
+
+def sweep_scratch(base: Path) -> list[Path]:
+    """Remove the scratch folders of dead processes; return their names."""
+    dead = [folder for folder in base.glob(f"{HELD}*") if folder not in _locks and _is_abandoned(folder)]
+    for folder in dead:
+        shutil.rmtree(folder, ignore_errors=True)
+    return dead
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False  # it was removed meanwhile, or belongs to another user
+    try:
+        return _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Try to lock; on a disk without locks this fails, and nothing is removed."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
@@ -71,31 +133,23 @@ def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> t
 def build_stepper(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, world: int
 ) -> Stepper | StepGraph:
-    """Compile the network where asked, and share gradients where there are others to share with."""
+    """Compile the network if the config says so, and share gradients if there are other ranks."""
     options = config.optimizer
     network: Any = model
     if options.compile != "off":
         network = torch.compile(model, mode=options.compile, dynamic=False)
     if world > 1:
-        network = _shared(network, device)
+        # Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop
+        # averages them before they are used.
+        known = inspect.signature(DistributedDataParallel).parameters
+        renamed = "forward_sync_buffers" in known  # since torch 2.15
+        buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        devices = [device] if device.type == "cuda" else None
+        network = DistributedDataParallel(network, device_ids=devices, **buffers)
     plain = Stepper(network, optimizer, options.precision == "bf16", options.accumulation)
     if not options.cuda_graph:
         return plain
     return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
-
-
-def _shared(network: nn.Module, device: torch.device) -> nn.Module:
-    """Share gradients with the other ranks.
-
-    Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop averages
-    them before they are used.
-    """
-    known = inspect.signature(DistributedDataParallel).parameters
-    buffers = (
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # before 2.15
-    options: dict[str, Any] = {buffers: False}
-    return DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None, **options)
 
 
 @dataclass(frozen=True)
@@ -107,7 +161,7 @@ class Preparation:
     name_problem: Callable[[int, str], str]
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass batches on; those that come encoded are decoded by a thread, while the GPU trains."""
+        """Pass batches on; encoded ones are decoded in a thread while the GPU trains."""
         if self.config.images.decode == "cpu":
             yield from batches
             return
@@ -115,10 +169,10 @@ class Preparation:
         try:
             yield from coming
         finally:
-            coming.join(PATIENCE_S)  # else two would read from one stream
+            coming.join(PATIENCE_S)  # otherwise two threads would read from one stream
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """Bring a batch over, augment it, and never leave it without any sample."""
+        """Bring a batch to the device, augment it, and pad it if it has too few samples."""
         recipe = Recipe.from_config(self.config.images)
         brought = self.bring(batch)
         images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
@@ -128,15 +182,15 @@ class Preparation:
         return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, recipe.crop)
 
     def bring(self, batch: Batch) -> Batch:
-        """Bring images, decoded, and weights to the device."""
+        """Bring decoded images and their weights to the device."""
         decoded = self.decode(batch)
         images = decoded.images.to(self.device, non_blocking=True)
         return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
 
     def decode(self, batch: Batch) -> Batch:
-        """Decode images that come encoded, on the GPU; the weights stay here.
+        """Decode encoded images on the GPU; the weights stay on the host.
 
-        To bring them over is to wait for the step under way, which this must not.
+        Copying the weights would wait for the current step, which this thread must not do.
         """
         if isinstance(batch.images, torch.Tensor):
             return batch
@@ -146,7 +200,7 @@ class Preparation:
 
 
 def _padded(batch: Batch, side: int) -> Batch:
-    """Add blank samples of weight 0: they teach nothing, but every rank has something to compute."""
+    """Add blank samples of weight 0, so that every rank has something to compute."""
     missing = FEWEST_ROWS - len(batch.rows)
     images = batch.images if len(batch.rows) else batch.weight.new_zeros(0, 3, side, side)
     return replace(

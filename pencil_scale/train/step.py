@@ -1,8 +1,14 @@
-"""One step: move the weights by a batch, then its labels by what the network said of them."""
+"""One step: move the weights by a batch, then move its labels by the network's predictions.
+
+    stepper = Stepper(model, optimizer)
+    result = stepper.step(batch, stage, nth, of)             # label_logits moved; loss and counts
+
+`StepGraph` takes the same steps by replaying a CUDA graph.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -12,14 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Stage
 
+PLAIN_STEPS = 3  # before a graph is recorded: libraries choose their kernels, and momentum gets its memory
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, still on the device: to read it is to wait for the step."""
+    """The result of a step, still on the device: reading it waits for the step."""
 
     label_logits: Tensor  # [B, C], moved
     sums: Tensor  # float64 [3]: weighted loss, weight, and labels whose move was not finite
-    class_counts: Tensor  # int64 [2, C]: samples by given class, and those the network agrees with
+    class_counts: Tensor  # int64 [2, C]: samples by given class, and those whose prediction agrees
 
     @property
     def loss(self) -> Tensor:
@@ -29,7 +37,7 @@ class StepResult:
 
 @dataclass
 class Stepper:
-    """How a step is taken: in which precision, and over how many batches at once."""
+    """Takes steps in a given precision; weights move once per `accumulation` batches."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -38,9 +46,9 @@ class Stepper:
     _group_weight: Tensor = field(default_factory=lambda: torch.zeros(()), init=False, repr=False)
 
     def step(self, batch: Batch, stage: Stage, nth: int, of: int) -> StepResult:
-        """Take the `nth` of `of` batches; the weights move after every `accumulation` of them.
+        """Take the step of batch `nth` of `of`; the weights move after every group of `accumulation` batches.
 
-        Both count from the batch at which this attempt started, which is the first of its group.
+        Both numbers count from the batch at which this attempt started, which is the first of its group.
         """
         first, last = nth % self.accumulation == 0, (nth + 1) % self.accumulation == 0 or nth + 1 == of
         weight_sum = batch.weight.sum()
@@ -53,9 +61,10 @@ class Stepper:
                 class_logits = self.model(batch.images)  # [B, C]
             loss = stage.loss(class_logits, batch.label_logits, batch.noisy_class)  # [B]
             loss_sum = (loss * batch.weight).sum()
-            # The weights move by the gradient of the weighted mean over all samples of the group, of all
-            # ranks. DDP averages the ranks' gradients, so each rank divides its sum by the mean of the ranks'
-            # weights; divided by its own, a single readable image would count as much as a full batch.
+            # The weights move by the gradient of the weighted mean over all samples of the group, on all
+            # ranks. DDP averages the gradients of the ranks, so each rank divides its sum by the mean of the
+            # ranks' weights. Divided by the rank's own weight, a single readable image would count as much
+            # as a full batch.
             (loss_sum / mean_weight() if self.accumulation == 1 else loss_sum).backward()
         if last and self.accumulation > 1:  # only now is the weight of the group known
             self._divide_gradients(mean_weight())
@@ -64,9 +73,9 @@ class Stepper:
         return _result(batch, stage, class_logits.detach(), loss_sum.detach(), weight_sum)
 
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
-        """Start to add up the ranks' weights; the mean is asked for after the forward pass, which hides it.
+        """Start to add up the ranks' weights; the mean is needed only after the forward pass.
 
-        On a GPU the host does not wait: the sum is one small kernel, queued with DDP's own.
+        On a GPU the host does not wait: the sum is one small kernel, queued with those of DDP.
         """
         if not isinstance(self.model, DistributedDataParallel):
             return lambda: weight.clamp(min=1e-12)
@@ -95,9 +104,9 @@ class Stepper:
 def _result(
     batch: Batch, stage: Stage, class_logits: Tensor, loss_sum: Tensor, weight_sum: Tensor
 ) -> StepResult:
-    # A label moves by its own sample's gradient, so it goes equally far whether one worker holds the whole
-    # batch or eight workers share it. It stays if its image could not be read, or if its move is not finite;
-    # the latter is counted, and ends the run before anything is saved.
+    # A label moves by the gradient of its own sample, so it moves equally far whether one worker holds the
+    # complete batch or eight workers share it. It does not move if its image could not be read, or if the
+    # move is not finite; the latter is counted, and ends the run before anything is saved.
     readable = batch.weight > 0
     moved = stage.move_labels(class_logits, batch.label_logits, batch.noisy_class)
     finite = moved.isfinite().all(-1)
@@ -109,3 +118,63 @@ def _result(
     counts = torch.stack([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), (~finite).sum().double()])
     return StepResult(moved, sums, counts)
+
+
+class StepGraph:
+    """Takes the steps of a `Stepper`, mostly by replaying one CUDA graph.
+
+        stepper = StepGraph(stepper, odd=stepper, full_batch=128)
+
+    A small network keeps the GPU waiting for Python, which launches hundreds of kernels per step; a replay
+    launches them all at once. The numbers are those of plain steps: a stage starts with plain steps, a
+    recording computes nothing, and it is then replayed for the batch it was made with. The graph is recorded
+    again whenever the stage or its label rate changes.
+
+    Only for a single worker, and weights that move at every step: an exchange of gradients is not recorded.
+    """
+
+    accumulation = 1
+
+    def __init__(self, stepper: Stepper, odd: Stepper, full_batch: int) -> None:
+        """`odd` takes batches that are not full, for which a compiled network would be compiled again."""
+        self.model, self.optimizer = stepper.model, stepper.optimizer
+        self._stepper, self._odd, self._full_batch = stepper, odd, full_batch
+        self._rate = torch.zeros((), device=next(stepper.model.parameters()).device)
+        self._kind: tuple[str, float] | None = None  # what differs between recordings; the rate does not
+        self._num_taken = 0
+
+    def step(self, batch: Batch, stage: Stage, nth: int, of: int) -> StepResult:
+        """Replay the step on this batch; the next step overwrites its result."""
+        if len(batch.weight) != self._full_batch:
+            return self._odd.step(batch, stage, nth, of)
+        if self._kind != (stage.name, stage.label_rate):
+            self._kind, self._num_taken = (stage.name, stage.label_rate), 0
+        self._num_taken += 1
+        if self._num_taken <= PLAIN_STEPS:
+            return self._stepper.step(batch, stage, nth, of)
+        if self._num_taken == PLAIN_STEPS + 1:
+            self._record(batch, stage)
+        for still, coming in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            still.copy_(coming, non_blocking=True)
+        self._rate.fill_(self.optimizer.param_groups[0]["lr"])
+        self._graph.replay()
+        return self._result
+
+    def _record(self, batch: Batch, stage: Stage) -> None:
+        images, label_logits, noisy_class, weight = (tensor.clone() for tensor in _tensors(batch))
+        self._batch = replace(
+            batch, images=images, label_logits=label_logits, noisy_class=noisy_class, weight=weight
+        )
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate  # read at every replay; a plain number would be recorded
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may pin memory and wait for copies meanwhile; only this one must not.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._result = self._stepper.step(self._batch, stage, nth=0, of=1)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.images, batch.label_logits, batch.noisy_class, batch.weight

@@ -1,4 +1,4 @@
-"""The end of a run: the model and the labels published, and a summary of what came of it."""
+"""The end of a run: the model and the labels are published, and the summary says what came of it."""
 
 import io
 import json
@@ -11,46 +11,45 @@ import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.storage.errors import DamagedError
-from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.stream.window_reader import Selection
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoint import Saved, read_checkpoint
+from pencil_scale.train.checkpoints import Saved, read_checkpoint
 from pencil_scale.train.driver import Outcome
 from pencil_scale.train.estimate import estimate_beside_outcome
 from pencil_scale.train.gate import judge
 from pencil_scale.train.preflight import Checked
 
-GATE = "gate"  # the warning that stands in for a held run
+GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
+TABLE = {
+    "given_label_accuracy": "labels right as given",
+    "corrected_label_accuracy": "labels right as repaired",
+    "test_accuracy": "test accuracy, last epoch",
+    "test_accuracy_best": "test accuracy, best epoch",
+    "validation_accuracy": "validation accuracy, last epoch",
+    "samples": "samples",
+    "corrected": "labels changed",
+    "images_per_s": "images/s",
+    "epoch_s": "seconds per epoch",
+    "model": "model",
+    "labels": "labels",
+}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run, as `summary.json` holds it."""
+    """What came of a run, as stored in `summary.json`."""
 
     facts: dict[str, Any]
 
     def table(self) -> str:
-        """The few lines a person wants to see at the end."""
-        named = {
-            "given_label_accuracy": "labels right as given",
-            "corrected_label_accuracy": "labels right as repaired",
-            "test_accuracy": "test accuracy, last epoch",
-            "test_accuracy_best": "test accuracy, best epoch",
-            "validation_accuracy": "validation accuracy, last epoch",
-            "samples": "samples",
-            "corrected": "labels changed",
-            "images_per_s": "images/s",
-            "epoch_s": "seconds an epoch",
-            "model": "model",
-            "labels": "labels",
-        }
-        rows = [(words, self.facts[name]) for name, words in named.items() if name in self.facts]
+        """The most important facts, one per line."""
+        rows = [(words, self.facts[name]) for name, words in TABLE.items() if name in self.facts]
         return "\n".join(f"{words:<32} {_spelled(value)}" for words, value in rows)
 
     @property
@@ -58,14 +57,12 @@ class Summary:
         return bool(self.facts["status"] == "held")
 
     def standing(self) -> dict[str, Any]:
-        """How the run stands, as its record says it."""
-        return {
-            "status": self.facts["status"],
-            "held_because": self.facts["held_because"] if self.held else (),
-        }
+        """The status of the run, for its record."""
+        reasons = self.facts["held_because"] if self.held else ()
+        return {"status": self.facts["status"], "held_because": reasons}
 
     def ending(self) -> list[str]:
-        """The last lines a person sees: why the labels are held, or what a gate that only warns found."""
+        """The last lines of the output: why the labels are held, or what a gate that only warns found."""
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
@@ -84,27 +81,27 @@ def publish(
     alias: str | None = "current",
     hold: bool = True,
 ) -> Summary:
-    """Put the weights and the labels' manifest under their final names, then the summary.
+    """Store the weights and the labels' manifest under their final names, then the summary.
 
-    Labels that look wrong are saved as held, and their model gets no alias; not so without `hold`.
+    Labels that look wrong are stored as held, and their model gets no alias; without `hold` they are
+    published all the same.
     """
     with outcome.checkpoint.as_directory() as folder:
         saved = read_checkpoint(Path(folder))
-    storage, name = config.run.storage.rstrip("/"), config.run.name
-    catalogue = Catalogue.open(storage, record.catalogue_version)
-    doubts = _doubts(config, checked, catalogue, saved.labels, record, outcome.record)
+    catalogue = Catalogue.open(config.run.storage, record.catalogue_version)
+    doubts = _doubts(config, checked, catalogue, saved, record, outcome.record)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_warning(GATE, warnings[GATE])
         doubts = ()
     held = hold and bool(doubts)
     facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
-    facts |= {"run": name, "warnings": warnings, **_save(storage, name, saved, held, lease)}
+    facts |= {"run": record.name, "warnings": warnings, **_save(config, saved, held, lease)}
     facts |= {"status": "held" if held else "finished", "held_because": list(doubts)}
     facts["catalogue_version"] = record.catalogue_version
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
-    lease.put(f"runs/{name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
-    write_facts(storage, name, facts, lease)
+    lease.put(f"runs/{record.name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
+    write_facts(config.run.storage, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
     if held:
         alias = None  # until a person promotes the run
@@ -118,41 +115,37 @@ def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) ->
     """Write the summary beside the run, and as the newest one of the storage."""
     text = json.dumps(facts, indent=2).encode()
     lease.put(f"runs/{name}/summary.json", text)
-    if _is_ours(storage):
+    try:
+        newest = Storage(storage).read_json("summary.json")
+        is_ours = newest is None or "held_because" in newest
+    except (DamagedError, TypeError):
+        is_ours = False  # the folder may hold other things than ours
+    if is_ours:
         lease.put("summary.json", text)
 
 
-def _is_ours(storage: str) -> bool:
-    """Whether the storage has no `summary.json`, or one of ours: the folder may hold other things."""
-    try:
-        return "held_because" in json.loads(Folder(storage).get("summary.json"))
-    except DamagedError:
-        return True
-    except (ValueError, TypeError):
-        return False
-
-
-def _save(storage: str, name: str, saved: Saved, held: bool, lease: Lease) -> dict[str, str]:
-    """Write weights and labels; return where they are."""
+def _save(config: Config, saved: Saved, held: bool, lease: Lease) -> dict[str, str]:
+    """Store weights and labels; return their URLs."""
+    storage, name = Storage(config.run.storage), config.run.name
+    labels = storage.held(name) if held else storage.published(name)
     weights = io.BytesIO()
     torch.save(saved.weights, weights)
-    model, labels = f"models/{name}.pt", f"labels/{'held' if held else 'published'}/{name}.json"
     saved.labels.require_whole()
-    lease.put(model, weights.getvalue())
+    lease.put(storage.model(name), weights.getvalue())
     lease.put(labels, saved.labels.encode())
-    return {"model": f"{storage}/{model}", "labels": f"{storage}/{labels}"}
+    return {"model": storage.path(storage.model(name)), "labels": storage.path(labels)}
 
 
 def _doubts(
     config: Config,
     checked: Checked,
     catalogue: Catalogue,
-    labels: Manifest,
+    saved: Saved,
     record: RunRecord,
     figures: list[dict[str, Any]],
 ) -> tuple[str, ...]:
     """Judge the labels that a run ended with."""
-    report = study_labels(labels, catalogue, checked.subset)
+    report = study_labels(saved.labels, catalogue, checked.subset)
     storage, clean = config.run.storage, record.clean.items()
     num_clean = {part: Catalogue.open(storage, version, part).num_ok for part, version in clean}
     return judge(figures, report, checked.class_names, config.stages.pencil.max_class_loss, num_clean)
@@ -169,18 +162,17 @@ def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
         "samples": num_samples,
         "corrected": int(last["corrected"]),
         "epochs": len(record),
-        "coverage": [_coverage(figures) for figures in record],
+        # The share of the epoch's rows that was trained; rows taken down during it count on neither side.
+        "coverage": [
+            min(float(figures["rows_visited"]) / max(float(figures["rows_planned"]), 1.0), 1.0)
+            for figures in record
+        ],
         "unreadable": last["rows_unreadable"],
         "seconds": sum(figures["epoch_s"] for figures in record),
     }
     for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
         facts[key] = median(figures[key] for figures in record)
     return facts
-
-
-def _coverage(figures: dict[str, Any]) -> float:
-    """The share of an epoch's rows that were trained; rows taken down in its middle count on neither side."""
-    return min(float(figures["rows_visited"]) / max(float(figures["rows_planned"]), 1.0), 1.0)
 
 
 def _spelled(value: Any) -> str:

@@ -1,11 +1,13 @@
-"""What every training process does: its network, its share of the labels and of the samples, the loop.
+"""Worker: one training process of a run, with its network, its share of the labels and of the samples.
 
-Runs inside a Ray Train worker. Small words between the ranks (counts, the wish to stop, manifests) go over a
-gloo group of their own, used by the training thread alone; gradients go over NCCL or gloo, labels over the
+Runs inside a Ray Train worker. `Worker` builds the parts from the last checkpoint; `Loop` trains, and calls
+back to read an epoch, to save, and to close an epoch. Ranks exchange small messages (counts, stop requests,
+manifests) over a gloo group used by the training thread only; gradients go over NCCL or gloo, labels over the
 owners' group.
 """
 
 import gc
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,39 +28,43 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoint import Origin, Progress, Saved, read_checkpoint, write_checkpoint
-from pencil_scale.train.checkpoint_store import CheckpointStore
-from pencil_scale.train.control import StopWatch, tell
-from pencil_scale.train.evaluation import CleanReader, CleanSet, accuracy, count_right
+from pencil_scale.train.checkpoints import (
+    CheckpointStore,
+    Origin,
+    Progress,
+    Saved,
+    read_checkpoint,
+    write_checkpoint,
+)
+from pencil_scale.train.control import StopWatch, report_event
+from pencil_scale.train.evaluation import CleanSet, count_right
 from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
 from pencil_scale.train.preparation import (
     Preparation,
     build_model,
     build_optimizer,
     build_stepper,
+    claim_scratch,
     set_aside,
     settle,
 )
 from pencil_scale.train.ranks import Ranks
-from pencil_scale.train.scratch import claim
-from pencil_scale.train.step import Stepper
-from pencil_scale.train.step_graph import StepGraph
 
-STOP_EVERY = 8  # steps between two questions whether to stop: each is a word between all ranks
+STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 
 
 @dataclass(frozen=True)
 class Job:
-    """All a worker is told."""
+    """What every worker of a run is given."""
 
     config: Config
     origin: Origin  # which run this is; checkpoints of any other are refused
     resume: str | None  # a checkpoint that an earlier attempt left
-    labels: Manifest  # where labels start, unless a checkpoint says otherwise
+    labels: Manifest  # the labels to start from, unless there is a checkpoint
     stream: StreamSpec
     clean: dict[str, StreamSpec]  # "validation", "test"
     study: LabelStudy
-    control: Any  # an actor: tell(event), stop_wanted()
+    control: Any  # the actor of `pencil_scale.train.control`
 
     @property
     def num_classes(self) -> int:
@@ -66,17 +72,17 @@ class Job:
 
 
 def train_worker(settings: dict[str, Any]) -> Any:
-    """Train as one of the ranks; what rank 0 returns is the run's result."""
+    """Train as one of the ranks; what rank 0 returns is the result of the run."""
     job: Job = settings["job"]
     refused = ray.get(job.control.refusal.remote())
-    if refused:  # a new attempt would fail as the last one did; to end well is to end at once
+    if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
         return {"finished": False, "refused": refused}
     worker = None
     try:
         worker = Worker(job)
         return worker.run()
     except OwnersError:
-        raise  # another rank is gone: worth a new attempt
+        raise  # another rank has died: worth a new attempt
     except PencilError as error:
         job.control.refuse.remote(str(error))
         raise
@@ -91,47 +97,40 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job, config = job, job.config
         self.ranks = Ranks.meet(config.workers.timeout_s)
+        rank, world = self.ranks.rank, self.ranks.world
         self.device = ray.train.torch.get_device()
         settle(config, self.device)
+
         saved = _last_checkpoint(job)
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.record = saved.record if saved else []
-        self.scratch = claim(config.workers.scratch, "labels")
+
+        self.scratch = claim_scratch(config.workers.scratch, "labels")
         self.model = build_model(config, job.num_classes, self.device)
-        self.stepper = self._stepper(saved)
-        parts = owned_parts(self.manifest.layout.num_parts, self.ranks.rank, self.ranks.world)
+        if saved:
+            self.model.load_state_dict(saved.weights)
+        self.optimizer = build_optimizer(config, self.model, self.device)
+        if saved:
+            self.optimizer.load_state_dict(saved.optimizer)
+        self.stepper = build_stepper(config, self.model, self.optimizer, self.device, world)
+
+        parts = owned_parts(self.manifest.layout.num_parts, rank, world)
         self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.origin.class_names)
-        self.owners = Owners(
-            self.table,
-            self.ranks.rank,
-            self.ranks.world,
-            timeout_s=config.workers.timeout_s,
-            device=self.device,
-        )
+        self.owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
         local = config.workers.in_process
-        self.stream = Stream(job.stream, self.ranks.rank, self.ranks.world, in_process=local)
+        self.stream = Stream(job.stream, rank, world, in_process=local)
         self.preparation = Preparation(config, self.device, self.stream.name_problem)
-        self.clean_readers = {
-            name: CleanReader(spec, self.ranks.rank, self.ranks.world, self.preparation.bring, local)
+        self.clean = {
+            name: CleanSet(spec, rank, world, self.preparation.bring, local)
             for name, spec in job.clean.items()
         }
-        self.clean = {name: CleanSet(reader) for name, reader in self.clean_readers.items()}
-        self.recipe = Recipe.from_config(config.images)
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
         self.num_epochs_here = 0
 
-    def _stepper(self, saved: Saved | None) -> Stepper | StepGraph:
-        if saved:
-            self.model.load_state_dict(saved.weights)
-        optimizer = build_optimizer(self.job.config, self.model, self.device)
-        if saved:
-            optimizer.load_state_dict(saved.optimizer)
-        return build_stepper(self.job.config, self.model, optimizer, self.device, self.ranks.world)
-
     def run(self) -> dict[str, Any]:
-        """Train to the end, or to where everybody was asked to stop."""
+        """Train to the end, or until a stop is requested."""
         config, options = self.job.config, self.job.config.optimizer
         batch = options.batch_per_worker * options.accumulation * self.ranks.world
         schedule = Schedule.from_config(config.stages, options, self.job.num_classes, batch)
@@ -140,12 +139,12 @@ class Worker:
             prepare=self.preparation.prepare,
             save=self.save,
             close_epoch=self.close_epoch,
-            log_step=self.log_step,
-            total=self.ranks.total,
-            add_up=self.ranks.add_up,
-            join=self.ranks.join,
-            name_unreadable=lambda num, names: self.tell("unreadable", num=num, names=names),
+            log_step=lambda stage, progress, figures: self.report(
+                "step", stage=stage.name, progress=progress, figures=figures
+            ),
+            name_unreadable=lambda num, names: self.report("unreadable", num=num, names=names),
             stop=lambda: self.ranks.any(self.stop_watch.wanted),
+            ranks=self.ranks,
         )
         pace = Pace(
             save_every=config.checkpoint.every_steps,
@@ -153,15 +152,15 @@ class Worker:
             warmup_steps=options.warmup_steps,
             max_unreadable_share=config.data.max_damaged_share,
         )
-        self.tell("started", progress=self.progress, record=self.record, world=self.ranks.world)
+        self.report("started", progress=self.progress, record=self.record, world=self.ranks.world)
         loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
         self.progress = loop.run(self.progress)
         return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
 
-    # --- what the loop asks for ----------------------------------------------------------------------
+    # --- called by the loop --------------------------------------------------------------------------
 
     def epoch(self, epoch: int) -> Epoch:
-        """This rank's batches, without the rows that the run visited before a crash."""
+        """This rank's batches, without the rows that were visited before the run was interrupted."""
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
@@ -169,55 +168,55 @@ class Worker:
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
-        self.tell("saving")
-        self._report(progress, self._snapshot())
+        self.report("saving")
+        self._save_pair(progress, self._snapshot())
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
-        """Evaluate, study the labels, tell the driver, and make the epoch permanent."""
+        """Evaluate, study the labels, report to the driver, and save."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
         for name, clean in self.clean.items():
-            bf16 = self.job.config.optimizer.precision == "bf16"
-            right, seen = count_right(self.model, clean, self.recipe, self.device, bf16)
-            figures[f"{name}_accuracy"] = accuracy(self.ranks.total(right), self.ranks.total(seen))
+            figures[f"{name}_accuracy"] = self._accuracy(clean)
         manifest = self._snapshot()
         if manifest is not None:
             before = self.record[-1] if self.record else {}
             found = self.job.study.of(manifest, epoch, stage.moves_labels, before)
             self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
-            self.tell("epoch", progress=progress, figures=self.record[-1], found=found)
-        self._report(progress, manifest)
+            self.report("epoch", progress=progress, figures=self.record[-1], found=found)
+        self._save_pair(progress, manifest)
         self.num_epochs_here += 1
-        if self.num_epochs_here == 1:  # all that lives on has been made
+        if self.num_epochs_here == 1:  # every object that lives until the end has been made
             set_aside()
 
-    def log_step(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
-        self.tell("step", stage=stage.name, progress=progress, figures=figures)
+    def _accuracy(self, clean: CleanSet) -> float:
+        config = self.job.config
+        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
+        counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
+        right, seen = (self.ranks.total(count) for count in counts)
+        return right / seen if seen else math.nan
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
     def _snapshot(self) -> Manifest | None:
-        """Put the parts that moved into the store; rank 0 gets the manifest over all ranks' parts."""
+        """Store the label parts that moved; rank 0 gets the manifest of all ranks' parts."""
         manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
         if manifests is None:
             return None
         origin = self.job.origin
         return replace(merge(manifests), attempt=origin.attempt, catalogue=self.manifest.catalogue)
 
-    def _report(self, progress: Progress, manifest: Manifest | None) -> None:
+    def _save_pair(self, progress: Progress, manifest: Manifest | None) -> None:
         if manifest is None:
             ray.train.report({}, checkpoint=None)
             return
-        # Not in the folder of the labels: the upload may outlive this worker, and removes it.
-        folder = claim(self.job.config.workers.scratch, "checkpoint")
-        if self.job.config.workers.in_process:  # nothing is uploaded: Ray keeps the last one where it lies
+        # Not in the scratch folder of the labels: the upload may outlive this worker, which removes it.
+        folder = claim_scratch(self.job.config.workers.scratch, "checkpoint")
+        if self.job.config.workers.in_process:  # nothing is uploaded: Ray keeps the last folder as it is
             if self.last_saved is not None:
                 shutil.rmtree(self.last_saved, ignore_errors=True)
             self.last_saved = folder
-        optimizer = self.stepper.optimizer.state_dict()
-        weights = self.model.state_dict()
-        saved = Saved(self.job.origin, weights, optimizer, progress, manifest, self.record)
-        write_checkpoint(folder, saved)
+        weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        write_checkpoint(folder, Saved(self.job.origin, weights, optimizer, progress, manifest, self.record))
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
@@ -226,32 +225,32 @@ class Worker:
             delete_local_checkpoint_after_upload=True,
         )
 
-    def tell(self, kind: str, **what: Any) -> None:
-        """Send word to the driver; only rank 0 speaks."""
+    def report(self, kind: str, **what: Any) -> None:
+        """Report an event to the driver; only rank 0 does."""
         if self.ranks.rank == 0:
-            tell(self.job.control, {"kind": kind, **what})
+            report_event(self.job.control, {"kind": kind, **what})
 
     def close(self) -> None:
-        """Let go of threads, streams and the working copy."""
+        """Release threads, streams and the working copy of the labels."""
         gc.unfreeze()
         self.stop_watch.close()
         self.stream.close()
-        for reader in self.clean_readers.values():
-            reader.close()
+        for clean in self.clean.values():
+            clean.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _last_checkpoint(job: Job) -> Saved | None:
-    """The newest checkpoint of this attempt, else the one that an earlier attempt left."""
+    """The newest checkpoint of this attempt, or the one that an earlier attempt left."""
     config, checkpoint = job.config, ray.train.get_checkpoint()
     if checkpoint is None and job.resume is not None:
         store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
         checkpoint = ray.train.Checkpoint(job.resume, store.filesystem()[0])
     if checkpoint is None:
         return None
-    # A folder of our own: one that Ray shares between the ranks of a node (`as_directory`) is removed by the
-    # first to have read it, also under the eyes of one that comes late.
-    folder = claim(config.workers.scratch, "resume")
+    # Into a folder of this process. `as_directory` shares one between the ranks of a node, and the first rank
+    # to finish removes it while another may still be reading.
+    folder = claim_scratch(config.workers.scratch, "resume")
     try:
         saved = read_checkpoint(Path(checkpoint.to_directory(str(folder))))
         saved.origin.require(job.origin, checkpoint.path)

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from catalogue_making import CLASSES, Bench, image, sample, samples
 
-from pencil_scale.catalogue.schema import ROW
 from pencil_scale.storage.errors import PencilError
 
 
@@ -45,7 +44,7 @@ def test_the_content_hash_names_a_sample_by_its_bytes(bench: Bench) -> None:
 def test_another_identity_cannot_be_laid_over_rows_that_exist(bench: Bench) -> None:
     bench.shard("a.tar", samples([1, 2]))
     bench.index()
-    with pytest.raises(PencilError, match="rows are for life"):
+    with pytest.raises(PencilError, match="row numbers are permanent"):
         bench.index(identity="sha256")
 
 
@@ -139,19 +138,6 @@ def test_truth_may_stand_in_the_samples_json_and_a_wrong_one_is_no_class(bench: 
     summary = bench.index(truth="json:true")
     assert [row["true_class"] for row in bench.rows(summary)] == [2, None, None, None]
     assert summary.catalogue.num_ok == 4
-
-
-def test_numbers_that_do_not_fit_are_refused_not_wrapped(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.shard("a.tar", samples([1]))
-    catalogue = bench.index().catalogue
-    table = catalogue.read(0, 1)
-    place = table.schema.get_field_index("image_bytes")
-    huge = table.set_column(place, ROW.field("image_bytes"), pa.array([1 << 32]))
-    monkeypatch.setattr(catalogue, "read", lambda first, stop, columns: huge.select(columns))
-    with pytest.raises(PencilError, match="not supported"):
-        catalogue.ok_rows()
 
 
 def test_changed_labels_are_read_again_under_the_same_rows(bench: Bench, tmp_path: Path) -> None:

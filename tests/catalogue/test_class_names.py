@@ -16,10 +16,10 @@ def test_a_class_is_its_line_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"", "names 0 classes; at least 2"),
-        (b"one\n", "names 1 classes; at least 2"),
+        (b"", "has 0 classes; expected at least 2"),
+        (b"one\n", "has 1 classes; expected at least 2"),
         (b"a\n\nb\n", "line 2 is blank"),
-        (b"a\nb\na\n", "'a' stands on lines 1 and 3"),
+        (b"a\nb\na\n", "'a' is on lines 1 and 3"),
         (b"a\n\xff\n", "cannot be read: 'utf-8' codec"),
     ],
 )

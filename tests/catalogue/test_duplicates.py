@@ -28,18 +28,19 @@ def hashes(numbers: list[int]) -> Keys:
 
 
 def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions:
-    def new_keys() -> Iterator[Keys]:
+    def new_keys() -> Iterator[tuple[Keys, np.ndarray]]:
         for start in range(0, len(new), 7):
-            yield hashes(new[start : start + 7])
+            part = new[start : start + 7]
+            yield hashes(part), start + np.arange(len(part))
 
     def known_rows() -> Iterator[KnownRows]:
         numbers = list(known)
         for start in range(0, len(numbers), 5):
             part = numbers[start : start + 5]
-            stands = np.array([known[number] for number in part], np.bool_)
-            yield KnownRows(np.arange(start, start + len(part)), hashes(part), stands)
+            valid = np.array([known[number] for number in part], np.bool_)
+            yield KnownRows(np.arange(start, start + len(part)), hashes(part), valid)
 
-    return decide(len(new), new_keys, known_rows, per_range)
+    return decide(len(new), new_keys, known_rows, len(known), per_range)
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,20 +48,20 @@ def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions
 def test_ranges_decide_as_a_dictionary_would(new: list[int], known: dict[int, bool], per_range: int) -> None:
     decisions = decided(new, known, per_range)
     row_of = {number: row for row, number in enumerate(known)}
-    stands = dict(known)
+    valid = dict(known)
     next_row = len(known)
     expected = []
     for number in new:
         if number not in row_of:
-            row_of[number], stands[number], kind = next_row, True, NEW
+            row_of[number], valid[number], kind = next_row, True, NEW
             next_row += 1
         else:
-            kind = ALIAS if stands[number] else MOVED
-            stands[number] = True
+            kind = ALIAS if valid[number] else MOVED
+            valid[number] = True
         expected.append((kind, row_of[number]))
     assert decisions.kind.tolist() == [kind for kind, _ in expected]
     others = np.flatnonzero(decisions.kind != NEW)
-    assert decisions.target_rows(others, len(known)).tolist() == [expected[place][1] for place in others]
+    assert decisions.target_rows(others).tolist() == [expected[place][1] for place in others]
     orphans = [row_of[number] for number, stood in known.items() if not stood and number not in new]
     assert decisions.orphans.tolist() == sorted(orphans)
 

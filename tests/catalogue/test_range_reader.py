@@ -1,4 +1,4 @@
-"""Many images out of many shards: the right bytes, few requests, changed shards named, failures outlived."""
+"""Many images out of many shards: the right bytes, few requests, changed shards named, failures retried."""
 
 import logging
 import os
@@ -53,12 +53,12 @@ def expected(shards: list[Shard], shard: np.ndarray, offset: np.ndarray, length:
     return [whole[number][start : start + size] for number, start, size in wanted]
 
 
-def test_every_image_gets_its_own_bytes_in_the_order_asked_for(shards: list[Shard]) -> None:
+def test_every_image_gets_its_own_bytes_in_the_requested_order(shards: list[Shard]) -> None:
     asked = places(500, 3)
     assert RangeReader(shards).read(*asked) == expected(shards, *asked)
 
 
-def test_nothing_asked_is_nothing_read() -> None:
+def test_no_rows_are_no_images() -> None:
     none = np.empty(0, np.int64)
     assert RangeReader([]).read(none.astype(np.int32), none, none) == []
 
@@ -105,9 +105,9 @@ def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_use
     assert len(RangeReader(shards).read(*places(50, 1))) == 50  # the other shards are not to blame
 
 
-def test_a_shard_that_is_gone_is_named_at_once(shards: list[Shard]) -> None:
+def test_a_missing_shard_is_named_at_once(shards: list[Shard]) -> None:
     Path(shards[2].url).unlink()
-    with pytest.raises(PencilError, match=r"2.tar is gone since it was indexed; bring it back"):
+    with pytest.raises(PencilError, match=r"2.tar is missing since it was indexed; restore it"):
         RangeReader(shards).read(*places(50, 3))
 
 
@@ -142,7 +142,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
     return [shard_at("flaky://far.tar")]
 
 
-def test_dropped_and_short_answers_are_asked_for_again_and_logged(
+def test_dropped_and_short_answers_are_retried_and_logged(
     flaky: list[Shard], caplog: pytest.LogCaptureFixture
 ) -> None:
     offset = np.arange(0, 39_000_000, 1_000_000)
@@ -158,7 +158,7 @@ def test_dropped_and_short_answers_are_asked_for_again_and_logged(
     assert "attempt 2 in " in caplog.text
 
 
-def test_a_store_that_stays_away_is_named_after_a_few_attempts(
+def test_a_store_that_stays_unreachable_is_named_after_a_few_attempts(
     flaky: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Flaky, "hopeless", True)
@@ -169,9 +169,9 @@ def test_a_store_that_stays_away_is_named_after_a_few_attempts(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_forbidden_shard_is_not_asked_for_again(shards: list[Shard]) -> None:
+def test_a_forbidden_shard_is_not_retried(shards: list[Shard]) -> None:
     Path(shards[0].url).chmod(0)
-    with pytest.raises(PencilError, match="check that it is there and readable"):
+    with pytest.raises(PencilError, match="check that it exists and is readable"):
         RangeReader(shards).read(*places(5, 1))
 
 

@@ -1,4 +1,4 @@
-"""From patterns in a config to the objects that are there."""
+"""From patterns in a config to the objects that exist."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{0..", "a}b", "{}", "{5..1}", "{x}", "{0..99999999999}", "{{0..1}}"])
-def test_braces_that_say_nothing_are_an_error(pattern: str) -> None:
+def test_braces_without_a_meaning_are_an_error(pattern: str) -> None:
     with pytest.raises(PencilError, match=r"data\.shards"):
         list(expand_braces(pattern))
 
@@ -46,7 +46,7 @@ def test_globs_lists_and_files_of_lines_give_absolute_paths_in_order(
             expand_urls(wrong)
 
 
-def test_what_is_not_there_is_told_apart_from_what_is(tmp_path: Path) -> None:
+def test_missing_shards_are_listed_apart(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"abc")
     listing = list_shards([f"{tmp_path}/{{0..1}}.tar"])
     assert [shard.version.num_bytes for shard in listing.shards] == [3]
@@ -107,7 +107,7 @@ def test_any_text_from_json_can_be_stored(text: str) -> None:
     to_stored(from_json(text)).encode("utf-8")
 
 
-def test_an_etag_of_nothing_is_no_version() -> None:
+def test_an_empty_etag_is_not_a_version() -> None:
     assert version_tag({"ETag": '"5e0e"', "LastModified": "today"}) == 'etag:"5e0e"'
     assert version_tag({"ETag": '""', "LastModified": "today"}) == "lastmodified:today"
     assert version_tag({"size": 3}) == ""

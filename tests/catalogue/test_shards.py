@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tar_making import BLOCK, END, block, member, padded, pax, python_tar, simple_members, with_checksum
-from tar_reading import keys, kinds, pieces, read
+from tar_reading import details, keys, kinds, pieces, read
 
 from pencil_scale.catalogue.shards import Sample, ShardReader, name_oddity, split_name
 from pencil_scale.catalogue.tar_walk import Damage, Member
@@ -154,7 +154,7 @@ def test_links_directories_and_devices_carry_no_data_whatever_size_they_give() -
     assert pieces(data)
 
 
-def test_a_hard_link_that_does_carry_data_is_stepped_over() -> None:
+def test_a_hard_link_with_data_is_skipped() -> None:
     data = member(b"a.jpg", b"x" * 900, b"1") + member(b"b.jpg", b"1") + END
     assert keys(data) == ["a", "b"]
     assert kinds(data) == []
@@ -167,7 +167,7 @@ HEADERS = [piece.start for piece in pieces(SHARD) if isinstance(piece, Member)]
 
 
 def test_an_empty_file_a_text_and_a_gzip_are_named() -> None:
-    assert kinds(b"") == ["empty_file"]
+    assert (kinds(b""), details(b"")) == (["not_a_tar"], ["the file is empty"])
     assert kinds(b"<html>not found</html>" * 100) == ["not_a_tar"]
     assert kinds(b"too short") == ["not_a_tar"]
     assert "gzip" in read(b"\x1f\x8b" + b"z" * 2000)[1][0].detail
@@ -181,88 +181,104 @@ def test_an_archive_of_nothing_but_its_end_is_no_damage() -> None:
 def test_a_cut_at_a_member_boundary_is_a_missing_end_marker() -> None:
     cut = SHARD[: HEADERS[4]]
     samples, damage = read(cut)
-    assert [each.kind for each in damage] == ["no_end_marker"]
+    assert [(each.kind, each.detail[:13]) for each in damage] == [("odd_end", "no end marker")]
     assert samples[-1].near_damage
     assert list(samples[-1].members) == ["jpg"]
 
 
-def test_a_lone_zero_block_is_no_end_marker() -> None:
-    assert kinds(member(b"a.jpg", b"1") + bytes(BLOCK)) == ["no_end_marker"]
+def test_a_single_zero_block_is_not_an_end_marker() -> None:
+    data = member(b"a.jpg", b"1") + bytes(BLOCK)
+    assert kinds(data) == ["odd_end"]
+    assert "a single zero block" in details(data)[0]
 
 
 def test_a_cut_in_a_header_and_a_cut_in_data_say_so_at_their_byte() -> None:
     samples, damage = read(SHARD[: HEADERS[3] + 100])
-    assert [(each.kind, each.start) for each in damage] == [("cut_in_header", HEADERS[3])]
+    assert [(each.kind, each.start) for each in damage] == [("cut_short", HEADERS[3])]
+    assert damage[0].detail == "the file ends inside a header, 100 bytes into its 512"
     assert len(samples) == 1
     samples, damage = read(SHARD[: HEADERS[3] + BLOCK + 300])
-    assert (damage[0].kind, damage[0].start) == ("cut_in_data", HEADERS[3])
+    assert (damage[0].kind, damage[0].start) == ("cut_short", HEADERS[3])
+    assert damage[0].detail == "a member of 700 bytes, of which 300 are there"
     assert (samples[1].key, samples[1].members["jpg"].kind) == ("000001", "cut")
 
 
-def test_a_member_whose_padding_alone_is_missing_is_whole() -> None:
+def test_a_member_whose_padding_alone_is_missing_is_intact() -> None:
     samples, damage = read(member(b"a.jpg", b"abc")[: BLOCK + 3])
     assert samples[0].members["jpg"].kind == "file"
-    assert [each.kind for each in damage] == ["no_end_marker"]
+    assert [each.kind for each in damage] == ["odd_end"]
 
 
 @pytest.mark.parametrize("spoil", [b"\xff" * BLOCK, bytes(BLOCK)])
-def test_a_spoiled_header_costs_its_own_member_only(spoil: bytes) -> None:
+def test_a_damaged_header_loses_only_its_own_member(spoil: bytes) -> None:
     data = SHARD[: HEADERS[3]] + spoil + SHARD[HEADERS[3] + BLOCK :]
     samples, damage = read(data)
-    assert [each.kind for each in damage] == ["zeroed_header" if not spoil.strip(b"\0") else "garbled_header"]
+    found = (
+        "no header where one should be" if spoil.strip(b"\0") else "512 zero bytes where a header should be"
+    )
+    assert [(each.kind, each.detail) for each in damage] == [("damaged_header", found)]
     assert (damage[0].start, damage[0].end) == (HEADERS[3], HEADERS[4])
     assert [sample.key for sample in samples] == [f"{number:06d}" for number in range(6)]
     assert [sample.near_damage for sample in samples] == [True, True, False, False, False, False]
     assert list(samples[1].members) == ["cls", "json"]
 
 
-def test_a_wiped_stretch_and_joined_archives_lose_nothing_behind_them() -> None:
+def test_a_wiped_stretch_and_joined_archives_lose_nothing_after_them() -> None:
     wiped = SHARD[: HEADERS[3]] + bytes(HEADERS[6] - HEADERS[3]) + SHARD[HEADERS[6] :]
     assert keys(wiped) == ["000000", "000002", "000003", "000004", "000005"]
-    assert kinds(wiped) == ["zeros_in_archive"]
+    assert kinds(wiped) == ["data_after_end"]
     joined = SHARD + python_tar([("z.jpg", b"1")])
     assert keys(joined)[-2:] == ["000005", "z"]
-    assert kinds(joined) == ["zeros_in_archive"]
+    assert kinds(joined) == ["data_after_end"]
+    assert "then more members" in details(joined)[0]
 
 
-def test_garbage_behind_the_end_is_told_and_costs_nothing() -> None:
-    assert kinds(SHARD + b"garbage" * 100) == ["trailing_garbage"]
+def test_garbage_after_the_end_is_reported_and_loses_no_sample() -> None:
+    assert kinds(SHARD + b"garbage" * 100) == ["data_after_end"]
+    assert "then bytes without a header" in details(SHARD + b"garbage" * 100)[0]
     assert len(keys(SHARD + b"garbage" * 100)) == 6
 
 
-def test_a_file_made_in_full_length_and_not_filled_is_no_ended_archive() -> None:
-    assert kinds(SHARD[: HEADERS[6]] + bytes(50_000)) == ["zero_tail"]
+def test_a_file_created_in_full_length_and_not_filled_is_cut_short() -> None:
+    assert kinds(SHARD[: HEADERS[6]] + bytes(50_000)) == ["cut_short"]
+    assert details(SHARD[: HEADERS[6]] + bytes(50_000))[0].startswith("50,000 zero bytes at the end")
     assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % 10_240)) == []
     assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % (1 << 20))) == []  # tar -b 2048
 
 
-def test_a_broken_or_huge_extended_header_takes_its_member_along_and_no_more() -> None:
-    broken = member(b"pax", b"99 path=x\n", b"x") + member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
-    assert (keys(broken), kinds(broken)) == (["b"], ["bad_pax_header"])
-    huge = member(b"L", b"n" * (2 << 20), b"L") + member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
-    assert (keys(huge), kinds(huge)) == (["b"], ["oversized_extended_header"])
-    endless = pax({b"size": b"9" * 5000}) + member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
-    assert (keys(endless), kinds(endless)) == (["b"], ["bad_pax_header"])
+def test_a_broken_or_huge_extended_header_loses_only_its_own_member() -> None:
+    members = member(b"a.jpg", b"1") + member(b"b.jpg", b"2") + END
+    broken = member(b"pax", b"99 path=x\n", b"x") + members
+    huge = member(b"L", b"n" * (2 << 20), b"L") + members
+    endless = pax({b"size": b"9" * 5000}) + members
     stray = member(b"b.jpg", b"2") + pax({b"path": b"x.jpg"}) + END
-    assert (keys(stray), kinds(stray)) == (["b"], ["stray_extended_header"])
+    cases = {
+        broken: "a member of 1 bytes whose name is uncertain: its pax header is broken",
+        huge: "its extended header has 2,097,152 bytes, an attack or a writer's error",
+        endless: "its pax header is broken",
+        stray: "an extended header without its member",
+    }
+    for data, found in cases.items():
+        assert (keys(data), kinds(data)) == (["b"], ["damaged_header"])
+        assert found in details(data)[0]
 
 
-def test_a_size_beyond_the_file_does_not_hide_the_members_behind_it() -> None:
+def test_a_size_beyond_the_file_does_not_hide_the_members_after_it() -> None:
     data = block(b"a.jpg", 8**11 - 1) + padded(b"x") + member(b"b.jpg", b"2") + END
-    assert (keys(data), kinds(data)) == (["a", "b"], ["cut_in_data"])
+    assert (keys(data), kinds(data)) == (["a", "b"], ["cut_short"])
 
 
 # -- samples ------------------------------------------------------------------------------------------
 
 
-def test_keys_that_come_back_say_how() -> None:
+def test_keys_that_repeat_say_how() -> None:
     samples, _ = read(
         python_tar([("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("c.jpg", b"")])
     )
     assert [sample.problem for sample in samples] == [None, None, "key_not_contiguous", "key_repeated", None]
 
 
-def test_a_file_without_a_key_is_told_and_one_that_is_no_sample_by_intent_is_counted() -> None:
+def test_a_file_without_a_key_is_reported_and_one_that_is_no_sample_by_intent_is_counted() -> None:
     names = [".jpg", "d/.hidden.PNG", ".cls", "README", "a.jpg", "._a.jpg", "__info__/x.jpg"]
     data = python_tar([(name, b"1") for name in names])
     reader = ShardReader(MemorySource(data))

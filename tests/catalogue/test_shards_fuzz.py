@@ -1,4 +1,4 @@
-"""Tars with bytes flipped, wiped, cut, repeated: no member may vanish without a trace, nothing may raise."""
+"""Tars with bytes flipped, wiped, cut, repeated: no member may vanish unreported, nothing may raise."""
 
 import tarfile
 from pathlib import Path
@@ -156,7 +156,7 @@ def check_ok_rows(original: Original, spoiled: Spoiled, records: dict[str, dict[
         members = original.samples[key]
         (place,) = (place for suffix, place in members.items() if suffix in ("jpg", "png"))
         if spoiled.where((place[0], place[1], place[1])) is None or record["oddity"] == "truncated":
-            continue  # a header in another's place is a header, and a truncated image is said to be one
+            continue  # a header in another's place is a header, and a truncated image is reported as one
         first = record["image_offset"]
         found = spoiled.origin[first : first + record["image_bytes"]]
         expected = np.arange(place[1], place[2])
@@ -168,7 +168,7 @@ def check_ok_rows(original: Original, spoiled: Spoiled, records: dict[str, dict[
 
 
 @pytest.mark.slow
-def test_what_is_whole_in_a_spoiled_shard_is_ok_and_nothing_goes_untold(tmp_path: Path) -> None:
+def test_what_is_intact_in_a_spoiled_shard_is_ok_and_everything_else_is_reported(tmp_path: Path) -> None:
     for writer, original in originals(tmp_path):
         for number in range(85):
             spoiled = spoil(original.data, f"{writer} {number}")

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pencil_scale.config.help import help_page
+from pencil_scale.config.keys import help_page, known_keys
 from pencil_scale.config.loader import describe, load_config, masked
-from pencil_scale.config.problems import known_keys
 from pencil_scale.config.settings import Config
 from pencil_scale.config.values import Line, Steps
 from pencil_scale.storage.errors import PencilError
@@ -109,24 +108,24 @@ BROKEN = {
     "a missing key": (GOOD.replace("storage: runs/small", "seed: 1"), r"run.yaml:1: 'run.storage' is missing: local folder"),
     "a missing section": (GOOD.replace("model: {backbone: resnet18}\n", ""), r"'model' is missing: the network"),
     "an empty file": ("", r"'run' is missing"),
-    "a list": ("- a\n- b\n", r"run.yaml: holds \['a', 'b'\]; sections such as"),
-    "a lone word": ("hello\n", r"run.yaml: holds 'hello'"),
+    "a list": ("- a\n- b\n", r"run.yaml: contains \['a', 'b'\]; sections such as"),
+    "a lone word": ("hello\n", r"run.yaml: contains 'hello'"),
     "an empty section": (GOOD.replace("{backbone: resnet18}", ""), r"model: found None; a section with keys"),
     "broken YAML": ("run: {name: x\n", r"run.yaml:2: broken YAML: "),
     "a tab": ("run:\n\tname: x\n", r"run.yaml:2: broken YAML: found character"),
-    "a key given twice": (GOOD + "run: {}\n", r"run.yaml:15: the key 'run' stands here a second time"),
+    "a key given twice": (GOOD + "run: {}\n", r"run.yaml:15: duplicate key 'run'"),
     "bytes that are no text": (b"run: \xff\n", r"run.yaml: byte 5 is not UTF-8"),
     "a control character": ("run: \x00\n", r"run.yaml.*broken YAML"),
     "a Python object": ("run: !!python/object/apply:os.getcwd []\n", r"run: found \[\]; a section"),
     "an unknown tag": ("run: !secret x\n", r"run.yaml:1: broken YAML: could not determine a constructor"),
-    "a list as key": ("? [a]\n: b\n", r"run.yaml:1: a key that is itself"),
+    "a list as key": ("? [a]\n: b\n", r"run.yaml:1: a key is a list"),
     "two documents": (GOOD + "---\n" + GOOD, r"broken YAML"),
-    "a loop": ("run: &a {b: *a}\n", r"nested more than 20 deep"),
+    "a loop": ("run: &a {b: *a}\n", r"nested more than 20 levels deep"),
     "steps that do not start": (GOOD.replace("lambda: 400", "lambda: [[1, 400]]"), r"run.yaml:12: stages.pencil.lambda: found \[\[1, 400\]\]; the epochs of its steps must rise from 0"),
     "a curve nobody knows": (GOOD.replace("lambda: 400", "lambda: {from: 1}"), r"stages.pencil.lambda: .*a line {start: 3000, end: 0}"),
     "a negative lambda": (GOOD.replace("lambda: 400", "lambda: -4"), r"found -4; a number from 0"),
     "a label source nobody knows": (GOOD.replace("classes: classes.txt", "{classes: c, label: clz}").replace("data:\n  shards: shards/train-{000..009}.tar\n  ", "data: "), r"data.label: found 'clz'; cls \| txt"),
-    "a variable that is not set": (GOOD.replace("resnet18", '"${NOT_SET_ANYWHERE}"'), r"run.yaml:5: model.backbone: the environment has no variable NOT_SET_ANYWHERE"),
+    "a variable that is not set": (GOOD.replace("resnet18", '"${NOT_SET_ANYWHERE}"'), r"run.yaml:5: model.backbone: the environment variable NOT_SET_ANYWHERE is not set"),
     "a crop larger than the image": (GOOD + "images: {resize: 100, crop: 224}\n", r"run.yaml:15: images: found .*; crop 224 is larger than resize 100"),
     "too few numbers": (GOOD + "images: {mean: [0, 1]}\n", r"run.yaml:15: images.mean: found \[0, 1\]; 3 values, \[red, green, blue\], were expected"),
     "too many numbers": (GOOD + "images: {mean: [0, 1, 2, 3]}\n", r"images.mean: found \[0, 1, 2, 3\]; 3 values, \[red, green, blue\], were expected"),
@@ -135,7 +134,7 @@ BROKEN = {
     "a deviation of nothing": (GOOD + "images: {std: [0, 1, 1]}\n", r"images.std.0: found 0; greater than 0"),
     "a number without end": (GOOD.replace("epochs: 2", "epochs: " + "9" * 5000), r"run.yaml:10: stages.pencil.epochs: found '999.*a valid integer"),
     "brackets without end": ("[" * 3000, r"run.yaml.*broken YAML"),
-    "a bomb of aliases": ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{c}: &{c} [{', '.join(['*' + p] * 10)}]\n" for p, c in zip("abcde", "bcdef", strict=True)), r"over 10,000 values"),
+    "a bomb of aliases": ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{c}: &{c} [{', '.join(['*' + p] * 10)}]\n" for p, c in zip("abcde", "bcdef", strict=True)), r"more than 10,000 values"),
     "an unclosed variable": (GOOD.replace("runs/small", '"${HOME"'), r"run.storage: found '\$\{HOME'; a variable is written \$\{NAME\}"),
     "a run name that is a path": (GOOD.replace("small,", "../x,"), r"run.name: found '../x'; a name of letters"),
 }  # fmt: skip
@@ -168,7 +167,7 @@ def test_an_error_of_the_job_shows_the_variable_too(good: Path, monkeypatch: pyt
             "stages.pencl.epochs=3",
             r"override 'stages.pencl.epochs': unknown key 'stages.pencl'.*'stages.pencil'",
         ),
-        ("run.name.first=a", r"'run.name' holds a value, not keys"),
+        ("run.name.first=a", r"'run.name' is a value, not a section"),
         ("stages.pencil.epochs=two", r"override 'stages.pencil.epochs': stages.pencil.epochs: found 'two'"),
         ("data.shards=[a", r"override 'data.shards': broken YAML"),
         ("data.shards=[a, 3]", r"one URL or a list of URLs was expected"),

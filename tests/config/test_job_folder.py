@@ -25,7 +25,7 @@ def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_relative_path_is_refused_in_the_folder_of_a_job_alone(
     path: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PencilError, match=r"run.storage: .* an absolute path that every node sees"):
+    with pytest.raises(PencilError, match=r"run.storage: .* an absolute path that every node can read"):
         refuse_lost("run.storage", "/lake/demo", path)
     monkeypatch.chdir(job_folder.parents[2])
     refuse_lost("run.storage", path)
@@ -40,7 +40,7 @@ def test_what_outlives_a_job_is_taken(path: str | None, job_folder: Path) -> Non
 def test_jobs_refuse_before_they_write(capsys: pytest.CaptureFixture[str]) -> None:
     demo = Path(__file__).parents[2] / "configs" / "demo.yaml"
     assert make_shards.main(["digits", "runs/demo/shards"]) == 2
-    assert "error: OUT: runs/demo/shards lies in the folder of this job" in capsys.readouterr().err
+    assert "error: OUT: runs/demo/shards is in the folder of this job" in capsys.readouterr().err
     assert export_labels.main([str(demo)]) == 2
-    assert "error: run.storage: runs/demo lies in the folder of this job" in capsys.readouterr().err
+    assert "error: run.storage: runs/demo is in the folder of this job" in capsys.readouterr().err
     assert not Path("runs").exists()

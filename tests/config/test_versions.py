@@ -20,7 +20,7 @@ def test_the_versions_installed_here_are_supported() -> None:
 def test_a_version_outside_the_range_is_refused_in_one_line(found: str) -> None:
     with pytest.raises(PencilError) as caught:
         require("Ray", found, versions.RAY)
-    assert str(caught.value) == f"Ray {found} found; Ray >=2.60,<3 is supported: install such a version"
+    assert str(caught.value) == f"Ray {found} found; Ray >=2.60,<3 is supported: install a supported version"
 
 
 def test_a_missing_package_is_refused() -> None:

@@ -113,7 +113,7 @@ def test_transparency_is_laid_over_white() -> None:
     assert np.all(decode(keyed) == 255)
 
 
-def test_of_an_animation_the_first_frame_counts() -> None:
+def test_of_an_animation_the_first_frame_is_used() -> None:
     frames = [quarters(), Image.new("RGB", (64, 48), (0, 0, 0))]
     for kind in ("GIF", "WEBP", "TIFF", "PNG"):
         data = spelled(frames[0], kind, save_all=True, append_images=frames[1:])
@@ -126,7 +126,7 @@ def test_a_colour_profile_does_not_disturb() -> None:
 
 
 def test_a_large_photo_is_scaled_like_a_small_one() -> None:
-    """Decoding at half the size first must not show: compare with scaling the whole photo."""
+    """Decoding at half the size first must make no difference: compare with scaling the full photo."""
     noise = np.random.default_rng(0).normal(0, 1, (75, 100, 3)).cumsum(0).cumsum(1)
     scaled = (127 + 100 * noise / np.abs(noise).max()).astype(np.uint8)
     photo = Image.fromarray(scaled).resize((1600, 1200), Image.Resampling.BICUBIC)
@@ -138,7 +138,7 @@ def test_a_large_photo_is_scaled_like_a_small_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
-def test_what_arrived_of_a_cut_file_is_used(kind: str) -> None:
+def test_the_pixels_of_a_truncated_file_are_used(kind: str) -> None:
     texture = np.random.default_rng(1).integers(0, 60, (240, 320, 3), dtype=np.uint8)
     image = Image.fromarray(np.asarray(quarters(320, 240)) // 2 + texture)
     data = spelled(image, kind, **({"interlace": False} if kind == "GIF" else {}))
@@ -156,6 +156,10 @@ def test_what_arrived_of_a_cut_file_is_used(kind: str) -> None:
         (b"\xff\xd8\xff\xe0" + bytes(500), "jpeg of 504 bytes"),
         (spelled(quarters(), "PNG")[:30], "png of 30 bytes"),
         (spelled(quarters(), "WEBP")[:60], "webp of 60 bytes"),
+        (
+            b"GIF89a\x08\0\x08\0\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\x01\0\0;",
+            "4294836225 pixels|65535 x 65535",
+        ),
     ],
 )
 def test_what_gives_no_pixels_is_refused_with_the_reason(data: bytes, reason: str) -> None:
@@ -174,7 +178,7 @@ def test_damaged_bytes_give_pixels_or_a_reason_and_nothing_else() -> None:
                 assert decode(hurt.tobytes(), 16).shape == (16, 16, 3)
 
 
-def test_an_image_of_another_size_is_told_what_to_set() -> None:
+def test_an_image_of_another_size_is_refused_with_the_option_to_set() -> None:
     check_size((48, 64), (48, 64))
     with pytest.raises(UndecodableError, match=r"64 x 48 pixels among images of 32 x 32; set images.resize"):
         check_size((48, 64), (32, 32))

@@ -68,13 +68,13 @@ def test_without_a_gpu_the_cpu_does_it_all() -> None:
     assert_as_on_the_cpu("cpu", 0.01)
 
 
-def test_only_plain_upright_whole_jpegs_are_for_nvjpeg() -> None:
+def test_only_plain_upright_complete_jpegs_go_to_nvjpeg() -> None:
     fit = [fits_nvjpeg(data) for data in mixed_batch()]
     assert fit[:4] == [True] * 4
     assert fit[4:11] == [False, False, False, True, True, False, False]
 
 
-def test_without_resizing_an_image_of_another_size_weighs_nothing_and_says_what_to_set() -> None:
+def test_without_resizing_an_image_of_another_size_has_weight_0_and_names_the_option_to_set() -> None:
     images = [spelled(photo(8, 8), "PNG"), spelled(photo(8, 8, 1), "PNG"), spelled(photo(9, 8), "PNG")]
     pixels, weight, problems = decode_on_gpu(images, "cpu", size=(8, 8))
     assert pixels.shape == (3, 3, 8, 8)
@@ -96,7 +96,7 @@ def test_nvjpeg_gives_what_the_cpu_gives() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_nvjpeg_leaves_alone_what_a_step_under_way_still_reads() -> None:
+def test_nvjpeg_does_not_overwrite_what_a_running_step_still_reads() -> None:
     images = [spelled(photo(400, 533, n), quality=92) for n in range(224)]
     expected = decode_on_gpu(images, "cuda", resize=256)[0]
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -104,7 +104,7 @@ def test_nvjpeg_leaves_alone_what_a_step_under_way_still_reads() -> None:
     for _ in range(5):
         ones = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in sizes]
         product = matrix
-        for _ in range(30):  # tens of milliseconds, behind which the sums have to wait
+        for _ in range(30):  # tens of milliseconds, during which the sums have to wait
             product = product @ matrix
         totals = torch.stack([one.sum() for one in ones])
         del ones

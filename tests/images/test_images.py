@@ -1,4 +1,4 @@
-"""What an image is, told from its bytes: against PIL where PIL is right, against damage where it is not."""
+"""What an image is, from its bytes alone: compared with PIL for sound images, and tried on damaged ones."""
 
 import io
 import struct
@@ -82,7 +82,7 @@ def test_the_header_alone_says_what_pil_says(format: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("format", "data"), USUAL)
-def test_decoding_adds_nothing_to_a_sound_image(format: str, data: bytes) -> None:
+def test_decoding_a_sound_image_finds_no_problem(format: str, data: bytes) -> None:
     assert inspect_image(data, decode=True) == inspect_image(data)
 
 
@@ -128,7 +128,7 @@ def test_bytes_that_are_no_image_are_named_as_such() -> None:
     assert inspect_image(encoded("PNG")[:33]).problem == "image_unreadable"  # a header, and no pixel
 
 
-def test_only_decoding_sees_damage_behind_the_header() -> None:
+def test_only_decoding_finds_damage_after_the_header() -> None:
     sound = encoded("PNG")
     at = sound.index(b"IDAT") + 8
     damaged = sound[:at] + bytes(40) + sound[at + 40 :]
@@ -177,7 +177,7 @@ def jpeg_with_thousands_of_scans() -> bytes:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("pil_limit", [None, 10, 89_478_485])
-def test_a_bomb_is_told_from_its_header_whatever_pils_own_limit(
+def test_a_bomb_is_recognised_by_its_header_whatever_pils_own_limit(
     monkeypatch: pytest.MonkeyPatch, pil_limit: int | None
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pil_limit)
@@ -211,7 +211,7 @@ def test_a_completed_file_decodes_strictly_and_keeps_the_pixels_that_arrived(for
     assert mended != strict_pixels(whole)
 
 
-def test_a_whole_file_needs_no_completion() -> None:
+def test_a_complete_file_is_returned_as_it_is() -> None:
     data = encoded("JPEG")
     assert complete_truncated(data) is data
 
@@ -274,7 +274,7 @@ def check_any(data: bytes) -> None:
     assert header.problem in PROBLEMS
     assert whole.problem in PROBLEMS
     if header.problem is not None:
-        assert whole == header  # decoding never forgives what the header could not pass
+        assert whole == header  # decoding never accepts an image whose header was refused
     else:
         complete_truncated(data)
         assert 0 < header.width * header.height <= MAX_PIXELS
@@ -303,5 +303,5 @@ def test_no_damage_crashes_the_inspection(data: bytes) -> None:
     ),
     st.binary(max_size=300),
 )
-def test_no_noise_behind_a_signature_crashes_the_inspection(signature: bytes, noise: bytes) -> None:
+def test_no_noise_after_a_signature_crashes_the_inspection(signature: bytes, noise: bytes) -> None:
     check_any(signature + noise)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from label_making import names
 
-from pencil_scale.labels.part_files import MAX_PARTS, MIN_PARTS, Layout, choose_layout, grown_layout
+from pencil_scale.labels.part_files import Layout
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import LABELS_FILE
 from pencil_scale.storage.errors import DamagedError, PencilError, sample_key
@@ -200,7 +200,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     make_table(tmp_path)
     path = tmp_path / LABELS_FILE
     path.write_bytes(path.read_bytes()[:50_000])
-    with pytest.raises(DamagedError, match=r"labels\.arrow: not a whole Arrow file"):
+    with pytest.raises(DamagedError, match=r"labels\.arrow: damaged Arrow file"):
         LabelTable.open(tmp_path)
 
 
@@ -225,23 +225,20 @@ def test_a_folder_without_a_table_and_a_folder_with_one_are_told_apart(tmp_path:
         make_table(tmp_path)
 
 
-@pytest.mark.parametrize("num_classes", [2, 14, 100, 1000])
-def test_parts_are_neither_too_few_nor_too_small_nor_too_large(num_classes: int) -> None:
-    for num_rows in (1, 1024, 65_535, 65_536, 10**6, 10**7, 10**8):
-        layout = choose_layout(num_rows, num_classes)
-        part_bytes = layout.part_rows * (29 + 4 * num_classes)
-        assert layout.part_rows & (layout.part_rows - 1) == 0
-        assert layout.part_rows >= 1024
-        assert layout.num_parts >= MIN_PARTS or layout.part_rows == 1024
-        assert layout.num_parts <= MAX_PARTS
-        assert part_bytes <= 64 * 2**20 or layout.num_parts > MAX_PARTS // 2
-        assert sum(len(layout.rows_of(part)) for part in range(layout.num_parts)) == num_rows
-
-
-def test_a_growing_table_keeps_its_parts_until_it_would_have_more_than_4096() -> None:
-    layout = Layout(num_rows=1024 * 4096, num_classes=2, part_rows=1024)
-    assert grown_layout(layout, 1024 * 4096) == layout
-    assert grown_layout(layout, 1024 * 4096 + 1).part_rows == 2048
+@pytest.mark.parametrize(
+    ("num_classes", "part_rows"),
+    [(2, 16384), (14, 16384), (1000, 16384), (1016, 16384), (1017, 8192), (10**8, 1)],
+)
+def test_the_part_size_follows_from_the_class_count_alone(
+    num_classes: int, part_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the size of a real table
+    for num_rows in (1, 16384, 16385, 10**6, 10**8):
+        layout = Layout.of(num_rows, num_classes)
+        assert layout.part_rows == part_rows
+        assert layout.part_rows * (29 + 4 * num_classes) <= 64 * 2**20 or part_rows == 1
+        last = layout.rows_of(layout.num_parts - 1)
+        assert last.start < last.stop == num_rows
 
 
 def test_a_refused_pin_names_its_row_and_a_wild_epoch_is_refused(tmp_path: Path) -> None:

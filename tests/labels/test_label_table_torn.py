@@ -16,7 +16,7 @@ import pytest
 from label_making import names
 
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import sweep
+from pencil_scale.labels.snapshot import remove_unnamed
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -92,7 +92,9 @@ def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Pa
         assert np.array_equal(restored.read_last_epoch(np.arange(NUM_ROWS)), last_epoch)
 
         # Files that no manifest names are what a snapshot had written when it was killed.
-        killed_inside += bool(sweep(tmp_path / "store", table.run, map(Manifest.load, [*older, newest])))
+        killed_inside += bool(
+            remove_unnamed(tmp_path / "store", table.run, map(Manifest.load, [*older, newest]))
+        )
         for path in older:
             path.unlink()
         reached.add(newest.name)
@@ -127,8 +129,8 @@ def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
 
 FULL_DISK = """
 import numpy as np
-from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_store import PencilError
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.errors import PencilError
 from pathlib import Path
 def files():
     return sorted(str(path.relative_to(disk)) for path in Path(disk).rglob("*") if path.is_file())
@@ -160,8 +162,8 @@ def test_a_full_disk_is_named_and_nothing_unfinished_stays(tmp_path: Path) -> No
 READ_ONLY = """
 import os, subprocess
 import numpy as np
-from pencil_scale.label_table import LabelTable
-from pencil_scale.labels.part_store import PencilError
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.storage.errors import PencilError
 table = LabelTable.create(disk + "/table", np.arange(3000) % 5, "abcde")
 del table
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

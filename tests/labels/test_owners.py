@@ -181,9 +181,9 @@ def test_closing_with_moves_on_their_way_says_that_they_are_lost(table: LabelTab
 
 def test_rows_outside_the_table_are_refused_where_they_are_asked_for(table: LabelTable) -> None:
     with Owners(table) as owners:
-        with pytest.raises(OwnersError, match="row 3000: outside the table's 3,000 rows"):
+        with pytest.raises(PencilError, match="row 3000: outside the table's 3,000 rows"):
             list(owners.with_labels(batches_of(torch.tensor([3000]), 1)))
-        with pytest.raises(OwnersError, match="row -1: outside"):
+        with pytest.raises(PencilError, match="row -1: outside"):
             owners.mark(torch.tensor([-1]), epoch=0)
         for shape in [(2, NUM_CLASSES), (1, NUM_CLASSES + 1)]:
             with pytest.raises(OwnersError, match=r"label logits of shape \(.*\); expected \(1, 5\)"):

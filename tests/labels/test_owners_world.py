@@ -336,4 +336,4 @@ def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path,
     # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
     require_told(said[0], epoch=0, steps=range(1), ranks=2)
     if target is one_is_refused_and_lingers:
-        assert "rank 1 could not go on; its own log says why" in said[0]["error"]
+        assert "rank 1 failed; its log says why" in said[0]["error"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from label_making import names
 
-from pencil_scale.labels.carry import remap
+from pencil_scale.labels.start_labels import remap
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 

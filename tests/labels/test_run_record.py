@@ -64,9 +64,7 @@ def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage:
     path = Path(storage) / left
     path.parent.mkdir(parents=True)
     path.write_bytes(b"labels of a person's last run")
-    with pytest.raises(
-        PencilError, match=f"{left} is there, left by an earlier run .* nothing is overwritten"
-    ):
+    with pytest.raises(PencilError, match=f"{left} exists, left by an earlier run .* nothing is overwritten"):
         find_record(storage, "gone", SETTINGS)
     assert path.read_bytes() == b"labels of a person's last run"
 

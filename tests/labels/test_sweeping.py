@@ -7,7 +7,7 @@ import pytest
 from label_making import names
 
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.start_labels import manifests_of, sweep_run
+from pencil_scale.labels.snapshot import manifests_of, sweep_run
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -38,8 +38,8 @@ def parts_of(storage: Path, run: str) -> set[str]:
 
 
 def named(manifests: list[Manifest]) -> set[str]:
-    entries = [entry for manifest in manifests for entry in manifest.parts.values()]
-    return {piece.sha256 for entry in entries for piece in (*entry.labels, *entry.ledger)}
+    parts = [part for manifest in manifests for part in manifest.parts.values()]
+    return {file.sha256 for part in parts for file in (part.labels, part.ledger)}
 
 
 @pytest.fixture
@@ -82,6 +82,6 @@ def test_parts_that_only_another_run_names_stay(lake: Path) -> None:
 def test_a_file_that_may_have_been_a_manifest_keeps_everything(lake: Path) -> None:
     (lake / "labels" / "published" / "two.json").write_text('{"kind": "pencil_scale labels", "par')
     before = parts_of(lake, "mine")
-    with pytest.raises(PencilError, match=r"two\.json: not an intact JSON file .* nothing is swept"):
+    with pytest.raises(PencilError, match=r"two\.json: damaged JSON .* nothing is swept"):
         sweep_run(str(lake), "mine")
     assert parts_of(lake, "mine") == before

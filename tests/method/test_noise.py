@@ -60,8 +60,8 @@ def test_no_labels_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("labels", "rate", "says"),
     [
-        ([0, 10], 0.5, "runs from 0 to 10"),
-        ([-1], 0.5, "runs from -1"),
+        ([0, 10], 0.5, "ranges from 0 to 10"),
+        ([-1], 0.5, "ranges from -1"),
         ([0], 1.5, "1.5"),
         ([0.5], 0.5, "float64"),
     ],

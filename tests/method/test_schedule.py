@@ -164,5 +164,5 @@ def test_labels_that_stand_still_are_refused_with_a_pace_that_moves_them() -> No
 def test_a_start_confidence_sets_the_scale() -> None:
     stage = schedule("stages.pencil.start_confidence=0.99").stages.pencil
     assert label_scale(stage, 1000) == pytest.approx(11.5, abs=0.01)  # ln(99 * 999)
-    with pytest.raises(PencilError, match="no more than chance among 10 classes"):
+    with pytest.raises(PencilError, match="not above chance for 10 classes"):
         label_scale(schedule("stages.pencil.start_confidence=0.1").stages.pencil, 10)

@@ -13,11 +13,10 @@ from night_making import Nights, pins_of, started
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.carry import pin, regive
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
-from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.start_labels import pin, regive, start_labels
 from pencil_scale.nights.carry_over import carry_over
 from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.prepare import prepare, remapped_head
@@ -91,7 +90,7 @@ def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
     before = bench.version(label="json:name")
     after = bench.version(label="json:name", check_images="decode")
     crawl = find_crawl(before, after, SAME)
-    assert len(after.changed_rows(before)) == 6
+    assert after.rewritten_rows(before) == [range(6)]
     assert found(crawl) == ([], [])
     assert crawl.given_counts.tolist() == [0, 0, 0, 0]
 
@@ -106,7 +105,7 @@ def test_the_clean_set_differs_only_if_something_about_its_samples_has_changed(t
         bench.index(
             shards=f"{tmp_path}/a.tar", test=f"{tmp_path}/clean.tar", exclude=f"{tmp_path}/exclude.txt"
         )
-        version = Catalogue.open(bench.storage, part="test").version
+        version = Catalogue.open(bench.storage, clean_set="test").version
         found.append(clean_set(bench.storage, {"test": version}))
     assert found[0] == found[1]  # an id of the training shards
     assert found[1] != found[2]  # one of its own

@@ -16,7 +16,7 @@ from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import label_store
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.subset.candidates import Rule, candidates, merge_picks, no_limits, place_limits
+from pencil_scale.subset.choice import Rule, candidates, merge_picks, no_limits, place_limits
 from pencil_scale.subset.files import read_members
 from pencil_scale.train.preflight import check_run
 from pipelines.balance_subset import Summary, main, run
@@ -210,7 +210,7 @@ def test_the_trainer_takes_the_subset_and_refuses_one_of_elsewhere(
     other.index()
     with pytest.raises(PencilError, match="was drawn from memory://"):
         check_run(other.config(f"data.subset={summary.folder}"))
-    with pytest.raises(PencilError, match="holds no subset"):
+    with pytest.raises(PencilError, match="has no subset"):
         check_run(other.config("data.subset=memory://nowhere"))
 
 
@@ -227,13 +227,15 @@ def test_neither_per_class_nor_total_is_an_error_of_one_line(
 ) -> None:
     assert main([str(bench.folder / "config.yaml")]) == 2
     assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("error: subset.per_class, subset.total: set one")
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: subset.per_class, subset.total: set exactly one")
     )
 
 
 @pytest.mark.ray
 def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_session: None) -> None:
-    import pencil_scale.subset.candidates as module
+    import pencil_scale.subset.choice as module
 
     bench = SubsetBench(tmp_path)
     bench.shard("a.tar", samples(range(60)))
@@ -242,7 +244,7 @@ def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_sessi
     catalogue = Catalogue.open(bench.storage)
     here = candidates(Rule(catalogue, 1), range(0, 60), np.array([5, 5, 5]), no_limits(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STRETCH_ROWS", 16)
+        patch.setattr(module, "RANGE_ROWS", 16)
         drawn = bench.draw("subset.per_class=5", "subset.shards=always", "subset.samples_per_shard=5")
     assert bench.members(drawn) == here["row"].to_pylist()
     assert len(list(_webdataset_of(bench, drawn))) == 15

@@ -27,7 +27,7 @@ def test_what_somebody_made_in_the_folder_of_the_demo_is_not_removed(theirs: str
         (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "demo" / name).write_text("{}")
     with pytest.raises(
-        demo.PencilError, match=f"holds {theirs.rpartition('/')[0]}; the demo would remove it"
+        demo.PencilError, match=f"contains {theirs.rpartition('/')[0]}, which the demo would remove"
     ):
         demo.clear(tmp_path / "demo")
     assert (tmp_path / "demo" / theirs).exists()

@@ -118,7 +118,7 @@ def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> Non
         torch.save(model.state_dict(), file)
     summary = bench.export(predict=True)
     told = {each["key"]: each for each in bench.sidecar("00043")}
-    assert summary.predicted_by == {"labels": 12, "model": 2, "nobody": 1}
+    assert summary.predicted_by == {"labels": 12, "model": 2, "none": 1}
     assert told["y"]["predicted_label"] is None
     assert told["x"]["given_label"] is None
     assert told["x"]["label_score"] is None
@@ -132,7 +132,7 @@ def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> Non
 
 
 def test_without_a_model_it_says_so_before_it_writes(bench: ExportBench) -> None:
-    with pytest.raises(ExportError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
+    with pytest.raises(PencilError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
         bench.export(predict=True)
     assert not bench.out.exists()
 
@@ -236,7 +236,7 @@ def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: P
     (bench.out / "shards").mkdir()
     original = bench.out / "shards" / "train-000000.tar"
     original.write_bytes(b"the only copy")
-    with pytest.raises(ExportError, match=r"holds a folder 'shards' and no manifest.json of an export"):
+    with pytest.raises(ExportError, match=r"has a folder 'shards' but no manifest.json of an export"):
         bench.export("export.corrected_shards=true")
     assert original.read_bytes() == b"the only copy"
     original.unlink()
@@ -330,6 +330,7 @@ def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_label_parts")
 def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_places(tmp_path: Path) -> None:
     bench = ExportBench(tmp_path)
     for number in range(4):  # a part of labels each

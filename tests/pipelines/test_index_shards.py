@@ -279,7 +279,7 @@ def test_shards_and_storage_on_the_s3_that_rclone_serves(rclone_store: Any, tmp_
     assert "60 in 3 shards" in index()
     assert "nothing changed: version 1, 60 rows" in index()
     rclone_store.pipe_file("crawl-bucket/train/t-001.tar", python_tar([*samples(range(20, 39)), *sample(70)]))
-    assert "1 shard changed since indexed, read again: s3://crawl-bucket/train/t-001.tar" in index()
+    assert "1 shard changed since the last run, to read again: s3://crawl-bucket/train/t-001.tar" in index()
     manifest = json.loads(rclone_store.cat_file("lake-bucket/run/catalogue/manifest.json"))
     assert manifest["status"] == {"ok": 60, "vanished": 1}
     assert not rclone_store.find("lake-bucket/run/catalogue/staging")

@@ -134,7 +134,7 @@ def test_a_job_that_would_write_where_ray_removes_it_fails_and_says_so(
 ) -> None:
     assert jobs["misplaced"].returncode != 0
     told = printed(jobs["misplaced"])
-    assert "error: run.storage: runs/demo lies in the folder of this job" in told
+    assert "error: run.storage: runs/demo is in the folder of this job" in told
     assert "Traceback" not in told
 
 

@@ -15,8 +15,7 @@ from shard_sources import class_folders, image, job_of, parquet, refusal, writte
 from pencil_scale.method.noise import symmetric_noise
 from pencil_scale.storage.errors import PencilError
 from pipelines import make_shards
-from pipelines.shard_making.shard_options import jobs_of, parse_arguments
-from pipelines.shard_making.shard_writing import OutFolder
+from pipelines.shard_making.options import jobs_of, parse_arguments
 
 
 def test_a_folder_tree_keeps_every_image_bit_for_bit(tmp_path: Path) -> None:
@@ -74,10 +73,10 @@ def test_shards_made_before_keys_carried_the_prefix_are_not_mixed_with_those_tha
     table = parquet(tmp_path / "t.parquet", range(2))
     job = job_of("table", table, tmp_path / "out", "--prefix", "test")
     before = {name: value for name, value in job.arguments.items() if name != "key_prefix"}
-    labels, out = job.source.labels(), OutFolder(job.out)
-    make_shards.claim(out, replace(job, arguments=before), labels)
-    with pytest.raises(PencilError, match="keys that do not begin with the prefix, now test-; repeat"):
-        make_shards.claim(out, job, labels)
+    labels = job.source.labels()
+    make_shards.claim(replace(job, arguments=before), labels)
+    with pytest.raises(PencilError, match="keys that do not start with the prefix, now test-; repeat"):
+        make_shards.claim(job, labels)
 
 
 def test_class_names_are_found_in_a_parquet_schema(tmp_path: Path) -> None:
@@ -210,60 +209,24 @@ def test_digits_split_into_two_sets_that_share_no_image() -> None:
 
 
 REFUSALS = [
-    (("table", "{}/t.parquet", "--label-column", "lable"), "no column 'lable'; it has image, label"),
+    (("table", "{}/t.parquet", "--label-column", "lable"), "no column 'lable'; found image, label"),
     (("table", "{}/t.parquet", "--label-names", "a,b"), "row 2 has the unknown class 2"),
-    (("table", "{}/twice.csv", "--key-column", "id"), "key 'x' of column id repeats 2 times"),
+    (("table", "{}/twice.csv", "--key-column", "id"), "duplicate key 'x' in column id, found 2 times"),
     (("table", "{}/names.csv", "--label-names", "cat,dog"), "unknown class 'owl'"),
-    (
-        (
-            "table",
-            "{}/hole.csv",
-        ),
-        "row 1 has no label",
-    ),
-    (
-        (
-            "table",
-            "{}/empty.csv",
-        ),
-        "not a readable CSV",
-    ),
-    (
-        (
-            "table",
-            "{}/ragged.csv",
-        ),
-        "not a readable CSV",
-    ),
-    (
-        (
-            "table",
-            "{}/norows.csv",
-        ),
-        "the table has no rows",
-    ),
-    (
-        (
-            "table",
-            "{}/broken.parquet",
-        ),
-        "not a readable Parquet",
-    ),
-    (
-        (
-            "table",
-            "{}/absent.csv",
-        ),
-        "no such table",
-    ),
-    (("table", "{}/t.parquet", "--given-labels", "{}/n.npz#others"), "no array 'others'; it has people"),
+    (("table", "{}/hole.csv"), "row 1 has no label"),
+    (("table", "{}/empty.csv"), "not a readable CSV"),
+    (("table", "{}/ragged.csv"), "not a readable CSV"),
+    (("table", "{}/norows.csv"), "the table has no rows"),
+    (("table", "{}/broken.parquet"), "not a readable Parquet"),
+    (("table", "{}/absent.csv"), "no such table"),
+    (("table", "{}/t.parquet", "--given-labels", "{}/n.npz#others"), "no array 'others'; found people"),
     (("table", "{}/t.parquet", "--given-labels", "{}/n.npz#people"), "has 2 labels and"),
-    (("table", "{}/t.parquet", "--noise", "symmetric:1.5"), "RATE from 0 to 1"),
+    (("table", "{}/t.parquet", "--noise", "symmetric:1.5"), "with RATE from 0 to 1"),
     (("table", "{}/t.parquet", "--noise", "asymmetric:0.5"), "--flips"),
     (("table", "{}/t.parquet", "--noise", "asymmetric:0.5", "--flips", "cifar10"), "3 were found"),
     (("folder", "{}/bare"), "no image in any class folder"),
     (("folder", "{}/absent"), "no such folder"),
-    (("folder", "{}/clash"), "key 'cat/a' repeats: cat/a.jpg and cat/a.png"),
+    (("folder", "{}/clash"), "duplicate key 'cat/a': cat/a.jpg and cat/a.png"),
     (("clothing1m", "{}/bare", "--split", "noisy"), "noisy_train_key_list.txt: cannot be read"),
 ]
 

@@ -81,7 +81,7 @@ def test_a_file_that_is_no_json_is_an_error_of_one_line(
 ) -> None:
     (bench.folder / "d.json").write_text("[{")
     assert main([str(bench.folder / "config.yaml"), f"pin.file={bench.folder}/d.json"]) == 2
-    assert "no whole JSON" in capsys.readouterr().err.splitlines()[-1]
+    assert "damaged JSON" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None:

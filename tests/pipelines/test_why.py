@@ -68,14 +68,14 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     assert told[0] == "sample 000001"
     assert f"  shard      {bench.folder}/00041.tar" in told
     assert "  given      bee" in told
-    assert f"  again in   {bench.folder}/00042.tar, key 000001" in told
+    assert f"  duplicate  {bench.folder}/00042.tar, key 000001" in told
     assert text.index("night-0001 (in use)") < text.index("night-0002 (held), catalogue version 2")
     assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in told
     assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in told  # from 1, as the console counts
     assert "  epochs     7: cat, share 0.50 to 0.50" in told
-    assert "  in the end cat, with 0.80 of the label" in told
+    assert "  result     cat, with 0.80 of the label" in told
     assert any(line.startswith("pin          ant, by ada, at 20") and "(seen twice)" in line for line in told)
-    assert "  says       cat, told by labels; a label issue, score 0.100, labels night-0002" in told
+    assert "  label      cat, predicted by: labels; label issue, score 0.100; labels of night-0002" in told
     assert any(line.startswith(f"  sidecar    {bench.folder}/out/sidecars/") for line in told)
 
 
@@ -89,7 +89,7 @@ def test_the_thumbnail_is_a_picture_of_the_bytes_at_the_offset(
     (span,) = [line.split() for line in told if line.startswith("  image")]
     start, end = (int(span[place].replace(",", "")) for place in (3, 5))
     assert (bench.folder / "00041.tar").read_bytes()[start:end] == image(1)
-    assert told[-2:] == ["pin          none: the label may move", "exports      none yet"]
+    assert told[-2:] == ["pin          none: the label may change", "exports      none yet"]
     (bench.folder / "00041.tar").write_bytes(b"")
     assert any(line.startswith("  thumbnail  none: shard") for line in bench.why("000001", capsys))
 
@@ -100,7 +100,7 @@ def test_of_an_excluded_sample_nothing_is_told(bench: WhyBench, capsys: pytest.C
     told = bench.why("000001", capsys, f"data.exclude={bench.folder}/gone.txt")
     assert told == [
         "sample 000001",
-        "  listed in data.exclude: nothing is trained on it, and it is in no output made since",
+        "  listed in data.exclude: not used for training, and not in any output made since",
     ]
 
 
@@ -112,9 +112,9 @@ def test_a_label_nobody_trained_on_and_an_export_without_the_sample_are_told_as_
     keys = ["export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.config, [*keys, f"data.exclude={bench.folder}/gone.txt"]))
     told = bench.why("000001", capsys)
-    assert "  in the end bee, as given: no run trained on it" in told
-    assert "  epochs     no history of them was kept" in told
-    assert told[-1] == f"export       {bench.folder}/out: not in it"
+    assert "  result     bee, as given: no run trained on the sample" in told
+    assert "  epochs     no history was kept" in told
+    assert told[-1] == f"export       {bench.folder}/out: does not contain the sample"
 
 
 def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
@@ -126,7 +126,7 @@ def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
     bench.keep_history({0: [0, 1, 2, 0, 1, 2, 0], 1: [0, 1, 2, 0, 1, 2, 0]})
     told = bench.why("bare", capsys)
     assert "  given      no class" in told
-    assert "  in the end no class: it was given none, and no run trained on it" in told
+    assert "  result     no class: none was given, and no run trained on the sample" in told
     assert not any("ant" in line.split() for line in told)  # class 0, of which it knows nothing
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\nbare,cat,ada,\n")
     pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
@@ -134,7 +134,7 @@ def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
 
 
 def test_an_id_nobody_knows_is_answered_with_those_alike(bench: WhyBench) -> None:
-    with pytest.raises(PencilError, match=r"'00004': no sample of this id .* mean '000004'\?"):
+    with pytest.raises(PencilError, match=r"'00004': no sample with this id .* mean '000004'\?"):
         run(load_config(bench.config), "00004")
     with pytest.raises(PencilError, match="index again if it is new"):
         run(load_config(bench.config), "nobody")

@@ -35,7 +35,7 @@ def test_in_a_large_dataset_the_bounds_are_those_of_clopper_and_pearson() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [(0.9, 0.03), (0.5, 0.2), (0.99, 0.002)])
 def test_the_intervals_cover_the_truth_in_95_of_100_audits(right: float, wrong: float) -> None:
-    """On labels whose truth is known, drawn and judged anew each time."""
+    """On labels whose truth is known, drawn and judged again each time."""
     chance = np.random.default_rng(5)
     repaired_well = chance.random(900) < right
     left_wrong = chance.random(4000) < wrong
@@ -95,9 +95,9 @@ def test_right_is_what_ends_at_the_suggested_class_and_only_the_audit_counts(tmp
         ({"kind": "shopping list"}, "not a file of decisions"),
         ({"version": 9}, "not a file of decisions of version 2"),
         ({"decisions": [judged(1, 1, None)]}, "nothing was judged in an audit"),
-        ({"audit": {}}, "entries are missing or odd"),
+        ({"audit": {}}, "entries are missing or invalid"),
         ({"decisions": [judged(1, 1)] * 11}, "11 judged of 10 drawn of 50 changed"),
-        ({"decisions": 7}, "entries are missing or odd"),
+        ({"decisions": 7}, "entries are missing or invalid"),
     ],
 )
 def test_a_file_from_which_no_audit_follows_is_refused(
@@ -106,5 +106,5 @@ def test_a_file_from_which_no_audit_follows_is_refused(
     with pytest.raises(PencilError, match=said):
         read_judged(saved(tmp_path, **changes))
     (tmp_path / "decisions.json").write_text("[{")
-    with pytest.raises(PencilError, match="no whole JSON"):
+    with pytest.raises(PencilError, match="not a complete JSON"):
         read_judged(str(tmp_path / "decisions.json"))

@@ -144,7 +144,7 @@ def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: 
 
 def test_the_page_names_the_file_it_saves_and_no_axis_goes_beyond_all(reader: Reader) -> None:
     assert "pin.file=decisions-t.json" in reader.text("footer")
-    chart = reader.page.locator("#curves figure", has_text="Accuracy of the network")  # 100 % in every epoch
+    chart = reader.page.locator("#curves figure", has_text="Network accuracy")  # 100 % in every epoch
     ticks = [
         float(tick.rstrip("%\u202f\u00a0 "))
         for tick in chart.locator(".tick[text-anchor=end]").all_text_contents()
@@ -209,7 +209,7 @@ def test_filters_by_class_transition_score_and_state_show_what_they_say(reader: 
     reader.page.select_option("#f-kind", "moved")
     assert reader.text("#shown") == "4 of 6 listed"  # 4 went elsewhere than before; 10, 13 and 29 moved
     reader.page.select_option("#f-kind", "kept")
-    assert "No listed sample is like this" in reader.text("#list")
+    assert "No listed sample matches" in reader.text("#list")
     reader.page.click("#f-clear")
     reader.page.locator("body").click(position={"x": 2, "y": 2})
     reader.press("a")
@@ -241,7 +241,7 @@ def test_a_key_that_is_markup_is_shown_and_not_run(reader: Reader) -> None:
     assert reader.current() == HOSTILE_KEY
     assert HOSTILE in reader.page.locator("#inspector .pair").inner_text()
     assert HOSTILE in reader.page.locator("#by-class").inner_text()
-    assert reader.page.title() == "t: label changes"
+    assert reader.page.title() == "Label review: t"
     assert reader.page.locator("#inspector script, #inspector img[onerror], #by-class script").count() == 0
 
 
@@ -262,7 +262,7 @@ def test_the_policy_forbids_network_and_foreign_scripts(browser: Any, bench: Rev
         return [document.title, ...blocked.sort()];
     }"""
     found = reader.page.evaluate(tries)
-    assert found == ["t: label changes", "connect-src", "img-src", "script-src-elem"]
+    assert found == ["Label review: t", "connect-src", "img-src", "script-src-elem"]
     reader.context.close()
 
 
@@ -281,7 +281,7 @@ def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_
         assert f"{100 * one.share:.1f} %" in gauge.partition("95 %")[0]
         assert f"95 % interval {100 * one.low:.1f} % to {100 * one.high:.1f} %" in gauge
     reader.press("j a")
-    assert "1 were passed over" in reader.text("#audit-panel")
+    assert "Skipped so far: 1." in reader.text("#audit-panel")
 
 
 def test_in_dark_and_light_the_page_takes_its_colours_from_the_reader(
@@ -328,9 +328,9 @@ def test_a_page_without_labels_history_or_pictures_says_so(browser: Any, tmp_pat
     bench.publish({}, visited=[0])
     bench.report("report.thumbnails=0")
     reader = Reader(browser, bench.page)
-    assert "Nothing to look at: no label changed, and none is in doubt." in reader.text("#list")
+    assert "Nothing to review: no label has changed, and none is in doubt." in reader.text("#list")
     assert reader.text("#flows") == "No label has changed."
-    assert "This run kept no figures of its epochs." in reader.text("#curves")
+    assert "This run has no metrics by epoch." in reader.text("#curves")
     reader.press("a r l j")
     assert reader.text("#tally") == "Nothing judged yet"
     assert reader.complaints == []

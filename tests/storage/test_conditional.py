@@ -11,8 +11,8 @@ import fsspec
 import pytest
 from s3_front import Front, fresh_front
 
-from pencil_scale.storage.conditional import open_objects
-from pencil_scale.storage.objects import StorageError
+from pencil_scale.storage.errors import StorageError
+from pencil_scale.storage.objects import open_objects
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +77,7 @@ def test_one_of_many_creators_at_once_wins_and_one_of_many_that_replace(storage:
 
 CREATE = """
 import sys
-from pencil_scale.storage.conditional import open_objects
+from pencil_scale.storage.objects import open_objects
 store = open_objects(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

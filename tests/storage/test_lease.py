@@ -15,7 +15,7 @@ import pytest
 from s3_front import Front, fresh_front
 
 from pencil_scale.storage import lease as holder
-from pencil_scale.storage.conditional import open_objects
+from pencil_scale.storage.errors import StorageError
 from pencil_scale.storage.lease import (
     Holder,
     Lease,
@@ -25,7 +25,7 @@ from pencil_scale.storage.lease import (
     is_alive,
     this_process,
 )
-from pencil_scale.storage.objects import StorageError
+from pencil_scale.storage.objects import open_objects
 
 ROOT = Path(__file__).parents[2]
 LEASE, WHAT = "runs/demo/lease", "run demo is being trained"

@@ -110,7 +110,7 @@ def test_resizing_makes_one_size_of_many(tmp_path: Path) -> None:
     assert not any(batch.problems for batch in batches)
 
 
-def test_an_image_that_does_not_decode_weighs_nothing_and_is_named(tmp_path: Path) -> None:
+def test_an_image_that_does_not_decode_has_weight_0_and_is_named(tmp_path: Path) -> None:
     stream = Stream(damaged(tmp_path).spec(), in_process=True)
     assert_damage_named(list(stream.batches(0)), tmp_path)
 
@@ -133,7 +133,7 @@ def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(
     bench.shard("0.tar", [*samples(range(20)), *sample(20, label=77)])
     bench.index()
     stream = Stream(bench.spec(), in_process=True)
-    visited = np.arange(21) == 20  # of a class nobody knows, so never trained on
+    visited = np.arange(21) == 20  # of an unknown class, so never trained on
     with pytest.raises(
         PencilError, match="a window was planned with 19 rows, 20 are there; the visited rows"
     ):
@@ -159,11 +159,11 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
 def test_the_next_epoch_is_read_while_this_one_is_trained(
     shards: Shards, pieces_at_once: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
+    started: list[int] = []
     shares = Stream._shares
 
     def noted(stream: Stream, epoch: int, visited: Any = None) -> Any:
-        begun.append(epoch)
+        started.append(epoch)
         return shares(stream, epoch, visited)
 
     monkeypatch.setattr(Stream, "_shares", noted)
@@ -171,18 +171,18 @@ def test_the_next_epoch_is_read_while_this_one_is_trained(
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
     coming = stream.batches(0)
     first = next(coming)
-    for _ in range(3000):  # all three fit into what may lie ready, though nobody has asked for them
-        if begun == together:
+    for _ in range(3000):  # all three fit into what is read ahead
+        if started == together:
             break
         time.sleep(0.01)
-    assert begun == together
+    assert started == together
     assert np.array_equal(rows_of([first, *coming]), planned(stream, 0))
     for epoch in (1, 2):
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
     stream.close()
 
 
-def test_what_lies_ready_is_bounded_by_its_bytes(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_ahead_is_bounded_in_bytes(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     depths: list[int] = []
 
     class Noted(Prefetch):  # type: ignore[type-arg]
@@ -279,5 +279,5 @@ def test_shards_on_s3_are_read_by_ranges_and_a_rewritten_object_is_named(tmp_pat
     ):
         list(stream.batches(1))
     s3.rm_file("crawl/1.tar")
-    with pytest.raises(PencilError, match=r"^shard s3://crawl/1.tar is gone since it was indexed"):
+    with pytest.raises(PencilError, match=r"^shard s3://crawl/1.tar is missing since it was indexed"):
         list(stream.batches(2))

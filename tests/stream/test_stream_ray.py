@@ -29,7 +29,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 
 def read_epochs(spec: StreamSpec, rank: int, world: int, visited: np.ndarray) -> dict[str, np.ndarray]:
-    """What a training process does, in a process of its own; an epoch in between is left early."""
+    """Read as a training process does, in a separate process; one epoch is left early."""
     stream = Stream(spec, rank, world)
     found = {"first": rows_of(list(stream.batches(0)))}
     for _ in stream.batches(1):
@@ -67,7 +67,7 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 
 
 @pytest.mark.ray
-def test_through_ray_reading_goes_on_where_workers_leave_less_than_one_processor(
+def test_through_ray_reading_works_if_workers_leave_less_than_one_processor(
     ray_session: None, shards: Shards
 ) -> None:
     import ray
@@ -77,10 +77,10 @@ def test_through_ray_reading_goes_on_where_workers_leave_less_than_one_processor
             return True
 
     num_cpus = ray.cluster_resources()["CPU"] - 0.5
-    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them all the while
+    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them
     assert ray.get(worker.is_there.remote())
     stream = Stream(shards.spec(worker_cpus=num_cpus, num_epochs=3))
-    for epoch in range(3):  # which are read in a row
+    for epoch in range(3):  # read one after another
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
     stream.close()
 

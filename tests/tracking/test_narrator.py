@@ -7,7 +7,7 @@ import pytest
 
 from pencil_scale.labels.report import Found
 from pencil_scale.tracking.narrator import Narrator
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 
 FIGURES = {
     "stage": "pencil",

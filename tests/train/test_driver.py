@@ -1,4 +1,4 @@
-"""The driver of a run, without workers: when it ends by itself, and what it survives."""
+"""The driver of a run, without workers: when it ends, and which errors it survives."""
 
 import threading
 from pathlib import Path
@@ -31,12 +31,12 @@ def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_trainin
     training, job = Training(), cast(Job, SimpleNamespace(control=None))
     monkeypatch.setattr(driver, "_trainer", lambda _: training)
 
-    def news(_: object) -> list[dict[str, Any]]:
+    def events(_: object) -> list[dict[str, Any]]:
         training.started.wait()
         (tmp_path / "lease").unlink(missing_ok=True)  # another command took over
         return []
 
-    monkeypatch.setattr(driver, "take_news", news)
+    monkeypatch.setattr(driver, "take_events", events)
     with (
         Lease.hold(str(tmp_path), "lease", "run demo is being trained", lease_s=0.2) as lease,
         pytest.raises(LeaseLostError, match="the lease was removed while this command was paused"),
@@ -44,19 +44,19 @@ def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_trainin
         drive(job, lambda _: None, lease)
 
 
-def test_news_that_cannot_be_reported_is_logged_and_the_rest_is_still_heard(
+def test_an_event_that_cannot_be_reported_is_logged_and_the_rest_still_arrives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    news = [{"kind": kind, "n": n} for n, kind in enumerate(["step", "epoch", "epoch", "step"])]
-    monkeypatch.setattr(driver, "take_news", lambda control: news)
-    heard: list[int] = []
+    events = [{"kind": kind, "n": n} for n, kind in enumerate(["step", "epoch", "epoch", "step"])]
+    monkeypatch.setattr(driver, "take_events", lambda control: events)
+    seen: list[int] = []
 
-    def hear(event: dict[str, Any]) -> None:
+    def see(event: dict[str, Any]) -> None:
         if event["kind"] == "epoch":
             raise ValueError("no such figure")
-        heard.append(event["n"])
+        seen.append(event["n"])
 
-    driver._pass_news(SimpleNamespace(control=None), hear, Harmless())
-    assert heard == [0, 3]
+    driver._pass_events(SimpleNamespace(control=None), see, Harmless())
+    assert seen == [0, 3]
     (message,) = caplog.messages
-    assert "news of kind 'epoch' failed (ValueError: no such figure); training continues" in message
+    assert "event of kind 'epoch' failed (ValueError: no such figure); training continues" in message

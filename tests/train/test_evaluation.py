@@ -4,8 +4,10 @@ from stream_making import Shards, five_shards
 from torch import nn
 
 from pencil_scale.images.augment import Recipe
+from pencil_scale.labels.owners import Batch
+from pencil_scale.stream.stream import Stream
 from pencil_scale.train import evaluation
-from pencil_scale.train.evaluation import CleanBatch, CleanReader, CleanSet, count_right
+from pencil_scale.train.evaluation import CleanSet, count_right
 
 RECIPE = Recipe(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -17,33 +19,22 @@ class Brightest(nn.Module):
         return images.mean((2, 3))
 
 
-def clean_batch(*channels: int, true: list[int], weight: list[float]) -> CleanBatch:
+def clean_batch(*channels: int, true: list[int], weight: list[float]) -> Batch:
     images = torch.zeros(len(channels), 3, 2, 2, dtype=torch.uint8)
     images[range(len(channels)), channels] = 255
-    return CleanBatch(images, torch.tensor(weight), torch.tensor(true))
+    rows = torch.arange(len(channels))
+    return Batch(rows, images, torch.tensor(weight), noisy_class=torch.tensor(true))
 
 
 def test_right_ones_are_counted_and_unreadable_ones_are_not() -> None:
     batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
-    found = count_right(Brightest(), CleanSet(lambda: batches), RECIPE, torch.device("cpu"), bf16=False)
-    assert found == (2, 3)
+    assert count_right(Brightest(), batches, RECIPE, torch.device("cpu"), bf16=False) == (2, 3)
 
 
 def test_the_network_goes_back_to_training() -> None:
     model = Brightest().train()
-    count_right(model, CleanSet(list), RECIPE, torch.device("cpu"), bf16=False)
+    count_right(model, [], RECIPE, torch.device("cpu"), bf16=False)
     assert model.training
-
-
-def test_a_small_set_is_read_once_and_a_large_one_every_time(monkeypatch) -> None:
-    reads: list[int] = []
-    clean = CleanSet(lambda: reads.append(1) or [clean_batch(0, true=[0], weight=[1])])
-    assert len([*clean.batches(), *clean.batches()]) == 2
-    assert len(reads) == 1
-    monkeypatch.setattr(evaluation, "CACHE_BYTES", 5)
-    large = CleanSet(lambda: reads.append(1) or [clean_batch(0, true=[0], weight=[1])])
-    assert len([*large.batches(), *large.batches()]) == 2
-    assert len(reads) == 3
 
 
 class RedModuloThree(nn.Module):
@@ -59,15 +50,30 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
-    """What two evaluations in a row counted, which must agree, and whether the set was taken for large."""
-    reader = CleanReader(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
-    clean = CleanSet(reader)
+    """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
+    clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
     first, again = (
-        count_right(RedModuloThree(), clean, RECIPE, torch.device("cpu"), bf16=False) for _ in range(2)
+        count_right(RedModuloThree(), clean.batches(), RECIPE, torch.device("cpu"), bf16=False)
+        for _ in range(2)
     )
-    reader.close()
+    clean.close()
     assert first == again
-    return first, reader.is_large
+    return first, clean.is_large
+
+
+def test_a_small_set_is_read_once_and_a_large_one_every_time(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    batches = Stream.batches
+    monkeypatch.setattr(Stream, "batches", lambda *what: reads.append(1) or batches(*what))
+    for cache_bytes, num_reads in ((1 << 20, 1), (5, 2)):
+        monkeypatch.setattr(evaluation, "CACHE_BYTES", cache_bytes)
+        clean = CleanSet(shards.spec(shuffle=False), 0, 1, bring=lambda batch: batch, in_process=True)
+        reads.clear()
+        assert sum(len(batch.rows) for _ in range(2) for batch in clean.batches()) == 1000
+        assert len(reads) == num_reads
+        clean.close()
 
 
 def test_the_ranks_count_every_sample_of_a_set_that_fits_into_memory_once(shards: Shards) -> None:
@@ -87,7 +93,7 @@ def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_
         def holds(self) -> bool:
             return True
 
-    # As read tasks of the next epoch do, while nobody takes their blocks.
+    # As read tasks of the next epoch do while their blocks are not taken.
     holder = ray.remote(Holder).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(holder.holds.remote())
     monkeypatch.setattr(evaluation, "CACHE_BYTES", 1000)

@@ -13,7 +13,7 @@ NONE = Share(0, 0)
 
 
 def report(counts: Sequence[int], after: Sequence[int] | None = None, **right: Share) -> LabelReport:
-    """Labels with so many samples of each class as given, and so many at the end."""
+    """Labels with this many samples of each class as given, and this many at the end."""
     transitions = np.diag(counts)
     for number, left in enumerate(after or counts):
         moved = counts[number] - left

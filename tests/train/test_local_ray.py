@@ -1,4 +1,4 @@
-"""A run that this machine can never hold is refused before anybody waits for it."""
+"""A run that does not fit on this machine is refused before it starts."""
 
 import pytest
 import ray
@@ -10,7 +10,7 @@ from pencil_scale.train.local_ray import require_room, what_is_missing
 pytestmark = pytest.mark.ray
 
 
-def test_workers_that_fit_are_not_spoken_of(ray_session: None) -> None:
+def test_workers_that_fit_are_not_mentioned(ray_session: None) -> None:
     assert what_is_missing(Workers(count=[1, 64], cpus=0.5)) == ""
     assert what_is_missing(Workers(in_process=True, cpus=64)) == ""
 

@@ -1,4 +1,4 @@
-"""The loop, on a list of batches: every row once, restarts that change nothing, labels that get repaired."""
+"""The loop on a list of batches: every row once, restarts that change nothing, labels that are repaired."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from pencil_scale.labels.owners import Batch
 from pencil_scale.method.decisions import decide
 from pencil_scale.method.noise import symmetric_noise
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Clock, Pace
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
@@ -59,13 +59,13 @@ def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_every_row_is_visited_once_an_epoch(tmp_path: Path) -> None:
+def test_every_row_is_visited_once_per_epoch(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     done = run.run()
     assert (done.epoch, done.step) == (4, 0)
     assert [epoch["stage"] for epoch in run.epochs] == ["backbone", "pencil", "pencil", "finetune"]
     assert [epoch["rows_visited"] for epoch in run.epochs] == [200] * 4
-    assert run.table.read_last_epoch(range(200)).tolist() == [4] * 200  # the ledger's life begins at 1
+    assert run.table.read_last_epoch(range(200)).tolist() == [4] * 200  # the ledger counts from 1
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_labels_move_in_the_pencil_stage_alone(tmp_path: Path) -> None:
     start = run.table.read(range(200))
     moved: list[bool] = []
     close = run.close_epoch
-    run.close_epoch = lambda *told: (
-        close(*told),
+    run.close_epoch = lambda *what: (
+        close(*what),
         moved.append(bool((run.table.read(range(200)) != start).any())),
     )
     run.run()
@@ -88,7 +88,7 @@ def state_of(run: SmallRun) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [2, 9])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, stop_after: int) -> None:
+def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(tmp_path: Path, stop_after: int) -> None:
     whole = short_run(tmp_path / "whole")
     whole.run()
     halted = short_run(tmp_path / "halted")
@@ -101,40 +101,40 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path, stop_af
         assert torch.equal(there, here)
 
 
-def test_a_wish_to_stop_is_heard_though_epochs_are_shorter_than_the_steps_between_questions(
+def test_a_stop_request_is_noticed_though_epochs_are_shorter_than_the_steps_between_checks(
     tmp_path: Path,
 ) -> None:
-    run = short_run(tmp_path, stop_every=8)  # 4 batches an epoch: every eighth step ends one
+    run = short_run(tmp_path, stop_every=8)  # 4 batches per epoch: every eighth step ends one
     assert run.run(stop=lambda: True) == Progress(epoch=1, step=0, all_steps=4)
     assert run.saved == [Progress(epoch=1, step=0, all_steps=4)]
 
 
 @pytest.mark.slow
-def test_progress_is_saved_between_epochs_and_every_so_many_steps(tmp_path: Path) -> None:
-    run = short_run(tmp_path, save_every=2)  # 4 batches of 64 an epoch
+def test_progress_is_saved_between_epochs_and_every_few_steps(tmp_path: Path) -> None:
+    run = short_run(tmp_path, save_every=2)  # 4 batches of 64 per epoch
     run.run()
     assert [(point.epoch, point.step) for point in run.saved[:4]] == [(0, 2), (1, 0), (1, 2), (2, 0)]
     assert run.saved[-1] == Progress(epoch=4, step=0, all_steps=16)
 
 
-# A hundred batches of two an epoch, of which three make a group.
+# A hundred batches of two per epoch, in groups of three.
 IN_THREES = ["optimizer.tuned_batch=2", "optimizer.accumulation=3"]
 
 
-def test_a_wish_to_stop_is_heard_at_the_end_of_the_group_in_which_it_fell_due(tmp_path: Path) -> None:
+def test_a_stop_request_is_noticed_at_the_end_of_the_group_in_which_the_check_is_due(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
     assert run.run(stop=lambda: True) == Progress(epoch=0, step=9, all_steps=9)
     assert run.saved == [Progress(epoch=0, step=9, all_steps=9)]
 
 
-def test_progress_is_saved_at_the_end_of_the_group_in_which_it_fell_due(tmp_path: Path) -> None:
+def test_progress_is_saved_at_the_end_of_the_group_in_which_it_is_due(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, *IN_THREES, save_every=4)
     run.run()
     assert [point.step for point in run.saved[:5]] == [6, 9, 12, 18, 21]
 
 
 def test_a_run_that_resumes_with_other_groups_starts_with_a_complete_one(tmp_path: Path) -> None:
-    """Nine batches of two, then four at once, must leave what a batch of eight leaves after the nine."""
+    """Nine batches of two and a group of four equal nine batches of two and one batch of eight."""
     small = SmallRun(tmp_path / "small", *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
     large = SmallRun(tmp_path / "large", *blobs(), *ONE_EPOCH, *IN_THREES, stop_every=8)
     for run in (small, large):
@@ -151,15 +151,15 @@ def test_a_run_that_resumes_with_other_groups_starts_with_a_complete_one(tmp_pat
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-6)
 
 
-def test_the_loss_is_told_of_fifty_steps_at_a_time(tmp_path: Path) -> None:
+def test_the_loss_is_logged_for_fifty_steps_at_a_time(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     run.run()
     assert [step for step, _ in run.steps] == [50, 100]
-    assert run.steps[0][1] > run.steps[1][1]  # it learns, and each was told of its own steps
+    assert run.steps[0][1] > run.steps[1][1]  # it learns, and each value is that of its own steps
     assert np.mean([loss for _, loss in run.steps]) == pytest.approx(run.epochs[0]["loss"])
 
 
-def test_a_run_that_is_stopped_tells_the_loss_it_had(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_logs_the_loss_it_had(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2", stop_every=60)
     assert run.run(stop=lambda: True).step == 60
     assert [step for step, _ in run.steps] == [50]
@@ -203,7 +203,7 @@ def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: 
 
 
 def ruin(run: SmallRun, epoch: int, nth: int) -> None:
-    """Let the images of one batch be what only broken hardware makes of them."""
+    """Make the images of one batch not finite, as broken hardware does."""
     prepare, prepared = run.prepare, []
 
     def ruined(batch: Batch, at: int) -> Batch:
@@ -219,11 +219,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
     ruin(run, epoch=0, nth=3)
     with pytest.raises(
         PencilError, match=r"epoch 1 \(backbone\), around steps 1 to 3: not finite: the loss"
-    ) as told:
+    ) as raised:
         run.run()
     assert [point.step for point in run.saved] == [1, 2]
-    assert "lower stages.backbone.rate" in str(told.value)
-    assert "another run.name" in str(told.value)
+    assert "lower stages.backbone.rate" in str(raised.value)
+    assert "another run.name" in str(raised.value)
 
 
 def test_a_loss_that_is_not_finite_is_found_within_some_steps_though_nothing_is_saved(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_labels_that_move_too_far_end_the_run_before_they_are_saved(tmp_path: Pa
 
 
 def test_weights_that_are_not_finite_are_named_and_not_saved(tmp_path: Path) -> None:
-    """Those of the very last step, which no loss has shown."""
+    """Weights of the last step, which no loss has shown yet."""
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH)
     step, (name, weight) = run.optimizer.step, next(run.model.named_parameters())
     num_taken = iter(range(1, 5))
@@ -280,7 +280,7 @@ def test_the_rate_warms_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_forty_percent_wrong_digits_are_nearly_all_repaired(tmp_path: Path) -> None:
-    """The small case we check ourselves against: 0.64 of the labels right as given, above 0.95 after."""
+    """Our reference on a small scale: 0.64 of the labels are right as given, above 0.95 after."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Stage
-from pencil_scale.train.checkpoint import Progress
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.preparation import build_stepper
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper, StepResult
@@ -97,7 +97,7 @@ def test_two_ranks_with_uneven_shares_move_the_weights_as_one_with_all_samples(
 
 
 class RankRun(SmallRun):
-    """One rank of a run; it keeps what it told, and its network at every moment that is saved."""
+    """One rank of a run; it keeps what it reported, and a copy of its network whenever it is saved."""
 
     def __init__(self, rank: int, folder: Path, *overrides: str, **pace: Any) -> None:
         images, classes = blobs()
@@ -138,7 +138,7 @@ class RankRun(SmallRun):
         super().close_epoch(stage, progress, figures)
         self.look()
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         figures = {name: self.epochs[0][name] for name in ("loss", "balanced_agreement")}
         sums = torch.stack(self.sums)
         return {"seen": self.seen, "steps": self.steps, "figures": figures, "sums": sums}
@@ -148,7 +148,7 @@ def an_epoch(rank: int, folder: Path) -> dict[str, Any]:
     run = RankRun(rank, folder, save_every=20)
     run.unreadable, run.pace = {0, 1, 2}, replace(run.pace, max_unreadable_share=0.1)  # all of them rank 0's
     run.run()
-    return run.told()
+    return run.reported()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def epoch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_every_rank_evaluates_the_network_that_is_saved(epoch: list[dict[str, Any]]) -> None:
     assert "kind" not in epoch[0], epoch[0]
-    one, other = (told["seen"] for told in epoch)
+    one, other = (rank["seen"] for rank in epoch)
     assert len(one) == 3  # after 20 and 40 steps, and at the epoch's end
     for here, there in zip(one, other, strict=True):
         assert any("running_var" in name for name in here)
@@ -166,12 +166,12 @@ def test_every_rank_evaluates_the_network_that_is_saved(epoch: list[dict[str, An
 
 
 def test_the_loss_is_that_of_all_ranks(epoch: list[dict[str, Any]]) -> None:
-    loss, weight, _ = sum(told["sums"].sum(0) for told in epoch)
+    loss, weight, _ = sum(rank["sums"].sum(0) for rank in epoch)
     assert weight == 197
-    for told in epoch:
-        assert told["figures"]["loss"] == pytest.approx(float(loss / weight))
-        assert told["steps"] == [(50, pytest.approx(float(loss / weight)))]
-        assert told["figures"] == epoch[0]["figures"]
+    for rank in epoch:
+        assert rank["figures"]["loss"] == pytest.approx(float(loss / weight))
+        assert rank["steps"] == [(50, pytest.approx(float(loss / weight)))]
+        assert rank["figures"] == epoch[0]["figures"]
 
 
 def one_is_ruined(rank: int, folder: Path) -> None:
@@ -184,7 +184,7 @@ def one_is_ruined(rank: int, folder: Path) -> None:
 
 
 def test_what_is_not_finite_on_one_rank_ends_all_of_them_with_the_same_error(tmp_path: Path) -> None:
-    for told in run_world(tmp_path, one_is_ruined):
-        assert told["kind"] == "PencilError", told["trace"]
-        assert "epoch 1 (backbone), around steps 1 to 10: not finite: " in told["error"]
-        assert "running_mean" in told["error"]
+    for said in run_world(tmp_path, one_is_ruined):
+        assert said["kind"] == "PencilError", said["trace"]
+        assert "epoch 1 (backbone), around steps 1 to 10: not finite: " in said["error"]
+        assert "running_mean" in said["error"]

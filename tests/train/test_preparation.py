@@ -1,8 +1,11 @@
-"""What happens to a batch before its step: decoded ahead of it where images come encoded, and never lost."""
+"""What a worker prepares: batches decoded ahead and in order, and scratch folders that do not outlive it."""
 
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,8 @@ from PIL import Image
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.images.decode import decode
-from pencil_scale.stream.batches import StreamBatch
-from pencil_scale.train.preparation import DECODED_AHEAD, Preparation
+from pencil_scale.labels.owners import Batch
+from pencil_scale.train.preparation import DECODED_AHEAD, Preparation, claim_scratch, sweep_scratch
 
 SIDE = 16
 
@@ -24,12 +27,12 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def encoded(first_row: int, images: list[bytes]) -> StreamBatch:
+def encoded(first_row: int, images: list[bytes]) -> Batch:
     rows = torch.arange(first_row, first_row + len(images))
-    return StreamBatch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
+    return Batch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
 
 
-def stock(num: int) -> Iterator[StreamBatch]:
+def stock(num: int) -> Iterator[Batch]:
     for n in range(num):
         yield encoded(4 * n, [png(4 * n + place) for place in range(3)] + [b"no image"])
 
@@ -53,10 +56,10 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
         assert preparation.prepare(batch, epoch=0).problems == batch.problems
 
 
-def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> None:
+def test_an_epoch_left_early_leaves_no_thread_reading(preparation: Preparation) -> None:
     taken: list[int] = []
 
-    def noted() -> Iterator[StreamBatch]:
+    def noted() -> Iterator[Batch]:
         for batch in stock(100):
             taken.append(int(batch.rows[0]))
             yield batch
@@ -70,7 +73,7 @@ def test_an_epoch_left_early_leaves_nobody_reading(preparation: Preparation) -> 
 
 
 def test_an_error_of_the_stream_is_raised_where_batches_are_taken(preparation: Preparation) -> None:
-    def broken() -> Iterator[StreamBatch]:
+    def broken() -> Iterator[Batch]:
         yield from stock(2)
         raise OSError("the shard is gone")
 
@@ -78,3 +81,42 @@ def test_an_error_of_the_stream_is_raised_where_batches_are_taken(preparation: P
     assert len([next(coming), next(coming)]) == 2
     with pytest.raises(OSError, match="the shard is gone"):
         next(coming)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def hold(code: str, *arguments: str | Path) -> "subprocess.Popen[str]":
+    """Run some code in another process, which prints a line and then waits."""
+    words = [sys.executable, "-c", f"import sys\n{code}\nprint('held', flush=True)\nsys.stdin.read()"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*words, *map(str, arguments)], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_folder_is_left_alone_while_its_process_lives_and_removed_when_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    claimed = "from pencil_scale.train.preparation import claim_scratch\nclaim_scratch(sys.argv[1], 'labels')"
+    process = hold(claimed, tmp_path)
+    (theirs,) = tmp_path.iterdir()
+    (theirs / "labels.arrow").write_text("much")
+    ours = claim_scratch(str(tmp_path), "checkpoint")
+    assert set(tmp_path.iterdir()) == {theirs, ours}
+    process.kill()
+    process.wait()
+    another = claim_scratch(str(tmp_path), "checkpoint")
+    assert set(tmp_path.iterdir()) == {ours, another}
+
+
+def test_folders_that_are_not_scratch_are_never_swept(tmp_path: Path) -> None:
+    for name in ("pencil_scale-other-12", "pencil_scale-ab34", "photos"):
+        (tmp_path / name).mkdir()
+    assert sweep_scratch(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_scratch_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
+    assert claim_scratch(str(tmp_path / "fast" / "disk"), "labels").is_dir()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Schedule
+from pencil_scale.train.ranks import Tally
 from pencil_scale.train.step import Stepper
-from pencil_scale.train.tally import Tally
 
 NUM_CLASSES = 4
 STAGES = Stages.model_validate(

@@ -14,8 +14,7 @@ from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.step import Stepper
-from pencil_scale.train.step_graph import StepGraph
+from pencil_scale.train.step import StepGraph, Stepper
 
 STAGES = Stages.model_validate(
     {

@@ -1,11 +1,11 @@
-// The audit: what random samples, judged with the same keys, say of all labels. The intervals are exact for
-// draws without replacement; pencil_scale/review/audit.py computes the same.
+// The audit: estimates for all labels from random samples, judged with the same keys. The intervals are exact
+// for draws without replacement; pencil_scale/review/audit.py computes the same.
 
 const strata = new Map(DATA.audit.order.map((place, turn) => [place, DATA.audit.stratum[turn]]));
 const inAudit = (place) => decided.has(place) && decided.get(place).audit !== null;
 
 function logGamma(x) {
-  // Lanczos, g = 7: right to about 15 digits for x above 0.5, and here x is 1 or more.
+  // Lanczos approximation, g = 7: about 15 correct digits for x above 0.5; here x is at least 1.
   const parts = [676.5203681218851, -1259.1392167224028, 771.3234287776531, -176.6150291621406,
     12.507343278686905, -0.13857109526572012, 9.984369578019572e-6, 1.5056327351493116e-7];
   const shifted = x - 1;
@@ -84,13 +84,13 @@ function showAudit() {
   if (panel.hidden) return;
   panel.replaceChildren();
   const { precision, missed, left } = estimates();
-  gauge(panel, 'Repairs that are right', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
-  gauge(panel, 'Noise that was missed', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
-  gauge(panel, 'Noise that is left', left, 'of all these labels, after the repair');
+  gauge(panel, 'Correct repairs', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
+  gauge(panel, 'Missed noise', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
+  gauge(panel, 'Remaining noise', left, 'of all labels, after the repair');
   const turns = DATA.audit.order.map(inAudit);
   const skipped = turns.slice(0, turns.lastIndexOf(true) + 1).filter((done) => !done).length;
   const advice = skipped
-    ? `${whole(skipped)} were passed over. The intervals hold if that had nothing to do with how hard they were.`
-    : 'Judge them in this order, without passing any over, for as long as you like: the intervals narrow as you go.';
+    ? `Skipped so far: ${whole(skipped)}. The intervals are valid only if you did not skip samples because they were difficult.`
+    : 'Judge the samples in this order, do not skip any, and stop whenever you like: the intervals get narrower as you go.';
   add(panel, 'p', { class: 'lead', text: `Is the class after the arrow right? ${advice}` });
 }

@@ -1,4 +1,4 @@
-// What every part of the page uses: the data, unpacked; elements made of text, never of markup; numbers.
+// Shared by all parts of the page: the unpacked data; elements made of text, never of markup; number formats.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
 const SVG = 'http://www.w3.org/2000/svg';
@@ -37,7 +37,7 @@ const whole = (number) => spelled.format(number);
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 const className = (number) => DATA.classes[number];
 
-// Names often begin alike, so what is cut out of a long one is its middle.
+// Names often start alike, so a long one is shortened in the middle.
 function shorter(text, most) {
   const letters = Array.from(text);
   if (letters.length <= most) return text;
@@ -64,7 +64,7 @@ const S = (() => {
   return found;
 })();
 
-// The run counts its epochs from 0; people read them from 1, as the command printed them.
+// Files count epochs from 0; the page counts from 1, as the console does.
 for (const one of DATA.epochs) one.epoch += 1;
 
 const TRACES = {

@@ -1,4 +1,4 @@
-// The figures: flows between classes, noise by class, and what happened over the epochs.
+// The charts: changes between classes, noise by class, and curves by epoch.
 
 function empty(parent, text) {
   add(parent, 'p', { class: 'empty', text });
@@ -24,11 +24,11 @@ function flowList(parent, list, total, choose, none) {
 function classTable(parent, totals, choose) {
   const order = DATA.classes.map((_, number) => number).filter((number) => totals.given[number] > 0);
   order.sort((a, b) => totals.left[b] / totals.given[b] - totals.left[a] / totals.given[a]);
-  if (!order.length) return empty(parent, 'No label has been studied yet: train, then make this page again.');
+  if (!order.length) return empty(parent, 'No label has been trained yet: train, then create this page again.');
   const table = add(parent, 'table', { class: 'classes' });
   const head = add(add(table, 'thead'), 'tr');
-  for (const [text, kind] of [['class', ''], ['noise', 'wide'], ['', 'n'], ['given', 'n'], ['left', 'n'],
-    ['came', 'n'], ['now', 'n']]) add(head, 'th', { text, class: kind, scope: 'col' });
+  for (const [text, kind] of [['class', ''], ['changed', 'wide'], ['', 'n'], ['given', 'n'], ['lost', 'n'],
+    ['gained', 'n'], ['now', 'n']]) add(head, 'th', { text, class: kind, scope: 'col' });
   const body = add(table, 'tbody');
   for (const number of order) {
     const [given, left, came] = [totals.given[number], totals.left[number], totals.came[number]];
@@ -91,7 +91,7 @@ function curve(parent, title, note, lines, label, band = null) {
   if (band) values.push(...epochs.flatMap((one) => [one[band.low], one[band.high]]).filter((value) => value !== null));
   const rangeX = [epochs[0].epoch, Math.max(epochs[epochs.length - 1].epoch, epochs[0].epoch + 1)];
   const rangeY = [Math.min(...values), Math.max(...values)];
-  // A flat line gets room below, where shares can go: there is nothing above 100 %.
+  // A flat line gets room below: shares cannot exceed 100 %.
   if (rangeY[0] === rangeY[1]) rangeY[0] = Math.max(0, rangeY[1] - 0.1);
   if (rangeY[0] === rangeY[1]) rangeY[1] = 0.1;
   rangeY[1] += 0.09 * (rangeY[1] - rangeY[0]); // room for the names of the stages
@@ -117,7 +117,7 @@ function curve(parent, title, note, lines, label, band = null) {
 function scoreChart(parent) {
   const [kept, changed] = DATA.scores;
   const most = Math.max(1, ...kept.map((num, bin) => num + changed[bin]));
-  const svg = frame(parent, 'How much of a label stays on its given class', 'changed labels in colour; heights by square root');
+  const svg = frame(parent, 'Share of the label on the given class', 'changed labels in colour; square-root scale');
   const width = (BOX.width - BOX.left - BOX.right) / kept.length;
   const base = BOX.height - BOX.bottom;
   const tall = (num) => Math.sqrt(num / most) * (base - BOX.top);
@@ -137,24 +137,24 @@ function scoreChart(parent) {
 function curves(parent) {
   const epochs = DATA.epochs;
   const knows = (name) => epochs.some((one) => one[name] !== null);
-  if (!epochs.length) empty(parent, 'This run kept no figures of its epochs.');
+  if (!epochs.length) empty(parent, 'This run has no metrics by epoch.');
   if (epochs.length && knows('corrected_label_accuracy')) {
-    curve(parent, 'Labels right', 'where the truth is known: as repaired, and as given',
+    curve(parent, 'Correct labels', 'where the true class is known: repaired, and as given',
       [{ name: 'given_label_accuracy', kind: 'quiet' }, { name: 'corrected_label_accuracy', kind: 'loud' }],
       (value, digits) => percent(value, Math.max(0, digits - 2)),
       { low: 'corrected_label_accuracy_low', high: 'corrected_label_accuracy_high' });
   }
   if (epochs.length && knows('label_entropy')) {
-    curve(parent, 'Entropy of the labels', 'nats: how undecided they are, on average',
+    curve(parent, 'Label entropy', 'in nats: how uncertain the labels are on average',
       [{ name: 'label_entropy', kind: 'loud' }], (value, digits) => value.toFixed(digits));
   }
   if (epochs.length && knows('corrected_share')) {
-    curve(parent, 'Labels changed', 'share of all that were studied', [{ name: 'corrected_share', kind: 'loud' }],
+    curve(parent, 'Changed labels', 'share of all labels', [{ name: 'corrected_share', kind: 'loud' }],
       (value, digits) => percent(value, Math.max(0, digits - 2)));
   }
   const clean = ['validation_accuracy', 'test_accuracy'].filter(knows);
   if (epochs.length && clean.length) {
-    curve(parent, 'Accuracy of the network', 'on clean samples',
+    curve(parent, 'Network accuracy', 'on clean samples',
       clean.map((name, place) => ({ name, kind: place ? 'loud' : clean.length > 1 ? 'quiet' : 'loud' })),
       (value, digits) => percent(value, Math.max(0, digits - 2)));
   }

@@ -1,4 +1,4 @@
-// What a person decided: kept in this browser as it is made, saved as a file that pin_labels takes.
+// Decisions: kept in this browser as they are made, and saved as a file for pin_labels.
 
 const VERDICTS = { accept: 'accepted', reject: 'rejected', relabel: 'relabelled', none: 'none of the classes' };
 const MARKS = { accept: '✓', reject: '✕', relabel: '✎', none: '∅' };
@@ -7,7 +7,7 @@ const FILE_NAME = `decisions-${DATA.run}.json`;
 const STORE = `pencil_scale review ${DATA.run} ${DATA.created}`;
 const placeOf = new Map(S.id.map((id, place) => [id, place]));
 const listeners = [];
-const MANY = 2000; // decisions, from which on writing them all down at every key would be felt
+const MANY = 2000; // from this many decisions on, storing all of them at every key would be noticeable
 
 function labelOf(place, verdict, chosen) {
   if (verdict === 'accept') return S.predicted_label[place];
@@ -20,18 +20,18 @@ function decide(place, verdict, chosen = null, audit = null) {
   const former = decided.get(place);
   const by = byId('by').value.trim();
   decided.set(place, { verdict, label, audit: audit || (former && former.audit) || null, at: new Date().toISOString(), by });
-  told();
+  notify();
 }
 
 function undo(place) {
-  if (decided.delete(place)) told();
+  if (decided.delete(place)) notify();
 }
 
-function told() {
+function notify() {
   for (const listener of listeners) listener();
-  clearTimeout(told.timer);
+  clearTimeout(notify.timer);
   if (decided.size < MANY) keep();
-  else told.timer = setTimeout(keep, 500);
+  else notify.timer = setTimeout(keep, 500);
 }
 
 function entries() {
@@ -67,7 +67,7 @@ function take(file) {
 }
 
 function keep() {
-  // A browser may forbid storage to pages from disk: then the file alone keeps what was decided.
+  // A browser may forbid storage to local pages: then decisions are kept only in the saved file.
   try {
     localStorage.setItem(STORE, JSON.stringify({ decisions: entries() }));
     localStorage.setItem('pencil_scale reviewer', byId('by').value);
@@ -82,7 +82,7 @@ function recall() {
     const kept = localStorage.getItem(STORE);
     if (kept) take(JSON.parse(kept));
   } catch (error) {
-    byId('tally').title = `nothing recalled from this browser: ${error.message}`;
+    byId('tally').title = `no decisions restored from this browser: ${error.message}`;
   }
 }
 
@@ -99,10 +99,10 @@ async function load(input) {
   if (!file) return;
   try {
     const missing = take(JSON.parse(await file.text()));
-    told();
-    byId('shown').textContent = missing ? `${whole(missing)} decisions are on samples or classes this page does not list` : '';
+    notify();
+    byId('shown').textContent = missing ? `${whole(missing)} decisions are for samples or classes that are not on this page` : '';
   } catch (error) {
-    byId('shown').textContent = `${file.name}: no file of decisions (${error.message})`;
+    byId('shown').textContent = `${file.name}: not a file of decisions (${error.message})`;
   }
   input.value = '';
 }

@@ -1,4 +1,4 @@
-// The samples: filtered and sorted as numbers, and only those in sight are elements of the page.
+// The samples: filtered and sorted as numbers; only the visible ones are elements of the page.
 
 const CARD = { width: 148, height: 214 };
 const STATE = { mode: 'review', view: [], cursor: 0, columns: 1 };
@@ -75,9 +75,9 @@ function fill() {
 }
 
 function nothingText() {
-  if (STATE.mode === 'audit') return 'No label was drawn for an audit: report.audit is 0, or no label has been studied.';
-  return DATA.num_listed ? 'No listed sample is like this. Clear a filter to see more.'
-    : 'Nothing to look at: no label changed, and none is in doubt.';
+  if (STATE.mode === 'audit') return 'No label was drawn for the audit: report.audit is 0, or no label has been trained.';
+  return DATA.num_listed ? 'No listed sample matches. Clear a filter to see more.'
+    : 'Nothing to review: no label has changed, and none is in doubt.';
 }
 
 function placed(position) {
@@ -118,7 +118,7 @@ function picture(parent, place, large = false) {
   const url = DATA.thumbnails[place];
   if (!url) return add(parent, 'div', { class: 'picture none', text: 'no picture' });
   const image = add(parent, 'img', { class: 'picture', src: url, alt: '', decoding: 'async' });
-  // A picture of few pixels is shown as such; blurred, nobody could judge it.
+  // A tiny picture is shown pixelated: blurred, it could not be judged.
   image.addEventListener('load', () => image.classList.toggle('tiny', image.naturalWidth <= (large ? 96 : 48)));
   return image;
 }
@@ -130,7 +130,7 @@ function pairLine(parent, place, most = Infinity) {
   line.title = given === suggested ? given : `${given} → ${suggested}`;
   if (!S.changed(place)) {
     add(line, 'span', { class: 'is', text: shorter(given, most) });
-    add(line, 'span', { class: 'soft', text: ' kept' });
+    add(line, 'span', { class: 'soft', text: ' unchanged' });
     return;
   }
   add(line, 'span', { class: 'was', text: shorter(given, most) });
@@ -156,7 +156,7 @@ function traceLines(svg, place, x, y) {
 
 function sparkline(parent, place) {
   if (!TRACES.epochs.length) return;
-  const svg = draw(parent, 'svg', { class: 'spark', viewBox: '0 0 64 20', role: 'img', 'aria-label': 'how the label moved' });
+  const svg = draw(parent, 'svg', { class: 'spark', viewBox: '0 0 64 20', role: 'img', 'aria-label': 'how the label changed' });
   const width = Math.max(1, TRACES.epochs.length - 1);
   traceLines(svg, place, (step) => 1 + (62 * step) / width, (share) => 18.5 - 17 * share);
 }
@@ -176,7 +176,7 @@ function point(position) {
 function inspect() {
   const pane = byId('inspector');
   pane.replaceChildren();
-  if (!STATE.view.length) return empty(pane, 'Nothing chosen.');
+  if (!STATE.view.length) return empty(pane, 'No sample selected.');
   const place = STATE.view[STATE.cursor];
   picture(pane, place, true);
   pairLine(pane, place);
@@ -207,8 +207,8 @@ function distribution(pane, place) {
 }
 
 function history(pane, place) {
-  if (!TRACES.epochs.length) return empty(pane, 'This run kept no history of its labels.');
-  const svg = draw(pane, 'svg', { class: 'history', viewBox: '0 0 280 110', role: 'img', 'aria-label': 'how the label moved over the epochs' });
+  if (!TRACES.epochs.length) return empty(pane, 'This run has no label history.');
+  const svg = draw(pane, 'svg', { class: 'history', viewBox: '0 0 280 110', role: 'img', 'aria-label': 'how the label changed by epoch' });
   const width = Math.max(1, TRACES.epochs.length - 1);
   const [x, y] = [(step) => 4 + (272 * step) / width, (share) => 84 - 74 * share];
   for (const share of [0, 0.5, 1]) draw(svg, 'line', { class: 'grid', x1: 4, x2: 276, y1: y(share), y2: y(share) });
@@ -232,11 +232,11 @@ function history(pane, place) {
 
 function facts(pane, place) {
   const table = add(pane, 'dl', { class: 'facts' });
-  const told = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]], ['row', whole(S.row[place])],
+  const shown = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]], ['row', whole(S.row[place])],
     ['score', S.label_score[place].toFixed(3)], ['margin', S.margin[place].toFixed(3)],
     ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place] + 1}`],
     [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
-  for (const [name, text] of told) {
+  for (const [name, text] of shown) {
     if (text === null || text === '') continue;
     add(table, 'dt', { text: name });
     add(table, 'dd', { text });

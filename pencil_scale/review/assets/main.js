@@ -1,4 +1,4 @@
-// How it all hangs together: keys, clicks, and what has to be drawn again after each.
+// Entry point: keys, clicks, and what to redraw after each.
 
 function current() {
   return STATE.view.length ? STATE.view[STATE.cursor] : null;
@@ -39,7 +39,7 @@ function rankOf(number, wanted) {
 function pickClass(place) {
   const state = { place, options: [], chosen: 0 };
   const leave = () => {
-    byId('picker-text').blur(); // or the next key would still go there, for a moment
+    byId('picker-text').blur(); // otherwise it would still receive the next key
     picker.close();
   };
   const choose = (label) => {
@@ -61,7 +61,7 @@ function pickClass(place) {
     if (chosen) chosen.scrollIntoView({ block: 'nearest' });
   };
   byId('picker-text').value = '';
-  // A word that fits no class chooses nothing: "none of these classes" has to be meant.
+  // Text that matches no class selects nothing: "none of these classes" must be a deliberate choice.
   const start = () => { state.chosen = offered(place, byId('picker-text').value).length > 1 ? 0 : -1; show(); };
   byId('picker-text').oninput = start;
   picker.onkeydown = (event) => {
@@ -125,18 +125,18 @@ function setMode(mode) {
   renew();
 }
 
-function sinceSection(totals) {
+function sinceSection() {
   if (!byId('since')) return;
   const { moved = 0, labels = 0, flagged = 0, cleared = 0 } = DATA.counts;
   const fresh = DATA.counts.new || 0;
-  const parts = [`${whole(moved)} of ${whole(labels - fresh)} known labels have another class now`,
-    `${whole(flagged)} were changed for the first time`, `${whole(cleared)} came back to the class they were given`,
-    `${whole(fresh)} are new`];
+  const parts = [`${whole(moved)} of ${whole(labels - fresh)} earlier labels have a new class`,
+    `${whole(flagged)} changed for the first time`, `${whole(cleared)} returned to the given class`,
+    `${whole(fresh)} labels are new`];
   byId('since-text').textContent = `${parts.join('; ')}.`;
   const table = cells(DATA.moves);
   const moves = Array.from(table.num, (num, place) => ({ first: table.first[place], second: table.second[place], num }));
   const show = (_, second) => { choose(null, second); byId('f-kind').value = 'moved'; renew(); };
-  flowList(byId('since-moves'), moves.slice(0, 6), () => 0, show, 'No label moved since.');
+  flowList(byId('since-moves'), moves.slice(0, 6), () => 0, show, 'No label has changed since.');
 }
 
 function fillSelects() {
@@ -151,7 +151,7 @@ function start() {
   flowList(byId('flows'), totals.flows.slice(0, 12), (first) => totals.given[first], choose, 'No label has changed.');
   classTable(byId('by-class'), totals, choose);
   curves(byId('curves'));
-  sinceSection(totals);
+  sinceSection();
   fillSelects();
   recall();
   listeners.push(showTally, redress, inspect, showAudit);

@@ -1,4 +1,4 @@
-// The transition matrix: all cells where classes are few; where they are many, an overview and a zoom.
+// The transition matrix: all cells if there are few classes, otherwise an overview and a zoom.
 
 const MOST_SHOWN = 40;
 const ZOOMED = 20;
@@ -94,11 +94,11 @@ function overview(totals, zoom) {
 function matrix(totals, choose) {
   const parent = byId('matrix');
   const all = DATA.classes.map((_, number) => number);
-  if (!DATA.counts.labels) return empty(parent, 'No label has been studied yet.');
+  if (!DATA.counts.labels) return empty(parent, 'No label has been trained yet.');
   if (all.length <= MOST_SHOWN) return drawMatrix(parent, all, totals, choose);
   byId('zoom').hidden = false;
   const select = byId('zoom-class');
-  add(select, 'option', { value: '', text: `the ${ZOOMED} classes that exchange most` });
+  add(select, 'option', { value: '', text: `the ${ZOOMED} classes with the most changes` });
   for (const number of all) add(select, 'option', { value: number, text: className(number) });
   const show = () => {
     const shown = select.value === '' ? mostInvolved(totals) : partners(totals, Number(select.value));
@@ -108,6 +108,6 @@ function matrix(totals, choose) {
   overview(totals, (number) => { select.value = String(number); show(); });
   const out = DATA.transitions.num_left_out;
   const more = out ? ` The ${whole(out)} smallest cells are left out.` : '';
-  byId('overview-hint').textContent = `All ${whole(all.length)} classes; choose a point to zoom in.${more}`;
+  byId('overview-hint').textContent = `All ${whole(all.length)} classes; click a point to zoom in.${more}`;
   return show();
 }

@@ -1,10 +1,16 @@
-"""What is wrong with a config, in words: where it stands, what was found, what was expected."""
+"""The keys of a config in words: the help page, and messages about a value that is wrong.
+
+Both are generated from the models in `config.settings`.
+"""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from textwrap import fill
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -14,10 +20,12 @@ from pencil_scale.config.values import Settings, Shape
 from pencil_scale.storage.urls import without_passwords
 
 KeyPath = tuple[str | int, ...]
+PLAIN = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
+LIMITS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
 
 def known_keys(section: type[Settings] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """List every key below a section, dotted, with what is known of it."""
+    """List every key below a section, dotted, with its field."""
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{field.alias or name}"
         yield dotted, field
@@ -25,8 +33,50 @@ def known_keys(section: type[Settings] = Config, prefix: str = "") -> Iterator[t
             yield from known_keys(field.annotation, f"{dotted}.")
 
 
+def help_page() -> str:
+    """List every key with its type and limits, unit, default and meaning."""
+    lines = ["config keys (in the file, or as key=value after it; a value may contain ${VARIABLE}):"]
+    for dotted, field in known_keys():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            lines += ["", f"{dotted}: {field.description}"]
+        else:
+            meaning = fill(field.description or "", 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += [f"  {dotted}: {_kind(field)}", meaning]
+    return "\n".join(lines)
+
+
+def _kind(field: FieldInfo) -> str:
+    shapes = [str(item) for item in field.metadata if isinstance(item, Shape)]
+    bounds = [(word, getattr(item, name, None)) for item in field.metadata for name, word in LIMITS.items()]
+    limits = " ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+    extra = field.json_schema_extra
+    unit = extra.get("unit", "") if isinstance(extra, dict) else ""
+    default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
+    parts = [
+        shapes[0] if shapes else _spelled(field.annotation),
+        limits,
+        f"in {unit}" if unit else "",
+        default,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _spelled(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return next(str(item) for item in arguments if isinstance(item, Shape))
+    if origin is Literal:
+        return " | ".join(arguments)
+    if origin in (UnionType, Union):
+        return " | ".join(_spelled(part) for part in arguments)
+    return PLAIN[annotation]
+
+
+# --- what is wrong -----------------------------------------------------------------------------------
+
+
 def worth_saying(error: ValidationError) -> list[Any]:
-    """All findings, less keys that are missing only because they are misspelt: those are named already."""
+    """All findings, except keys that are missing because they are misspelt: those are reported as unknown."""
     findings = error.errors(include_url=False)
     unknown = [spelt(found["loc"]) for found in findings if found["type"] == "extra_forbidden"]
     meant = {key for name in unknown for key in difflib.get_close_matches(name, [_nearest(name)], cutoff=0.8)}
@@ -34,20 +84,20 @@ def worth_saying(error: ValidationError) -> list[Any]:
 
 
 def problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
-    """Say one of pydantic's findings in our words: where, what was found, what was expected."""
+    """Describe a finding of pydantic: where, what was found, what was expected."""
     at: KeyPath = tuple(part for part in details["loc"] if not str(part).startswith("function-"))
     where, dotted = place_of(at, places), spelt(at)
     if details["type"] == "missing" and dotted in dict(known_keys()):
         return f"{where}: '{dotted}' is missing: {dict(known_keys())[dotted].description}"
     if details["type"] == "extra_forbidden":
         return f"{where}: unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
-    if details["type"] == "missing":  # the third of three numbers, say: the list is what is wrong
+    if details["type"] == "missing":  # for example the third of three numbers: name the list
         at, dotted = at[:-1], spelt(at[:-1])
     if details["type"] in ("missing", "too_long", "tuple_type") and (listed := _list_of(dotted)):
         return f"{where}: {dotted}: found {brief(_at(tree, at))}; {listed} were expected"
     found = _at(tree, at)
     if details["type"] == "model_type":
-        return f"{where}: {dotted}: found {brief(found)}; a section with keys of its own was expected"
+        return f"{where}: {dotted}: found {brief(found)}; a section with keys was expected"
     expected = re.sub(r"^Value error, ", "", details["msg"])
     expected = re.sub(r"^Field required$", "more values were expected", expected)
     expected = re.sub(r"^Input should be (.*)$", r"\1 was expected", expected)
@@ -62,9 +112,11 @@ def _at(tree: Any, at: KeyPath) -> Any:
 
 
 def _list_of(dotted: str) -> str | None:
-    """Say how many values a key takes, and which; None for a key that takes no list of a fixed length."""
+    """How many values a key takes, and which; None if it does not take a list of a fixed length."""
     field = dict(known_keys()).get(dotted)
-    kinds = [field.annotation, *get_args(field.annotation)] if field else []  # itself, or one of a union
+    kinds = (
+        [field.annotation, *get_args(field.annotation)] if field else []
+    )  # the type itself, or one of a union
     for kind in kinds:
         notes = field.metadata if field else []
         if get_origin(kind) is Annotated:
@@ -77,7 +129,7 @@ def _list_of(dotted: str) -> str | None:
 
 
 def _nearest(dotted: str) -> str:
-    """Prefer a like-named key of the same section, then the same name elsewhere, then the most alike."""
+    """Find a similar key in the same section, else the same name elsewhere, else the most similar key."""
     keys = [name for name, _ in known_keys()]
     parent, _, last = dotted.rpartition(".")
     siblings = [name for name in keys if name.rpartition(".")[0] == parent]

@@ -1,0 +1,107 @@
+"""Ray tasks: one function over many pieces of work, and the errors they end with.
+
+    ensure_ray()                                     # from pencil_scale.train.local_ray
+    for number, counts in run_tasks(count, [(rows,) for rows in stretches], shared=rule):
+        ...                                          # as they finish; `number` is that of the piece
+
+Two tasks per processor are under way at a time, so the pieces may come from a generator. `shared` is stored
+once per machine, not once per task. A `PencilError` raised in a task is raised here, without Ray's traceback.
+
+    raise cause_of(error) from None                  # any error of Ray: ours, if one is inside
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
+
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import without_passwords
+
+Result = TypeVar("Result")
+
+LONGEST = 400  # characters of a reason
+
+
+class TaskDiedError(PencilError):
+    """The process of a task died in every attempt; `number` says which piece it worked on."""
+
+    def __init__(self, number: int, error: RayError) -> None:
+        kind = type(error).__name__
+        super().__init__(
+            f"task {number}: its process died in every attempt ({kind}); start Ray with more memory or fewer "
+            "CPUs"
+        )
+        self.number, self.kind = number, kind
+
+
+def run_tasks(
+    work: Callable[..., Result], pieces: Iterable[tuple[Any, ...]], shared: Any
+) -> Iterator[tuple[int, Result]]:
+    """Call `work(shared, *piece)` in a task for every piece; yield the piece's number with the result."""
+    task = ray.remote(work)
+    common = ray.put(shared)
+    waiting = enumerate(pieces)
+    running: dict[Any, int] = {}
+    while True:
+        for number, piece in islice(waiting, max(0, 2 * num_processors() - len(running))):
+            running[task.remote(common, *piece)] = number
+        if not running:
+            return
+        (done,), _ = ray.wait(list(running))
+        number = running.pop(done)
+        try:
+            result: Result = ray.get(done)
+        except (WorkerCrashedError, OutOfMemoryError) as error:
+            raise TaskDiedError(number, error) from error
+        except RayError as error:
+            raise cause_of(error) from None
+        yield number, result
+
+
+def cluster_resource(name: str, unknown: float = 0.0) -> float:
+    """How much of a resource the cluster has, busy or not."""
+    resources: Callable[[], dict[str, float]] = ray.cluster_resources
+    return resources().get(name, unknown)
+
+
+def num_processors() -> int:
+    """Count the processors of the cluster."""
+    return max(1, int(cluster_resource("CPU", 1)))
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Find the `PencilError` inside an error of Ray; where there is none, return the error itself.
+
+    Ray wraps an error once for every process it passes, in a class that also derives from that of the error.
+    """
+    seen = [error]
+    for found in seen:  # grows on the way: breadth first
+        if isinstance(found, PencilError) and not isinstance(found, RayError):
+            return found
+        context = [] if found.__context__ is None else [found.__context__]
+        seen += [inner for inner in [*_wrapped(found), *context] if inner not in seen]
+    return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in one line what went wrong: our own error, or the innermost one."""
+    last, seen = cause_of(error), set[int]()
+    while not isinstance(last, PencilError) and id(last) not in seen:
+        seen.add(id(last))
+        last = next(iter(_wrapped(last)), last)
+    # Ray puts what it knows about an actor on indented lines; the lines around them say what happened.
+    text = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
+    text, guesses, _ = text.partition(" Some common causes include:")
+    if guesses:
+        text += " It was killed, perhaps for want of memory, or it crashed."
+    return str(without_passwords(f"{type(last).__name__}: {text}"))[:LONGEST]
+
+
+def _wrapped(error: BaseException) -> list[BaseException]:
+    """The errors that an error of Ray, or of Ray Train, wraps."""
+    workers = getattr(error, "worker_failures", None) or {}
+    others = [getattr(error, name, None) for name in ("health_check_failure", "controller_failure", "cause")]
+    return [*workers.values(), *(inner for inner in (*others, error.__cause__) if inner is not None)]

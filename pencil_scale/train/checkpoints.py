@@ -1,0 +1,203 @@
+"""Checkpoints: weights, optimizer, progress and the labels' manifest, always saved and read as a unit.
+
+The label parts themselves are in the label store before the checkpoint that names them is written. A
+checkpoint loads as weights and JSON only; nothing in it is ever executed.
+
+    write_checkpoint(folder, Saved(origin, weights, optimizer, progress, manifest, record))
+    saved = read_checkpoint(folder)
+    saved.origin.require(origin, folder)       # refuse a checkpoint of another run
+
+Ray Train keeps the checkpoints of a run in a `CheckpointStore` and lists those that are committed in one
+small file, which it rewrites each time. On a local disk that file would be empty for a moment, and a run
+killed in this moment could never be resumed; so every file is written under another name and renamed.
+
+    store = CheckpointStore(storage, name, run_id)
+    store.newest()                             # (attempt, path) to resume from; None for a new run
+"""
+
+import io
+import json
+import pickle
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from pencil_scale.catalogue.class_names import difference
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import written_beside
+from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of
+
+VERSION = 2
+WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the committed checkpoints
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    epoch: int = 0  # epochs done
+    step: int = 0  # batches done of the current epoch
+    all_steps: int = 0  # batches done since the run started
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a checkpoint belongs to: a run, by its id, and everything its numbers depend on."""
+
+    run: str  # id
+    attempt: int  # how often the run had been started when this was written
+    settings: str  # fingerprint of the settings that decide what is computed
+    catalogue_version: int
+    class_names: tuple[str, ...]
+    clean: Mapping[str, int] = field(default_factory=dict)  # catalogue versions of validation and test
+
+    def require(self, expected: "Origin", name: object) -> None:
+        """Refuse a checkpoint of another run, or of the same run with other settings or data."""
+        mine, theirs = vars(replace(self, attempt=expected.attempt)), vars(expected)
+        for what in (what for what in mine if mine[what] != theirs[what]):
+            found, wanted = f"{mine[what]}", f"{theirs[what]}"
+            if what == "class_names":
+                found, wanted = difference(self.class_names, expected.class_names), "the run's list"
+            raise PencilError(
+                f"{name}: belongs to something else: {what} is {found}, expected {wanted}; it is not used: "
+                "choose another run.name, or undo the change"
+            )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Everything a run needs to resume."""
+
+    origin: Origin
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    progress: Progress
+    labels: Manifest
+    record: list[dict[str, Any]] = field(default_factory=list)  # the figures of every epoch so far
+
+
+def write_checkpoint(folder: Path, saved: Saved) -> None:
+    """Write all files of a checkpoint into a folder that is not read yet."""
+    torch.save(saved.weights, folder / WEIGHTS)
+    torch.save(saved.optimizer, folder / OPTIMIZER)
+    (folder / LABELS).write_bytes(saved.labels.encode())
+    state = {"version": VERSION, "origin": asdict(saved.origin)}
+    state |= {"progress": asdict(saved.progress), "record": saved.record}
+    (folder / STATE).write_text(json.dumps(state))
+
+
+def read_checkpoint(folder: Path) -> Saved:
+    """Read a checkpoint back, as weights and JSON only."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        if state["version"] != VERSION:
+            raise PencilError(
+                f"{folder}: a checkpoint of version {state['version']}, this program reads {VERSION}; choose "
+                "another run.name"
+            )
+        origin = state["origin"]
+        return Saved(
+            origin=Origin(**{**origin, "class_names": tuple(origin["class_names"])}),
+            weights=torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True),
+            optimizer=torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
+            progress=Progress(**state["progress"]),
+            labels=Manifest.decode((folder / LABELS).read_bytes(), str(folder / LABELS)),
+            record=state["record"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PencilError(f"{folder}: not a complete checkpoint ({reason}); use the one before it") from error
+
+
+class CheckpointStore:
+    """The checkpoints of one run: a folder per attempt, in which Ray Train keeps its list.
+
+    An attempt writes only into its own folder, so one that was taken for dead and wakes up cannot touch what
+    a later one wrote. Folder names contain the run's id: a run that reuses a name finds nothing of the run
+    before.
+    """
+
+    def __init__(self, storage: str, name: str, run: str) -> None:
+        self._run = run  # id
+        self._storage = Storage(storage)
+        self._folder = self._storage.checkpoints(name)
+        self._files, self._path = filesystem_of(self._storage.path(self._folder))
+
+    def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        """The filesystem and the folder in which Ray Train keeps the attempts of this run."""
+        files = AtomicFiles() if isinstance(self._files, LocalFileSystem) else self._files
+        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(files)), self._path
+
+    def attempt_name(self, attempt: int) -> str:
+        return f"{self._run}-{attempt:04d}"
+
+    def attempts(self) -> list[int]:
+        """The attempts of this run that left a folder, in ascending order."""
+        self._files.invalidate_cache()
+        names = [name.rpartition("/")[2].rpartition("-") for name in self._storage.names(self._folder)]
+        return sorted(int(number) for run, _, number in names if run == self._run and number.isdigit())
+
+    def newest(self) -> tuple[int, str] | None:
+        """The newest attempt that committed a checkpoint, and the path of that checkpoint."""
+        for attempt in reversed(self.attempts()):
+            snapshot = f"{self._folder}/{self.attempt_name(attempt)}/{SNAPSHOT}"
+            try:  # a checkpoint that is not listed is not committed
+                found = self._storage.read_json(snapshot)
+                latest = found and found["latest_checkpoint_result"]
+                name = latest and latest["checkpoint_dir_name"]
+            except (DamagedError, KeyError, TypeError) as error:
+                raise PencilError(
+                    f"{self._storage.path(snapshot)}: not an intact list of checkpoints ({error}); restore "
+                    "it, or remove its folder to resume from an earlier attempt"
+                ) from error
+            if name:
+                return attempt, f"{self._path}/{self.attempt_name(attempt)}/{name}"
+        return None
+
+    def remove(self, before: int | None = None) -> list[int]:
+        """Remove the attempts before this one, or all of them; return their numbers."""
+        old = [attempt for attempt in self.attempts() if before is None or attempt < before]
+        for attempt in old:
+            self._files.rm(f"{self._path}/{self.attempt_name(attempt)}", recursive=True)
+        if before is None and self._files.exists(self._path) and not self._storage.names(self._folder):
+            self._files.rmdir(self._path)
+        return old
+
+
+class AtomicFiles(LocalFileSystem):  # type: ignore[misc]
+    """The local disk, with files that get their name when they are complete."""
+
+    def _open(self, path: str, mode: str = "rb", *arguments: Any, **options: Any) -> Any:
+        if mode == "wb":
+            return AtomicFile(self._strip_protocol(path))
+        return super()._open(path, mode, *arguments, **options)
+
+
+class AtomicFile(io.BufferedWriter):
+    """A file that replaces the one of its name when it is closed, unless a write failed."""
+
+    def __init__(self, path: str) -> None:
+        self._renaming = ExitStack()
+        super().__init__(io.FileIO(self._renaming.enter_context(written_beside(Path(path), True)), "wb"))
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            with self._renaming:  # removes what was written
+                raise
+
+    def close(self) -> None:
+        if not self.closed:
+            with self._renaming:
+                super().close()

@@ -1,0 +1,107 @@
+"""What all jobs share: pieces of work as Ray tasks, with progress on stderr, and a table of the results.
+
+    for number, counts in each("counting", count, [(rows,) for rows in stretches], shared=rule):
+        ...                                       # as they finish; `number` is that of the piece
+    print_table("subset", {"samples": "500", "classes": "10"})
+
+A single piece, and work on a store in memory, which no task could see, runs in this process. Progress is a
+bar on a terminal, and an occasional line in a log.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+
+Result = TypeVar("Result")
+
+LOG_EVERY_S = 15.0
+
+
+def each(
+    what: str,
+    work: Callable[..., Result],
+    pieces: Iterable[tuple[Any, ...]],
+    shared: Any,
+    *,
+    here: bool = False,
+    isolated: bool = False,
+    num_pieces: int | None = None,
+    num_done: int = 0,
+) -> Iterator[tuple[int, Result]]:
+    """Call `work(shared, *piece)` for every piece; yield the number of the piece with the result.
+
+    With `here` all of it runs in this process; with `isolated` a single piece is a task too, as it might kill
+    its process. `num_pieces` is needed if `pieces` has no length. `num_done` more count as done before.
+    """
+    if num_pieces is None:
+        assert isinstance(pieces, Sequence)
+        num_pieces = len(pieces)
+    results: Iterable[tuple[int, Result]]
+    if here or (num_pieces <= 1 and not isolated):
+        results = ((number, work(shared, *piece)) for number, piece in enumerate(pieces))
+    else:
+        # Ray takes seconds to import, which small jobs and --help need not wait for.
+        from pencil_scale.stream.ray_tasks import run_tasks
+        from pencil_scale.train.local_ray import ensure_ray
+
+        ensure_ray()
+        results = run_tasks(work, pieces, shared)
+    with _progress(what, num_done + num_pieces, num_done) as advance:
+        for number, result in results:
+            advance()
+            yield number, result
+
+
+def all_of(
+    what: str, work: Callable[..., Result], pieces: Sequence[tuple[Any, ...]], shared: Any, here: bool
+) -> list[Result]:
+    """Do all pieces of work, as `each` does; return the results in the order of the pieces."""
+    results = dict(each(what, work, pieces, shared, here=here))
+    return [results[number] for number in range(len(pieces))]
+
+
+def is_in_memory(url: str) -> bool:
+    """Whether a store is in the memory of this process, where no task can see it."""
+    return url.startswith("memory:")
+
+
+@contextmanager
+def _progress(what: str, total: int, done: int) -> Iterator[Callable[[], None]]:
+    """Count finished items on stderr, so that stdout has only the result; give the function that counts."""
+    if sys.stderr.isatty():
+        with rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+        ) as bar:
+            task = bar.add_task(what, total=total, completed=done)
+            yield lambda: bar.advance(task)
+        return
+    started_at = said_at = time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, said_at
+        done, now = done + 1, time.monotonic()
+        if now - said_at > LOG_EVERY_S or done == total:
+            said_at = now
+            print(f"{what}: {done:,} of {total:,} after {now - started_at:.0f} s", file=sys.stderr)
+
+    yield advance
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values under a title, which a narrow table would wrap."""
+    print(title, flush=True)
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(markup=False, highlight=False).print(table)

@@ -1,0 +1,91 @@
+"""Work spread over Ray tasks: every result once, few at a time, and errors without their wrapping."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from ray.exceptions import RayTaskError
+from ray.train import WorkerGroupError
+
+from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.stream.ray_tasks import TaskDiedError, cause_of, num_processors, reason_of, run_tasks
+
+
+def multiplied(factor: int, number: int) -> int:
+    return factor * number
+
+
+def refused(_: None, number: int) -> None:
+    raise DamagedError(f"shard {number}: damaged\nfetch it again")
+
+
+def crashed(_: None, number: int) -> None:
+    if number == 1:
+        os._exit(1)
+
+
+@pytest.fixture
+def cluster(ray_session: None) -> None:
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers know no tests
+
+
+@pytest.mark.ray
+def test_every_piece_gives_its_result_once_and_few_are_taken_ahead(cluster: None) -> None:
+    taken = []
+
+    def pieces() -> Iterator[tuple[int]]:
+        for number in range(40):
+            taken.append(number)
+            yield (number,)
+
+    results = run_tasks(multiplied, pieces(), shared=3)
+    found = [next(results)]
+    assert len(taken) == 2 * num_processors()
+    assert dict([*found, *results]) == {number: 3 * number for number in range(40)}
+    assert list(run_tasks(multiplied, [], shared=3)) == []
+
+
+@pytest.mark.ray
+def test_an_error_for_people_keeps_its_class_and_words(cluster: None) -> None:
+    with pytest.raises(DamagedError) as raised:
+        list(run_tasks(refused, [(7,)], shared=None))
+    assert str(raised.value) == "shard 7: damaged\nfetch it again"
+
+
+@pytest.mark.ray
+def test_a_task_whose_process_dies_is_named_by_its_piece(cluster: None) -> None:
+    with pytest.raises(
+        TaskDiedError, match=r"task 1: its process died in every attempt \(WorkerCr"
+    ) as raised:
+        list(run_tasks(crashed, [(0,), (1,)], shared=None))
+    assert raised.value.number == 1
+
+
+def wrapped(error: Exception) -> Exception:
+    """As it arrives after two processes, from one of the workers of Ray Train."""
+    once = RayTaskError("read", "Traceback ...", error, "", 1, "ip").as_instanceof_cause()
+    twice = RayTaskError("read", "Traceback ...", once, "", 1, "ip").as_instanceof_cause()
+    return WorkerGroupError("worker 0 failed", {0: twice})
+
+
+def test_our_error_is_found_inside_all_that_ray_wrapped_around_it() -> None:
+    ours = DamagedError("shard 7: damaged")
+    assert cause_of(wrapped(ours)) is ours
+    assert cause_of(ours) is ours
+    assert reason_of(wrapped(ours)) == "DamagedError: shard 7: damaged"
+    other = wrapped(ValueError("no such key"))
+    assert cause_of(other) is other
+    assert reason_of(other) == "ValueError: no such key"
+
+
+def test_errors_that_refer_to_each_other_are_searched_once() -> None:
+    one, other = ValueError("one"), KeyError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert cause_of(one) is one
+    ours = PencilError("found")
+    ours.__cause__ = one
+    one.__context__ = ours
+    assert cause_of(other) is ours

@@ -1,0 +1,161 @@
+"""Checkpoints come back bit for bit or not at all, and Ray's files about them are complete or absent."""
+
+import json
+import pickle
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+import torch
+from label_making import names
+
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.checkpoints import (
+    SNAPSHOT,
+    CheckpointStore,
+    Origin,
+    Progress,
+    Saved,
+    read_checkpoint,
+    write_checkpoint,
+)
+
+ORIGIN = Origin("a1b2", 2, "f00d", 3, ("ant", "bee"), {"test": 5})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    model = build_backbone("small_convnet", 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(10)).snapshot(tmp_path / "store")
+    record = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
+    return Saved(ORIGIN, model.state_dict(), optimizer.state_dict(), Progress(1, 0, 7), labels, record)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, saved: Saved) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    write_checkpoint(tmp_path / "checkpoint", saved)
+    found = read_checkpoint(tmp_path / "checkpoint")
+    assert (found.progress, found.labels, found.record) == (saved.progress, saved.labels, saved.record)
+    assert found.origin == ORIGIN
+    for name, tensor in saved.weights.items():
+        assert torch.equal(found.weights[name], tensor)
+    momentum = saved.optimizer["state"][0]["momentum_buffer"]
+    assert torch.equal(found.optimizer["state"][0]["momentum_buffer"], momentum)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "optimizer.pt", "labels.json", "state.json"])
+def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
+    tmp_path: Path, saved: Saved, name: str
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    write_checkpoint(tmp_path / "checkpoint", saved)
+    path = tmp_path / "checkpoint" / name
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(PencilError, match="checkpoint") as caught:
+        read_checkpoint(tmp_path / "checkpoint")
+    path.unlink()
+    with pytest.raises(PencilError, match="not a complete checkpoint"):
+        read_checkpoint(tmp_path / "checkpoint")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"run": "c3d4"}, "run is c3d4, expected a1b2"),
+        ({"settings": "beef"}, "settings is beef, expected f00d"),
+        ({"catalogue_version": 4}, "catalogue_version is 4, expected 3"),
+        ({"class_names": ("bee", "ant")}, "same names in another order: class 0 is 'bee', not 'ant'"),
+        ({"clean": {"test": 6}}, r"clean is \{'test': 6\}, expected \{'test': 5\}"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(PencilError, match=said):
+        replace(ORIGIN, **change).require(ORIGIN, "checkpoint")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_an_earlier_attempt_at_the_same_run_is_used() -> None:
+    replace(ORIGIN, attempt=1).require(ORIGIN, "checkpoint")
+
+
+def test_a_file_being_rewritten_still_has_its_old_content(tmp_path: Path) -> None:
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
+    files.create_dir(folder)
+    name = f"{folder}/{SNAPSHOT}"
+    with files.open_output_stream(name) as stream:
+        stream.write(b"old")
+    with files.open_output_stream(name) as stream:
+        stream.write(b"new and longer")
+        assert Path(name).read_bytes() == b"old"  # what a kill at this moment would leave
+    assert Path(name).read_bytes() == b"new and longer"
+    assert [path.name for path in Path(folder).iterdir()] == [SNAPSHOT]
+
+
+def test_a_file_that_did_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
+    files.create_dir(folder)
+    Path(folder, "state.json").write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with (
+            pytest.raises(PencilError, match=r"state.json: File too large; nothing unfinished was kept"),
+            files.open_output_stream(f"{folder}/state.json") as out,
+        ):
+            out.write(b"x" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(folder, "state.json").read_text() == "old"
+    assert [path.name for path in Path(folder).iterdir()] == ["state.json"]
+
+
+def test_the_store_travels_to_other_processes_and_copies_folders(tmp_path: Path) -> None:
+    files, folder = CheckpointStore(str(tmp_path), "tiny", "aaaa").filesystem()
+    files = pickle.loads(pickle.dumps(files))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "weights.pt").write_bytes(b"weights")
+    files.create_dir(f"{folder}/there")
+    source = pyarrow.fs.LocalFileSystem()
+    pyarrow.fs.copy_files(
+        str(tmp_path / "here"), f"{folder}/there", source_filesystem=source, destination_filesystem=files
+    )
+    assert Path(folder, "there", "weights.pt").read_bytes() == b"weights"
+
+
+def listed(storage: Path, attempt: str, *checkpoints: str) -> None:
+    """What Ray leaves of an attempt: checkpoints, of which its list names the last as the latest."""
+    folder = storage / "checkpoints" / "tiny" / attempt
+    for name in checkpoints:
+        (folder / name).mkdir(parents=True)
+    latest = {"checkpoint_dir_name": checkpoints[-1]} if checkpoints else None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SNAPSHOT).write_text(json.dumps({"latest_checkpoint_result": latest}))
+
+
+def test_a_run_finds_the_newest_committed_checkpoint_of_its_own_attempts(tmp_path: Path) -> None:
+    mine, other = (
+        CheckpointStore(str(tmp_path), "tiny", "aaaa"),
+        CheckpointStore(str(tmp_path), "tiny", "bbbb"),
+    )
+    assert mine.newest() is None
+    listed(tmp_path, "aaaa-0001", "checkpoint-000000003", "checkpoint-000000006")
+    listed(tmp_path, "aaaa-0002")  # ended before its first checkpoint
+    listed(tmp_path, "bbbb-0009", "checkpoint-000000099")  # an earlier run of the same name
+    (tmp_path / "checkpoints" / "tiny" / "aaaa-0003" / "checkpoint-000000009").mkdir(
+        parents=True
+    )  # not listed
+    found = mine.newest()
+    assert found is not None
+    assert found[0] == 1
+    assert found[1].endswith("aaaa-0001/checkpoint-000000006")
+    assert CheckpointStore(str(tmp_path), "tiny", "cccc").newest() is None
+    assert mine.remove(before=2) == [1]
+    assert mine.remove() == [2, 3]
+    assert other.attempts() == [9]

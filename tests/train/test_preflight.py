@@ -1,0 +1,155 @@
+"""What is checked before a worker starts: the config against the index, class lists, samples taken down."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from catalogue_making import CLASSES, Bench, samples
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.preflight import check_clean, check_run, require_agreement
+from pencil_scale.train.run import _own_weights
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    for number in range(3):
+        bench.shard(f"{number}.tar", samples(range(number * 10, number * 10 + 10)))
+    (tmp_path / "gone.txt").write_text("000003\n")
+    (tmp_path / "turned.txt").write_text("bee\nant\ncat\n")
+    (tmp_path / "shards.txt").write_text(f"{tmp_path}/0.tar\n{tmp_path}/{{1..2}}.tar\n")
+    bench.index()
+    return bench
+
+
+def config(bench: Bench, *overrides: str) -> Config:
+    return load_config(bench.folder / "config.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.identity=shard_key", "data.identity: found shard_key, the catalogue was indexed with key"),
+        ("data.label=json:name", "data.label: found json:name, the catalogue was indexed with cls"),
+        (
+            "data.classes={}/turned.txt",
+            "turned.txt has the same names in another order: class 0 is 'bee', not 'ant'",
+        ),
+        ("data.exclude={}/gone.txt", "gone.txt is not the list the catalogue was indexed with; its samples"),
+        ("data.shards={}/nowhere.tar", "names none of the catalogue's 3 shards, such as .*0.tar"),
+        ("data.shards={}/x/*.tar", "names none of the catalogue's 3 shards, such as .*0.tar"),
+    ],
+)
+def test_a_config_changed_since_indexing_is_refused_by_its_key(
+    bench: Bench, override: str, says: str
+) -> None:
+    with pytest.raises(PencilError, match=says) as refused:
+        require_agreement(config(bench, override.format(bench.folder)))
+    assert "run pipelines.index_shards again" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "shards", ["{}/*.tar", "{}/{{0..2}}.tar", "{}/{{0..7}}.tar", "@{}/shards.txt", "file://{}/*.tar"]
+)
+def test_the_same_shards_may_be_spelled_in_another_way(
+    bench: Bench, shards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    require_agreement(config(bench, "data.shards=" + shards.format(bench.folder)))
+    assert capsys.readouterr().out == ""
+
+
+def test_shards_removed_from_the_list_are_noted_but_not_refused_because_they_keep_their_rows(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # before it is indexed with fewer, and after: their rows stay
+        require_agreement(config(bench, f"data.shards={bench.folder}/[01].tar"))
+        (line,) = [text for text in capsys.readouterr().out.splitlines() if "not named here" in text]
+        assert "1 of the catalogue's 3 shards are not named here, such as" in line
+        assert "2.tar; they keep their rows and are trained on too" in line
+        assert bench.index(shards=f"{bench.folder}/[01].tar").catalogue.num_ok == 30
+
+
+def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench: Bench) -> None:
+    gone = bench.folder / "gone.txt"
+    bench.index(exclude=str(gone))
+    require_agreement(config(bench))
+    gone.write_text("000003\n000004\n")
+    with pytest.raises(PencilError, match="not the list the catalogue was indexed with"):
+        require_agreement(config(bench))
+    with pytest.raises(PencilError, match="no such file"):
+        require_agreement(config(bench, f"data.exclude={bench.folder}/nowhere.txt"))
+
+
+class CheckBench(Bench):
+    """Six samples to train on and six to evaluate with; their labels are names."""
+
+    def indexed(self, **data: object) -> Config:
+        shards = {"shards": f"{self.folder}/a.tar", "label": "json:name"}
+        self.index(**{**shards, "test": f"{self.folder}/clean.tar", **data})
+        return load_config(self.folder / "config.yaml", ["images.crop=4"])
+
+
+@pytest.fixture
+def checks(tmp_path: Path) -> CheckBench:
+    found = CheckBench(tmp_path)
+    found.shard("a.tar", samples(range(6)))
+    found.shard("clean.tar", samples(range(50, 56)))
+    return found
+
+
+def test_a_run_resumes_only_with_the_class_list_of_its_own_catalogue(checks: CheckBench) -> None:
+    checks.indexed()
+    (checks.folder / "classes.txt").write_text("cat\nant\nbee\n")
+    config = checks.indexed()
+    assert check_run(config).class_names == ("cat", "ant", "bee")
+    with pytest.raises(PencilError, match=r"same names in another order.*restore the list of .* version 1"):
+        check_run(config, version=1)
+
+
+def test_a_clean_set_of_another_class_list_is_refused(checks: CheckBench) -> None:
+    """It was indexed before the list was reordered, and left out of the config since."""
+    checks.indexed()
+    (checks.folder / "classes.txt").write_text("cat\nant\nbee\n")
+    config = checks.indexed(test=None)
+    with pytest.raises(
+        PencilError, match=r"data.test: the class list of its catalogue, version 1, has the same"
+    ):
+        check_clean(config, {"test": 1}, check_run(config).class_names)
+
+
+def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: CheckBench) -> None:
+    exclude = checks.folder / "exclude.txt"
+    exclude.write_text("")
+    checks.indexed(exclude=str(exclude))
+    exclude.write_text("000002\n000051\n")
+    config = checks.indexed(exclude=str(exclude))
+    checked = check_run(config, version=1)
+    assert checked.subset is not None
+    assert checked.subset.tolist() == [0, 1, 3, 4, 5]
+    assert "1 more samples were taken down" in checked.lines[-1]
+    spec = check_clean(config, {"test": 1}, CLASSES)["test"]
+    assert spec.subset is not None
+    assert spec.subset.tolist() == [0, 2, 3, 4, 5]
+    newest = check_run(config)  # a new run has the catalogue that knows it
+    assert newest.subset is None
+    assert newest.catalogue.num_ok == Catalogue.open(checks.storage).num_ok == 5
+
+
+def test_a_run_keeps_the_weights_it_starts_from(checks: CheckBench) -> None:
+    checks.indexed()
+    original = checks.folder / "pretrained.pt"
+    weights = build_backbone("small_convnet", 3).state_dict()
+    torch.save(weights, original)
+    config = load_config(checks.folder / "config.yaml", [f"model.weights={original}"])
+    kept = _own_weights(config)
+    original.unlink()
+    again = build_backbone("small_convnet", 3, kept).state_dict()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    inside = load_config(checks.folder / "config.yaml", [f"model.weights={kept}"])
+    assert _own_weights(inside) == kept  # a model of the storage itself, such as a night's parent
