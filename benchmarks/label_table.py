@@ -1,14 +1,14 @@
-"""What a label costs: the table beside plain NumPy (the limit), SQLite and LMDB, and as it grows.
+"""The cost of a label: the table compared with plain NumPy (the limit), SQLite and LMDB, and by table size.
 
     python benchmarks/label_table.py                          # a minute or two
     python benchmarks/label_table.py --scale 1000000 10000000 100000000 --megabytes 512 --seconds 1
 
 A batch is read and written back, as a training step does. NumPy does it with take and put on one array of the
 same size, and nothing else: no ledger, no checks, no file. The stores keep the ledger too, and write a row
-only if it does not bear the epoch; they commit once a batch, without fsync, in their fastest settings.
+only if it was not visited in the epoch; they commit once per batch, without fsync, in their fastest settings.
 Large tables are sparse files, so they need little disk; NumPy then works on a mapped array of the same size.
-All sizes stay open and take turns, batch by batch, so whatever else the machine does meets all of them alike.
-A step on more rows touches more distant pages, which costs NumPy as much: its own rise stands beside ours.
+All sizes stay open and take turns, batch by batch, so that other load on the machine affects all alike.
+A step on more rows touches more distant pages, which slows NumPy down as well: both ratios are printed.
 """
 
 import argparse
@@ -34,17 +34,17 @@ def main() -> None:
     print(f" {'ours/numpy':>11} {'ours/store':>11}")
     for num_classes in options.classes:
         compare(num_classes, options)
-    print(f"\ntime a batch of {options.batch} as the table grows, C = 14, {options.touched:,} rows touched")
+    print(f"\ntime per batch of {options.batch} by table size, C = 14, {options.touched:,} rows touched")
     print(
         f"{'rows':>12} {'parts':>6} {'file GB':>8} {'open s':>7} {'resident MB':>12} {'first ms':>9}", end=""
     )
     print(f" {'ours ms':>8} {'numpy ms':>9} {'ours/first':>11} {'numpy/first':>12} {'ours/numpy':>11}")
-    # A process of its own, so that resident memory is that of these tables alone.
+    # In a new process, so that resident memory is that of these tables alone.
     process = multiprocessing.get_context("spawn").Process(target=grow, args=(options,))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"the process that measures growing tables ended with {process.exitcode}")
+        raise SystemExit(f"the process that measures large tables ended with {process.exitcode}")
 
 
 def parse() -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
 
 
 def compare(num_classes: int, options: argparse.Namespace) -> None:
-    """Print one line a batch size for one class count."""
+    """Print one line per batch size for one class count."""
     num_rows = min(10**6, options.megabytes * 2**20 // (4 * num_classes))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = {
@@ -96,7 +96,7 @@ def compare(num_classes: int, options: argparse.Namespace) -> None:
 
 
 def settle(folder: Path, ways: list[ReadAndWrite], num_rows: int, num_classes: int) -> None:
-    """Let the disk have what was made, then visit every row once: not the first epoch is measured."""
+    """Flush what was made to disk, then visit every row once, so that the first epoch is not measured."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

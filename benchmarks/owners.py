@@ -1,12 +1,12 @@
-"""What it costs that labels live with their owners: the exchange alone, and what of it a step feels.
+"""The cost of fetching labels from their owners: the exchange alone, and how much of it delays a step.
 
     python benchmarks/owners.py                                  # about a minute
     python benchmarks/owners.py --ranks 2 4 8 --classes 14 1000 --batch 256 --step-ms 55
 
 Ranks are processes on this machine, over loopback. `exchange` is one round: rows asked for and rows moved,
-nothing else going on. A step is either `waiting`, as when a GPU computes and the processor is free, or
+with nothing else running. A step is either `waiting`, as when a GPU computes and the processor is free, or
 `busy`, as when the processor computes. `one by one` fetches, computes, moves and waits; `overlapped` is how
-the owners do it. The exposed share is what the labels add to a step that has none of them.
+the owners do it. The exposed share is what the labels add to a step without labels.
 """
 
 import argparse
@@ -33,7 +33,9 @@ Step = Callable[[], None]
 def main() -> None:
     """Print one line for every world, class count and kind of step."""
     options = parse()
-    print(f"batch {options.batch} a rank, steps of {options.step_ms:g} ms, {os.cpu_count()} cores, loopback")
+    print(
+        f"batch {options.batch} per rank, steps of {options.step_ms:g} ms, {os.cpu_count()} cores, loopback"
+    )
     print(f"{'ranks':>6} {'C':>5} {'exchange ms':>12} {'step':>8} {'alone ms':>9} {'one by one':>11}", end="")
     print(f" {'overlapped':>11} {'exposed ms':>11} {'exposed %':>10} {'hidden %':>9}")
     for world in options.ranks:
@@ -49,7 +51,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--classes", type=int, nargs="*", default=[14, 1000])
-    parser.add_argument("--batch", type=int, default=256, help="rows a rank and step")
+    parser.add_argument("--batch", type=int, default=256, help="rows per rank and step")
     parser.add_argument("--step-ms", type=float, default=55.0, help="a step without labels")
     parser.add_argument("--steps", type=int, default=30, help="in a pass over all rows")
     parser.add_argument("--repeats", type=int, default=3, help="passes, of which the fastest counts")
@@ -85,7 +87,7 @@ def run_rank(rank: int, world: int, folder: Path, options: argparse.Namespace) -
     exchange_s = exchange_alone(table, world, batches, next(epochs))
     for step in (waiting(options.step_ms / 1e3), busy(options.step_ms / 1e3)):
         with Owners(table, rank, world) as owners:
-            # In turn, several times, and the best of each: other work on this machine comes and goes.
+            # In turn, several times, and the best of each: other programs may use this machine too.
             times = [
                 (
                     no_labels(batches, step),
@@ -109,7 +111,7 @@ def run_rank(rank: int, world: int, folder: Path, options: argparse.Namespace) -
 
 
 def hidden(whole: float, exposed: float) -> str:
-    """The share of the labels' time that a step does not feel; nothing to say where noise is larger."""
+    """The share of the labels' time that does not delay a step; unknown where noise is larger."""
     return f"{100 * (1 - exposed / whole):9.0f}" if whole > 0 else f"{'-':>9}"
 
 
@@ -123,7 +125,7 @@ def waiting(seconds: float) -> Step:
 
 
 def busy(seconds: float) -> Step:
-    """A step of as much work as takes the time while every rank works."""
+    """A step with as much work as takes this time while every rank works."""
     matrix = torch.rand(256, 256)
 
     def work(times: int) -> float:
@@ -158,12 +160,12 @@ def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: i
 
 
 def no_labels(batches: list[Batch], step: Step) -> float:
-    """Seconds a step that has no labels."""
+    """Seconds per step without labels."""
     return timed(step() for _ in batches)
 
 
 def one_by_one(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> float:
-    """Seconds a step that fetches its labels, computes, and waits until they are home."""
+    """Seconds per step that fetches its labels, computes, and waits until they are written."""
 
     def steps() -> Iterator[None]:
         for batch in batches:
@@ -177,7 +179,7 @@ def one_by_one(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
 
 
 def overlapped(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> float:
-    """Seconds a step whose labels come and go while others compute."""
+    """Seconds per step whose labels are exchanged while other steps compute."""
 
     def steps() -> Iterator[None]:
         for batch in owners.with_labels(batches, epoch):
@@ -190,7 +192,7 @@ def overlapped(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
 
 
 def timed(steps: Iterator[None]) -> float:
-    """Seconds a step, over all steps, from the moment that every rank is ready."""
+    """Seconds per step, over all steps, once every rank is ready."""
     dist.barrier()
     started = time.perf_counter()
     num_steps = sum(1 for _ in steps)
