@@ -191,7 +191,7 @@ class Courier:
             for waiting in [request.ready for request in self._requests] + [self._draining]:
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(error)
-        # The table refused a row: without a word the other ranks would wait for this one until their timeout.
+        # The table refused a row: without a note the other ranks would wait for this one until their timeout.
         if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
             with contextlib.suppress(RuntimeError, PeerFailedError):  # this rank receives its own note too
                 self._exchange.farewell()

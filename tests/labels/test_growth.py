@@ -19,7 +19,7 @@ def trained(tmp_path: Path, num_rows: int) -> tuple[Manifest, np.ndarray]:
 
 
 def stamps(store: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in store.glob("*/*.arrow")}
+    return {path: path.stat().st_mtime_ns for path in store.glob("*/*/*.arrow")}
 
 
 @pytest.mark.parametrize("sizes", [(3000, 3001), (3000, 5000, 5000), (1024, 2048), (10, 5000, 9000, 9001)])
