@@ -52,7 +52,7 @@ format: install  ## format every file
 	$(BIN)/ruff check --fix .
 
 bench: install  ## run the benchmarks at their small size; each prints its ratio to a limit
-	@for bench in index label_table owners subset; do \
+	@for bench in index catalogue_rows label_table owners subset; do \
 		echo "== benchmarks/$$bench.py"; $(BIN)/python benchmarks/$$bench.py || exit 1; done
 	@if test -d runs/demo/catalogue; then echo '== benchmarks/train.py'; \
 		$(BIN)/python benchmarks/train.py configs/demo.yaml; \
