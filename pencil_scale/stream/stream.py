@@ -40,9 +40,7 @@ from pencil_scale.stream.window_reader import (
 # Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
 AHEAD_BYTES = 256 << 20
 FEWEST_AHEAD, MOST_AHEAD = 3, 512
-PIECES_AT_ONCE = (
-    1024  # short epochs are handed to the readers together, and read without a pause between them
-)
+PIECES_AT_ONCE = 1024  # short epochs are read together, without a pause between them
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # per evaluation batch: without gradients there is room for more small images
 
@@ -119,11 +117,9 @@ class Stream:
         self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
         self._blocks: RayBlocks | None = None
         if not in_process:
-            # During evaluation the training stream has already started to read its next epoch.
-            beside_another = not spec.shuffle
-            self._blocks = RayBlocks(
-                self._read, world, spec.worker_cpus, beside_another, 2 * self._epoch_bytes()
-            )
+            beside_another = not spec.shuffle  # in evaluation: training already reads its next epoch
+            ahead_bytes = 2 * self._epoch_bytes()
+            self._blocks = RayBlocks(self._read, world, spec.worker_cpus, beside_another, ahead_bytes)
         self._running: Prefetch[Batch] | None = None
         self._coming: Iterator[Batch] = iter(())
         self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read

@@ -143,7 +143,7 @@ class Worker:
                 "step", stage=stage.name, progress=progress, figures=figures
             ),
             name_unreadable=lambda num, names: self.report("unreadable", num=num, names=names),
-            stop=lambda: self.ranks.any(self.stop_watch.wanted),
+            stop=lambda: self.ranks.total(self.stop_watch.wanted) > 0,
             ranks=self.ranks,
         )
         pace = Pace(
@@ -175,8 +175,12 @@ class Worker:
         """Evaluate, study the labels, report to the driver, and save."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
+        config = self.job.config
+        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
-            figures[f"{name}_accuracy"] = self._accuracy(clean)
+            counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
+            right, seen = (self.ranks.total(count) for count in counts)
+            figures[f"{name}_accuracy"] = right / seen if seen else math.nan
         manifest = self._snapshot()
         if manifest is not None:
             before = self.record[-1] if self.record else {}
@@ -187,13 +191,6 @@ class Worker:
         self.num_epochs_here += 1
         if self.num_epochs_here == 1:  # every object that lives until the end has been made
             set_aside()
-
-    def _accuracy(self, clean: CleanSet) -> float:
-        config = self.job.config
-        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
-        counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
-        right, seen = (self.ranks.total(count) for count in counts)
-        return right / seen if seen else math.nan
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
