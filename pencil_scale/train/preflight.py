@@ -69,7 +69,9 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     if differs := difference(names, catalogue.class_names):
         remedy = "run pipelines.index_shards again"
         if version is not None:
-            remedy = f"restore the list of version {version} and index again, or choose another run.name"
+            remedy = (
+                f"restore the list of catalogue version {version} and index again, or choose another run.name"
+            )
         raise PencilError(
             f"data.classes: {config.data.classes} {differs}, compared with the catalogue; {remedy}"
         )
