@@ -133,9 +133,6 @@ def index(part: Part, lease: Lease) -> Summary:
     return _publish(part, old, changes, listing, list(zip(shards, reports, strict=True)), lease)
 
 
-# --- reading -----------------------------------------------------------------------------------------
-
-
 def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
     """Read the shards, one task each, and return their reports; what an interrupted run staged is reused.
 
@@ -175,9 +172,6 @@ def _is_small(store: Folder, total_bytes: int, rules: IndexRules) -> bool:
         return True
     has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
     return total_bytes <= SMALL_BYTES and not has_cluster and not rules.decode_images
-
-
-# --- publishing --------------------------------------------------------------------------------------
 
 
 def _publish(
@@ -224,9 +218,6 @@ def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
         dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)),
         report.suffixes,
     )
-
-
-# --- checks and messages -----------------------------------------------------------------------------
 
 
 def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:

@@ -84,11 +84,9 @@ class RayBlocks:
     ) -> None:
         """`worker_cpus` is what each of `world` training processes reserves.
 
-        About `ahead_bytes`, but at least a gigabyte, are read before they are asked for, if the object store
-        has room for them.
-
-        `beside_another` stream, as in evaluation: the tasks of a stream that has started hold on to their
-        processors until their blocks are taken, so the tasks of this one must not ask for any.
+        About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room. Set
+        `beside_another` for evaluation: the training stream's tasks hold on to their processors until their
+        blocks are taken, so the tasks of this one must not ask for any.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
         free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus

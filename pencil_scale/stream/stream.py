@@ -89,10 +89,6 @@ class StreamSpec:
             worker_cpus=config.workers.cpus,
         )
 
-    @property
-    def window_bytes(self) -> int:
-        return self.window_mb << 20
-
 
 @dataclass(frozen=True)
 class Share:
@@ -107,7 +103,8 @@ class Stream:
 
     def __init__(self, spec: StreamSpec, rank: int = 0, world: int = 1, in_process: bool = False) -> None:
         self.spec, self.rank, self.world = spec, rank, world
-        block_bytes = min(BLOCK_BYTES, max(1 << 20, spec.window_bytes // 2))
+        self._window_bytes = spec.window_mb << 20
+        block_bytes = min(BLOCK_BYTES, max(1 << 20, self._window_bytes // 2))
         read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
         self._selection = Selection(read.catalogue(), spec.subset)
         if self.num_rows == 0:
@@ -153,7 +150,7 @@ class Stream:
         """Plan this rank's share of what is left of an epoch."""
         spec, selection = self.spec, self._selection
         visited = None if visited is None else selection.among(visited)
-        order = EpochOrder.of(selection.counts, spec.seed, epoch, spec.window_bytes, spec.shuffle)
+        order = EpochOrder.of(selection.counts, spec.seed, epoch, self._window_bytes, spec.shuffle)
         left = order.left(visited, selection.members)
         cuts = deal(left, self.world)[self.rank]
         steps = num_steps(int(left.sum()), spec.batch, self.world)
@@ -200,10 +197,10 @@ class Stream:
         A read error in a later epoch may then end the run in an earlier one, because Ray raises it at once.
         """
         shares = [self.plan(epoch, visited)]
-        while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
-            if epoch + len(shares) >= self.spec.num_epochs:
+        for later in range(epoch + 1, self.spec.num_epochs):
+            if sum(len(share.pieces) for share in shares) >= PIECES_AT_ONCE:
                 break
-            shares.append(self.plan(epoch + len(shares)))
+            shares.append(self.plan(later))
         return shares
 
     def _epoch_bytes(self) -> int:

@@ -116,9 +116,6 @@ def pick(
     return np.sort(order[rank < quotas[sorted_classes]])
 
 
-# --- over the rows of a catalogue --------------------------------------------------------------------
-
-
 def row_ranges(rule: Rule) -> list[range]:
     """Cut the rows into ranges of complete label parts; rows after the last part have no label yet."""
     if rule.labels is None:

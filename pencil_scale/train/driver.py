@@ -110,13 +110,10 @@ def _trainer(job: Job) -> TorchTrainer:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[float]]:
-    """Note when SIGTERM or Ctrl-C arrive; a signal that is repeated after a second ends the command at once.
-
-    The handler only takes note, because it may interrupt a call into Ray.
-    """
+    """Note when SIGTERM or Ctrl-C arrive; a signal repeated after a second ends the command at once."""
     arrived: list[float] = []
 
-    def note(number: int, _: object) -> None:
+    def note(number: int, _: object) -> None:  # does nothing else: it may interrupt a call into Ray
         if arrived and time.monotonic() - arrived[-1] > 1:
             raise SystemExit(128 + number)
         arrived.append(time.monotonic())

@@ -178,10 +178,7 @@ class Loop:
             self.owners.mark(batch.rows, progress.epoch)
 
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Start to copy the loss of some steps, and log it a few steps later, without waiting for it.
-
-        All ranks do both at the same steps, because the loss is added up over them.
-        """
+        """Start to copy the loss, and log it a few steps later, at the same steps on all ranks."""
         if self._tally.num_recent == ARRIVED_AFTER:
             self._log_loss()
         if self._tally.num_recent == LOG_EVERY_STEPS:

@@ -60,10 +60,9 @@ def settle(config: Config, device: torch.device) -> None:
 
 
 def set_aside() -> None:
-    """Hide all present objects from Python's garbage collector: modules, the network, what compiling left.
+    """Hide all present objects from the garbage collector, which would search them while the GPU waits.
 
-    The collector would search hundreds of thousands of objects again and again while the GPU waits. Call this
-    when everything has been used once; `gc.unfreeze()` undoes it.
+    Call this when everything has been used once; `gc.unfreeze()` undoes it.
     """
     gc.collect()
     gc.freeze()
@@ -198,10 +197,7 @@ class Preparation:
         return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
 
     def decode(self, batch: Batch) -> Batch:
-        """Decode encoded images on the GPU; the weights stay on the host.
-
-        Copying the weights would wait for the current step, which this thread must not do.
-        """
+        """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
         if isinstance(batch.images, torch.Tensor):
             return batch
         images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)

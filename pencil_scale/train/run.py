@@ -123,9 +123,6 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-# --- what a run starts with ----------------------------------------------------------------------------
-
-
 def _start_or_resume(
     config: Config, start: Start | None, lease: Lease
 ) -> tuple[Config, RunRecord, Checked, dict[str, StreamSpec]]:

@@ -77,13 +77,11 @@ class Stepper:
         return _result(batch, stage, class_logits.detach(), loss_sum.detach(), weight_sum)
 
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
-        """Start to add up the ranks' weights; the mean is needed only after the forward pass.
-
-        On a GPU the host does not wait: the sum is one small kernel, queued with those of DDP.
-        """
+        """Start to add up the ranks' weights; the mean is needed only after the forward pass."""
         if not isinstance(self.model, DistributedDataParallel):
             return lambda: weight.clamp(min=1e-12)
         group, total = self.model.process_group, weight.clone()
+        # On a GPU the host does not wait: the sum is one small kernel, queued with those of DDP.
         adding = dist.all_reduce(total, group=group, async_op=True)
 
         def mean() -> Tensor:

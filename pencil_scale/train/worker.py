@@ -127,7 +127,7 @@ class Worker:
         }
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
-        self.num_epochs_here = 0
+        self.is_first_epoch = True  # of this process
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until a stop is requested."""
@@ -156,8 +156,6 @@ class Worker:
         loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
         self.progress = loop.run(self.progress)
         return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
-
-    # --- called by the loop --------------------------------------------------------------------------
 
     def epoch(self, epoch: int) -> Epoch:
         """This rank's batches, without the rows that were visited before the run was interrupted."""
@@ -188,11 +186,9 @@ class Worker:
             self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.report("epoch", progress=progress, figures=self.record[-1], found=found)
         self._save_pair(progress, manifest)
-        self.num_epochs_here += 1
-        if self.num_epochs_here == 1:  # every object that lives until the end has been made
+        if self.is_first_epoch:  # every object that lives until the end has been made
             set_aside()
-
-    # --- checkpoints ---------------------------------------------------------------------------------
+        self.is_first_epoch = False
 
     def _snapshot(self) -> Manifest | None:
         """Store the label parts that moved; rank 0 gets the manifest of all ranks' parts."""

@@ -61,9 +61,6 @@ class Source(Protocol):
     def pieces(self, per_shard: int) -> Iterator[Piece]: ...
 
 
-# --- image files -------------------------------------------------------------------------------------
-
-
 class Item(NamedTuple):
     """One image file: its key in the shard, its path under the source's root, its place in the order."""
 
@@ -154,9 +151,6 @@ def read_image(filesystem: Any, base: str, path: str) -> bytes:
     except OSError as error:
         raise PencilError(f"{path}: cannot be read ({error})") from error
     return data
-
-
-# --- labels ------------------------------------------------------------------------------------------
 
 
 def label_array(column: Any, first_row: int = 0) -> pa.Array:
