@@ -72,7 +72,12 @@ def run(config: Config) -> Summary:
     drawn_with = _drawn_with(config, rule, published)
     words, available = read_words(folder), _count(rule, storage.url)
     quotas = _allocate(options, available, catalogue.class_names)
-    drawn = words is None or not _is_same(words, storage.url, catalogue, drawn_with)
+    drawn = (
+        words is None
+        or same_place(words.storage) != same_place(storage.url)
+        or (words.catalogue, words.catalogue_version) != (catalogue.id, catalogue.version)
+        or dict(words.drawn_with) != json.loads(json.dumps(drawn_with))
+    )
     if drawn or words is None:
         members = _pick(rule, storage.url, quotas, available)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
@@ -112,12 +117,6 @@ def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict
     return chosen | {"seed": config.run.seed, "labels": labels, "excluded": excluded}
 
 
-def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with: dict[str, Any]) -> bool:
-    same_source = same_place(words.storage) == same_place(storage)
-    same_source &= (words.catalogue, words.catalogue_version) == (catalogue.id, catalogue.version)
-    return same_source and dict(words.drawn_with) == json.loads(json.dumps(drawn_with))
-
-
 def _short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -134,10 +133,6 @@ def _count(rule: Rule, storage: str) -> Counts:
 
 def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
     """Say how many samples each class gives, and print it before anything is read."""
-    if (options.per_class is None) == (options.total is None):
-        raise PencilError(
-            "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
-        )
     wanted = options.model_dump(include={"per_class", "total", "on_shortage"})
     quotas = allocate(available, **wanted, names=names)
     rows = {name: f"{quotas[c]:,} of {available[c]:,}" for c, name in enumerate(names[:MOST_CLASSES])}

@@ -143,7 +143,11 @@ def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard
     reports: dict[int, ShardReport] = {}
     try:
         what, shared = f"indexing {part.name} shards", (store.url, part.rules)
-        here = _is_small(store, total_bytes, part.rules)
+        # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
+        # an image that crashes its decoder must not crash the job.
+        has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        is_small = total_bytes <= SMALL_BYTES and not has_cluster and not part.rules.decode_images
+        here = is_small or is_in_memory(store.url)
         for number, report in each(what, _stage, pieces, shared, here=here, isolated=True):
             reports[number] = report
             if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
@@ -161,17 +165,6 @@ def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard
 def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardReport:
     url, rules = shared
     return stage_shard(Folder(url), shard, rules, name)
-
-
-def _is_small(store: Folder, total_bytes: int, rules: IndexRules) -> bool:
-    """Whether to read in this process: no cluster is running, and one core needs about a second.
-
-    Images are always decoded in tasks: an image that crashes its decoder must not crash the job.
-    """
-    if is_in_memory(store.url):
-        return True
-    has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
-    return total_bytes <= SMALL_BYTES and not has_cluster and not rules.decode_images
 
 
 def _publish(

@@ -76,7 +76,9 @@ def allocate(
     """
     counts = np.asarray(class_counts, dtype=np.int64)
     if (per_class is None) == (total is None):
-        raise PencilError(f"per_class {per_class} and total {total}: expected exactly one of the two")
+        raise PencilError(
+            "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
+        )
     asked = per_class if per_class is not None else total
     if asked is None or asked < 0 or len(counts) == 0:
         raise PencilError(f"{asked} samples of {len(counts)} classes: expected at least 0 samples, 1 class")

@@ -82,12 +82,6 @@ class FilePiece:
             yield RawSample(item.key, read_image(filesystem, base, item.path), item.path, item.row)
 
 
-def file_pieces(root: str, items: Sequence[Item], per_shard: int) -> Iterator[Piece]:
-    """Cut a list of files into shards."""
-    for start in range(0, len(items), per_shard):
-        yield FilePiece(root, list(items[start : start + per_shard]))
-
-
 def as_items(paths: Sequence[str]) -> list[Item]:
     """Give every path its key and place; two paths with the same key are an error."""
     items = [Item(clean_key(path), path, row) for row, path in enumerate(paths)]
