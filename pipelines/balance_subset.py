@@ -29,7 +29,6 @@ from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.subset.choice import (
     Counts,
-    Places,
     Rule,
     allocate,
     candidates,
@@ -73,19 +72,17 @@ def run(config: Config) -> Summary:
     drawn_with = _drawn_with(config, rule, published)
     words, available = read_words(folder), _count(rule, storage.url)
     quotas = _allocate(options, available, catalogue.class_names)
-    drawn = words is None or not _is_same(words, storage.url, catalogue, drawn_with)
+    drawn = (
+        words is None
+        or same_place(words.storage) != same_place(storage.url)
+        or (words.catalogue, words.catalogue_version) != (catalogue.id, catalogue.version)
+        or dict(words.drawn_with) != json.loads(json.dumps(drawn_with))
+    )
     if drawn or words is None:
         members = _pick(rule, storage.url, quotas, available)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
-        words = SubsetWords(
-            storage.url,
-            catalogue.id,
-            catalogue.version,
-            len(members),
-            catalogue.class_names,
-            counts,
-            drawn_with,
-        )
+        source = (storage.url, catalogue.id, catalogue.version)
+        words = SubsetWords(*source, len(members), catalogue.class_names, counts, drawn_with)
     else:
         members = read_table(folder, words)
     shards, num_written = _copy_shards(options, catalogue, folder, members, words.shards)
@@ -96,9 +93,6 @@ def run(config: Config) -> Summary:
     return summary
 
 
-# --- which samples may be taken ----------------------------------------------------------------------
-
-
 def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> Rule:
     options = config.subset
     excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude) if url]
@@ -107,14 +101,9 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
         named = options.labels or config.run.name
         ClassOrder.between(manifest.class_names, catalogue.class_names, f"subset.labels: {named}")
         require_same_rows(manifest, catalogue)
-    return Rule(
-        catalogue,
-        config.run.seed,
-        manifest,
-        options.by == "corrected",
-        options.min_confidence,
-        np.unique(np.concatenate([np.empty(0, "S16"), *excluded])),
-    )
+    keys = np.unique(np.concatenate([np.empty(0, "S16"), *excluded]))
+    by_corrected = options.by == "corrected"
+    return Rule(catalogue, config.run.seed, manifest, by_corrected, options.min_confidence, keys)
 
 
 def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict[str, Any]:
@@ -128,17 +117,8 @@ def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict
     return chosen | {"seed": config.run.seed, "labels": labels, "excluded": excluded}
 
 
-def _is_same(words: SubsetWords, storage: str, catalogue: Catalogue, drawn_with: dict[str, Any]) -> bool:
-    same_source = same_place(words.storage) == same_place(storage)
-    same_source &= (words.catalogue, words.catalogue_version) == (catalogue.id, catalogue.version)
-    return same_source and dict(words.drawn_with) == json.loads(json.dumps(drawn_with))
-
-
 def _short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-# --- counting and picking ----------------------------------------------------------------------------
 
 
 def _count(rule: Rule, storage: str) -> Counts:
@@ -153,17 +133,8 @@ def _count(rule: Rule, storage: str) -> Counts:
 
 def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
     """Say how many samples each class gives, and print it before anything is read."""
-    if (options.per_class is None) == (options.total is None):
-        raise PencilError(
-            "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
-        )
-    quotas = allocate(
-        available,
-        per_class=options.per_class,
-        total=options.total,
-        on_shortage=options.on_shortage,
-        names=names,
-    )
+    wanted = options.model_dump(include={"per_class", "total", "on_shortage"})
+    quotas = allocate(available, **wanted, names=names)
     rows = {name: f"{quotas[c]:,} of {available[c]:,}" for c, name in enumerate(names[:MOST_CLASSES])}
     if len(names) > MOST_CLASSES:
         taken, others = (int(counts[MOST_CLASSES:].sum()) for counts in (quotas, available))
@@ -173,29 +144,22 @@ def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Co
 
 
 def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Table:
-    members = _picked(rule, storage, quotas, place_limits(quotas, available))
-    if len(members) < int(quotas.sum()):  # the limits were too narrow: look at all samples
-        members = _picked(rule, storage, quotas, no_limits(len(quotas)))
-    if len(members) != int(quotas.sum()):
-        raise PencilError(
-            f"{len(members):,} samples were found, {int(quotas.sum()):,} were expected; the catalogue has "
-            "changed: run again"
-        )
-    return members
-
-
-def _picked(rule: Rule, storage: str, quotas: Counts, limits: Places) -> pa.Table:
     """Pick from every range of rows; picks are merged as they arrive, to keep memory small."""
-    pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
-    waiting: list[pa.Table] = []
-    for _, found in each("picking", candidates, pieces, rule, here=is_in_memory(storage)):
-        waiting.append(found)
-        if sum(map(len, waiting)) > 2 * int(quotas.sum()) + (1 << 20):
-            waiting = [merge_picks(waiting, quotas, rule.seed)]
-    return merge_picks(waiting, quotas, rule.seed)
-
-
-# --- shards with only the members --------------------------------------------------------------------
+    wanted = int(quotas.sum())
+    # If the first limits are too narrow, all samples are searched.
+    for limits in (place_limits(quotas, available), no_limits(len(quotas))):
+        pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
+        waiting: list[pa.Table] = []
+        for _, found in each("picking", candidates, pieces, rule, here=is_in_memory(storage)):
+            waiting.append(found)
+            if sum(map(len, waiting)) > 2 * wanted + (1 << 20):
+                waiting = [merge_picks(waiting, quotas, rule.seed)]
+        members = merge_picks(waiting, quotas, rule.seed)
+        if len(members) == wanted:
+            return members
+    raise PencilError(
+        f"{len(members):,} samples were found, {wanted:,} were expected; the catalogue has changed: run again"
+    )
 
 
 def _copy_shards(
@@ -215,10 +179,8 @@ def _copy_shards(
     names = [f"{number:06d}.tar" for number in range(-(-len(places) // size))]
     finished = {name.rpartition("/")[2] for name in Folder(target).names("")}
     pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in finished]
-    shared, here = (catalogue, places, target), is_in_memory(folder)
-    for _ in each(
-        "copying shards", _copy_shard, pieces, shared, here=here, num_done=len(names) - len(pieces)
-    ):
+    shared, here, num_done = (catalogue, places, target), is_in_memory(folder), len(names) - len(pieces)
+    for _ in each("copying shards", _copy_shard, pieces, shared, here=here, num_done=num_done):
         pass
     return target, len(pieces)
 

@@ -63,7 +63,15 @@ def run(config: Config) -> Summary:
     """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
     storage = Storage(config.run.storage)
     named = config.export.labels or config.run.name
-    model = _model(config, storage, find_published(storage.url, named).name)
+    model = None
+    if config.export.predict:
+        weights = storage.path(storage.model(find_published(storage.url, named).name))
+        filesystem, path = filesystem_of(weights)
+        if not filesystem.exists(path):
+            raise PencilError(
+                f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
+            )
+        model = Model(config.model.backbone, weights, config.images)
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
     )
@@ -82,25 +90,18 @@ def run(config: Config) -> Summary:
         return _write(config, source, folder, lease, here=is_in_memory(storage.url) or is_in_memory(folder))
 
 
-def _model(config: Config, storage: Storage, name: str) -> Model | None:
-    if not config.export.predict:
-        return None
-    weights = storage.path(storage.model(name))
-    filesystem, path = filesystem_of(weights)
-    if not filesystem.exists(path):
-        raise PencilError(
-            f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
-        )
-    return Model(config.model.backbone, weights, config.images)
-
-
 def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool) -> Summary:
     export = new_id()
     before = begin(folder, export)
     job = Job(source, folder, export, known_files(before), config.data.label)
     table = all_of("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
     sidecars = _sidecars(job, table, here)
-    shards = _corrected(job, sidecars, here) if config.export.corrected_shards else []
+    shards: list[Corrected] = []
+    if config.export.corrected_shards:  # those that the last export does not have are written
+        named = [(found, *corrected_file(job, found.shard, found.file)) for found in sidecars]
+        shards = [Corrected(found.shard, file, None) for found, file, is_new in named if not is_new]
+        pieces = [(found.shard, found.file) for found, _, is_new in named if is_new]
+        shards += all_of("correcting shards", write_corrected, pieces, job, here)
     manifest = _manifest(source, table, sidecars, shards)
     lease.put(MANIFEST, manifest.encode())
     swept = tidy(folder, before, manifest.files())
@@ -134,14 +135,6 @@ def _sidecars(job: Job, table: Sequence[Written], here: bool) -> list[Sidecar]:
     ]
     found = all_of("writing sidecars", write_sidecars, pieces, job, here)
     return [sidecar for some in found for sidecar in some]
-
-
-def _corrected(job: Job, sidecars: Sequence[Sidecar], here: bool) -> list[Corrected]:
-    """Write the corrected shards that the last export does not have."""
-    named = [(found, *corrected_file(job, found.shard, found.file)) for found in sidecars]
-    kept = [Corrected(found.shard, file, None) for found, file, is_new in named if not is_new]
-    pieces = [(found.shard, found.file) for found, _, is_new in named if is_new]
-    return kept + all_of("correcting shards", write_corrected, pieces, job, here)
 
 
 def _manifest(

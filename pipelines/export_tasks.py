@@ -73,9 +73,6 @@ class Corrected(NamedTuple):
     rewritten: Rewritten | None  # None: written by an earlier export
 
 
-# --- the table ---------------------------------------------------------------------------------------
-
-
 def write_stretch(job: Job, rows: range) -> Written:
     """Write one file of the table, unless the last export has a file with the same labels."""
     table = pa.concat_tables(ExportRows(job.source).tables(rows)).combine_chunks()
@@ -93,9 +90,6 @@ def write_stretch(job: Job, rows: range) -> Written:
         {entry["values"]: entry["counts"] for entry in counts},
         sorted(numbers[url] for url in pc.unique(present["shard"]).to_pylist()),
     )
-
-
-# --- one file per shard ------------------------------------------------------------------------------
 
 
 def write_sidecars(job: Job, files: dict[int, list[str]], all_files: list[str]) -> list[Sidecar]:
@@ -139,15 +133,17 @@ def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
     return pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).cast(SCHEMA)
 
 
-# --- shards with repaired labels ---------------------------------------------------------------------
-
-
 def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
     """Write a copy of one shard with the labels of its sidecar."""
     entry, (file, _) = job.source.catalogue.shards[shard], corrected_file(job, shard, sidecar)
     job.source.catalogue.verify_shard(shard)
-    where = LabelMember.of(job.label)
-    labels = _new_labels(_read(job, sidecar), where)
+    where, table = LabelMember.of(job.label), _read(job, sidecar)
+    # A new label only where it differs, or for every sample if labels are added.
+    columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
+    labels: dict[str, NewLabel | None] = {}
+    for key, issue, number, name in zip(*(table[column].to_pylist() for column in columns), strict=True):
+        wanted = number is not None and (issue or where.add)
+        labels[from_stored(key)] = NewLabel(number, name) if wanted else None
     folder, _, name = file.rpartition("/")
     with open_source(entry.url) as source, new_file(f"{job.folder}/{folder}", name) as sink:
         rewritten = rewrite_shard(source, sink, labels, where)
@@ -160,13 +156,3 @@ def corrected_file(job: Job, shard: int, sidecar: str) -> tuple[str, bool]:
     words = f"{same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
     content = hashlib.sha256(words.encode()).hexdigest()[:16]
     return job.file("shards", content, f"/{shard_stem(entry.url)}.tar")
-
-
-def _new_labels(table: pa.Table, where: LabelMember) -> dict[str, NewLabel | None]:
-    """The new label of each sample: only where it differs, or for every sample if labels are added."""
-    columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
-    labels: dict[str, NewLabel | None] = {}
-    for key, issue, number, name in zip(*(table[column].to_pylist() for column in columns), strict=True):
-        wanted = number is not None and (issue or where.add)
-        labels[from_stored(key)] = NewLabel(number, name) if wanted else None
-    return labels

@@ -130,10 +130,7 @@ def index(part: Part, lease: Lease) -> Summary:
     reports = _stage_all(part, store, shards)
     check_damage(shards, reports, listing.missing, part.max_damaged_share)
     lease.check()
-    return _publish(part, store, old, changes, listing, shards, reports, lease)
-
-
-# --- reading -----------------------------------------------------------------------------------------
+    return _publish(part, old, changes, listing, list(zip(shards, reports, strict=True)), lease)
 
 
 def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
@@ -145,19 +142,18 @@ def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard
     pieces = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
     reports: dict[int, ShardReport] = {}
     try:
-        for number, report in each(
-            f"indexing {part.name} shards",
-            _stage,
-            pieces,
-            (store.url, part.rules),
-            here=_is_small(store, total_bytes, part.rules),
-            isolated=True,
-        ):
+        what, shared = f"indexing {part.name} shards", (store.url, part.rules)
+        # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
+        # an image that crashes its decoder must not crash the job.
+        has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        is_small = total_bytes <= SMALL_BYTES and not has_cluster and not part.rules.decode_images
+        here = is_small or is_in_memory(store.url)
+        for number, report in each(what, _stage, pieces, shared, here=here, isolated=True):
             reports[number] = report
             if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
-                read = sorted(reports)
-                found = [reports[number] for number in read]
-                check_early([shards[number] for number in read], found, total_bytes, part.max_damaged_share)
+                found = [reports[number] for number in sorted(reports)]
+                read = [shards[number] for number in sorted(reports)]
+                check_early(read, found, total_bytes, part.max_damaged_share)
     except TaskDiedError as error:
         raise PencilError(
             f"shard {shards[error.number].url}: the process that read it died in every attempt "
@@ -171,45 +167,28 @@ def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardRepo
     return stage_shard(Folder(url), shard, rules, name)
 
 
-def _is_small(store: Folder, total_bytes: int, rules: IndexRules) -> bool:
-    """Whether to read in this process: no cluster is running, and one core needs about a second.
-
-    Images are always decoded in tasks: an image that crashes its decoder must not crash the job.
-    """
-    if is_in_memory(store.url):
-        return True
-    has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
-    return total_bytes <= SMALL_BYTES and not has_cluster and not rules.decode_images
-
-
-# --- publishing --------------------------------------------------------------------------------------
-
-
 def _publish(
     part: Part,
-    store: Folder,
     old: Catalogue | None,
     changes: Changes,
     listing: Listing,
-    shards: Sequence[Shard],
-    reports: Sequence[ShardReport],
+    read: list[tuple[Shard, ShardReport]],
     lease: Lease,
 ) -> Summary:
-    read = list(zip(shards, reports, strict=True))
+    store = Folder(part.folder)
     fresh = [_entry(shard, report, part.rules_name) for shard, report in read]
     entries, numbers = merged_entries(old, fresh, changes.gone)
     staged = [StagedShard(numbers[shard.url], report.staged_as, report.num_records) for shard, report in read]
     update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
     written = update.write([missing_damage(listing.missing)])
-    version = old.version if old else 0
-    catalogue_id = old.id if old else new_id()
+    version, catalogue_id = (old.version, old.id) if old else (0, new_id())
     manifest = describe(store, written, entries, part.rules, part.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
     _sweep(store, lease)
     print(summary_text(catalogue, part.name))
-    return Summary(catalogue, len(shards), written, published=True)
+    return Summary(catalogue, len(read), written, published=True)
 
 
 def _sweep(store: Folder, lease: Lease) -> None:
@@ -232,9 +211,6 @@ def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
         dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)),
         report.suffixes,
     )
-
-
-# --- checks and messages -----------------------------------------------------------------------------
 
 
 def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:

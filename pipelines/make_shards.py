@@ -70,7 +70,10 @@ def run(job: ShardJob) -> Summary:
     names = shard_names(job.prefix, len(labels.given_class), job.per_shard)
     missing = {name for name in names if name not in finished}
     results = list(write_missing(job, labels, names, missing)) if missing else []
-    _sweep(job)
+    store = Folder(job.out)
+    for name in store.names(""):  # remove what killed writers of these shards left behind
+        if name.startswith(f"/{job.prefix}-") and name.endswith(BESIDE):
+            store.delete_if_there(name.removeprefix("/"))
     sizes = file_sizes(job.out)
     lost = [name for name in names if name not in sizes]
     if lost:
@@ -129,9 +132,8 @@ def claim(job: ShardJob, labels: Labels) -> set[str]:
     source that has changed, would mix two datasets under one name.
     """
     store, record_name = Folder(job.out), f"{job.prefix}.make_shards.json"
-    finished = {
-        name for name in file_sizes(job.out) if name.startswith(f"{job.prefix}-") and name.endswith(".tar")
-    }
+    names = file_sizes(job.out)
+    finished = {name for name in names if name.startswith(f"{job.prefix}-") and name.endswith(".tar")}
     record = job.arguments | {
         "samples": len(labels.given_class),
         "source": labels.fingerprint,
@@ -196,28 +198,15 @@ def _write_classes(store: Folder, classes: Sequence[str]) -> None:
         )
 
 
-def _sweep(job: ShardJob) -> None:
-    """Remove what killed writers of these shards left behind."""
-    store = Folder(job.out)
-    for name in store.names(""):
-        if name.startswith(f"/{job.prefix}-") and name.endswith(BESIDE):
-            store.delete_if_there(name.removeprefix("/"))
-
-
 def write_missing(
     job: ShardJob, labels: Labels, names: Sequence[str], missing: set[str]
 ) -> Iterator[ShardResult]:
     """Write the missing shards in tasks, and yield the results as they finish."""
     pieces = ((plan,) for plan in shard_plans(job, labels, names) if plan.name in missing)
-    for _, result in each(
-        "writing shards",
-        _write,
-        pieces,
-        (labels.classes, job.out),
-        here=is_in_memory(job.out),
-        num_pieces=len(missing),
-        num_done=len(names) - len(missing),
-    ):
+    shared, here = (labels.classes, job.out), is_in_memory(job.out)
+    todo, done = len(missing), len(names) - len(missing)
+    work = each("writing shards", _write, pieces, shared, here=here, num_pieces=todo, num_done=done)
+    for _, result in work:
         yield result
 
 

@@ -8,6 +8,7 @@
 Records for MLflow wait in the run's journal while its server is unreachable, so CURRENT never waits for it.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from pencil_scale.catalogue.catalogue import Catalogue
@@ -48,7 +49,7 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
     if not night.number:
         return night  # a training run that nights follow; it made no export itself
     overlay = Catalogue.open(nights.storage).manifest["overlay"]
-    is_exported = night.export is not None and _holds_export(night.export, night)
+    is_exported = night.export is not None and holds_export(night.export, night)
     if is_exported and night.report is not None and _is_there(night.report) and night.overlay == overlay:
         return night
     print(f"{night.name}: its export or page is gone or outdated, and is made again", flush=True)
@@ -56,21 +57,18 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
     return nights.save(night, export=export, report=report, overlay=overlay)
 
 
-def _holds_export(folder: str, night: Night) -> bool:
-    try:
+def holds_export(folder: str, night: Night) -> bool:
+    """Whether a folder has an export of this night's labels; other files there are no reason to fail."""
+    with suppress(ExportError):
         found = read_manifest(folder)
-    except ExportError:
-        return False
-    return found is not None and found.labels == night.labels
+        return found is not None and found.labels == night.labels
+    return False
 
 
 def _is_there(url: str) -> bool:
     filesystem, path = filesystem_of(url)
     filesystem.invalidate_cache()
     return bool(filesystem.exists(path))
-
-
-# --- MLflow ------------------------------------------------------------------------------------------
 
 
 def track_current(config: Config, night: Night, before: Night | None) -> None:

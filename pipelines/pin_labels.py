@@ -61,12 +61,22 @@ def run(config: Config) -> Summary:
     catalogue = Catalogue.open(storage)
     classes = read_label_classes(config.data.classes, config.data.aliases)
     decisions = read_decisions(config.pin.file, classes)
-    rows = _find_rows(catalogue, decisions.known, config.pin.file)
+    found = _find_rows(catalogue, decisions.known, config.pin.file)
     pins_before = read_pins(storage)
     check_pins(pins_before, catalogue)
     pinned = pins_before.table
     before = dict(zip(pinned["row"].to_pylist(), pinned["class"].to_pylist(), strict=True))
-    pins = _pins(decisions.known, rows, classes.names, config.pin.by)
+    known = decisions.known
+    columns = {
+        "row": found["row"],
+        "sample_id": [decision.sample_id for decision in known],
+        "sample_key": found["sample_key"],
+        "class": [classes.names[decision.number] for decision in known],
+        "by": [decision.by or config.pin.by for decision in known],
+        "at": [now()] * len(known),
+        "note": [decision.note for decision in known],
+    }
+    pins = pa.table(columns, schema=PINS)
     news = list(zip(pins["row"].to_pylist(), pins["class"].to_pylist(), strict=True))
     fresh = [place for place, (row, name) in enumerate(news) if before.get(row) != name]
     if fresh:
@@ -102,21 +112,6 @@ def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -
             f"{', '.join(map(repr, unknown[:SHOWN]))}; nothing was pinned: remove them, or index again"
         )
     return pa.table({"row": rows, "sample_key": pa.array(found_keys, pa.binary(16))})
-
-
-def _pins(
-    decisions: Sequence[Decision], found: pa.Table, class_names: Sequence[str], by: str | None
-) -> pa.Table:
-    columns = {
-        "row": found["row"],
-        "sample_id": [decision.sample_id for decision in decisions],
-        "sample_key": found["sample_key"],
-        "class": [class_names[decision.number] for decision in decisions],
-        "by": [decision.by or by for decision in decisions],
-        "at": [now()] * len(decisions),
-        "note": [decision.note for decision in decisions],
-    }
-    return pa.table(columns, schema=PINS)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,18 @@ shows held ones.
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config
-from pencil_scale.export.files import ExportError, read_manifest
 from pencil_scale.labels.published import find_published, held_names
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
+from pipelines.tasks import print_table
 
 if TYPE_CHECKING:
     from pencil_scale.train.summary import Summary as RunSummary
@@ -85,9 +81,6 @@ def _known(nights: NightFiles) -> str:
     return f"held runs: {', '.join(held) or 'none'}; nights: {', '.join(kept) or 'none'}"
 
 
-# --- a held run --------------------------------------------------------------------------------------
-
-
 def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     """Publish the labels of a held run; steps that were done before an interruption are repeated."""
     from pencil_scale.nights.start import run_facts
@@ -113,12 +106,9 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
     return summary
 
 
-# --- a night -----------------------------------------------------------------------------------------
-
-
 def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
-    from pipelines.night_outputs import shown_again, track_current
+    from pipelines.night_outputs import holds_export, shown_again, track_current
 
     before = nights.current()
     name = None if before is None else before.name
@@ -129,30 +119,20 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
             nights.save(other, closed=True)
     nights.move_current(night, expected=name)
     track_current(config, night, before)
-    return Summary(night, name, _find_export(config, night))
-
-
-def _find_export(config: Config, night: Night) -> str | None:
-    """Find an export of a night; that of a training run that nights continue was made by hand, if at all."""
+    # The export of a training run that nights continue was made by hand, if at all.
     storage = Storage(config.run.storage)
     folders = (night.export, storage.path(storage.export(night.name)), config.export.folder)
-    for folder in filter(None, folders):
-        with suppress(ExportError):  # CURRENT has moved: other files there are no reason to fail
-            found = read_manifest(folder)
-            if found is not None and found.labels == night.labels:
-                return folder
-    return None
+    export = next((folder for folder in folders if folder and holds_export(folder, night)), None)
+    return Summary(night, name, export)
 
 
 def print_summary(summary: Summary) -> None:
     """Print the end table."""
     night = summary.night
-    table = Table(title=f"CURRENT is {night.name}", show_header=False)
-    table.add_row("before", summary.before or "-")
-    table.add_row("verdict of that night", night.status)
-    for reason in night.reasons:
-        table.add_row("  held because", reason)
-    Console(markup=False, highlight=False).print(table)
+    rows = {"before": summary.before or "-", "verdict of that night": night.status}
+    if night.reasons:
+        rows["  held because"] = "\n".join(night.reasons)
+    print_table(f"CURRENT is {night.name}", rows)
     for what in ("labels", "model", "export", "report"):
         say(f"{what:<8} {getattr(summary if what == 'export' else night, what) or '-'}")
     if summary.export is None:

@@ -14,9 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-from rich.table import Table
-
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
 from pencil_scale.config.command import HELD, run_job, say
@@ -41,6 +38,7 @@ from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pipelines import index_shards
+from pipelines.tasks import print_table
 
 if TYPE_CHECKING:
     from pencil_scale.nights.guard_rails import Findings
@@ -107,7 +105,9 @@ def _night(config: Config, nights: NightFiles) -> Summary:
         current = current or adopt(nights, config.nightly.start_from)
         known = [night for night in nights.nights() if night.catalogue_version == catalogue.version]
         if known:
-            return _nothing_new(known[-1], current)
+            name = None if current is None else current.name
+            waits = known[-1].held and known[-1].name != name
+            return Summary("held" if waits else "nothing new", known[-1], name)
         night = nights.start(_new_night(config, nights, catalogue, current))
     facts: Mapping[str, str] = {}
     if not night.is_made:
@@ -118,12 +118,6 @@ def _night(config: Config, nights: NightFiles) -> Summary:
             raise
     in_numbers = {name.replace("_", " "): f"{value:,.6g}" for name, value in night.figures.items()}
     return _close(config, nights, night, facts or in_numbers)
-
-
-def _nothing_new(newest: Night, current: Night | None) -> Summary:
-    name = None if current is None else current.name
-    waits = newest.held and newest.name != name
-    return Summary("held" if waits else "nothing new", newest, name)
 
 
 def _new_night(config: Config, nights: NightFiles, catalogue: Catalogue, parent: Night | None) -> Night:
@@ -150,9 +144,6 @@ def _new_night(config: Config, nights: NightFiles, catalogue: Catalogue, parent:
     )
 
 
-# --- one night ---------------------------------------------------------------------------------------
-
-
 def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapping[str, str]]:
     """Train, check, export and show one night; its record is written last."""
     # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
@@ -165,6 +156,9 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
     storage, name = Storage(nights.storage), night.name
     catalogue = Catalogue.open(storage.url, night.catalogue_version)
     is_trained = prepared is None or read_record(storage.url, name) is not None
+    since = None  # the labels to compare with: the parent's, or those carried over to a new class list
+    if prepared is not None:
+        since = prepared.parent.labels if prepared.same_classes else nights.path(name, CARRIED)
     made = nights.save(
         night,
         status="held" if findings.reasons else "passed",
@@ -174,7 +168,7 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
         model=storage.path(storage.model(name)),
         trained_by=name if is_trained or prepared is None else prepared.parent.trained_by,
         export=export_night(config, name),
-        report=report_night(config, name, _since(nights, night, prepared)),
+        report=report_night(config, name, since),
         figures=findings.figures,
         clean=_clean(nights, night, prepared),
         overlay=catalogue.manifest["overlay"],
@@ -193,11 +187,11 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: "Prepared
     if record is not None and record.status == "finished":
         return
     if prepared is None or len(prepared.rows):
-        what = (
-            "all samples" if prepared is None else f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new"
-        )
+        what, labels = "all samples", None
+        if prepared is not None:
+            what, labels = f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new", prepared.labels
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
-        start = Start(night.id, night.catalogue_version, None if prepared is None else prepared.labels)
+        start = Start(night.id, night.catalogue_version, labels)
         train(night_config(config, night, prepared), start, alias=None, hold=False)
         return
     say(f"{name} has nothing to train on: model and labels stay those of {night.parent}")
@@ -229,16 +223,6 @@ def _clean(nights: NightFiles, night: Night, prepared: "Prepared | None") -> str
     if record is None:
         return "" if prepared is None else prepared.parent.clean
     return clean_set(nights.storage, record.clean)
-
-
-def _since(nights: NightFiles, night: Night, prepared: "Prepared | None") -> str | None:
-    """The labels to compare with: the parent's, or those carried over if the class list has changed."""
-    if prepared is None:
-        return None
-    return prepared.parent.labels if prepared.same_classes else nights.path(night.name, CARRIED)
-
-
-# --- its end -----------------------------------------------------------------------------------------
 
 
 def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str, str]) -> Summary:
@@ -299,11 +283,8 @@ def print_summary(summary: Summary) -> None:
     if summary.status == "nothing new":
         print(f"nothing new since {night.name}; CURRENT is {summary.current}")
         return
-    table = Table(title=f"{night.name}: {summary.status}", show_header=False)
-    for what, text in summary.facts.items():
-        table.add_row(what, text)
-    table.add_row("CURRENT", str(summary.current or "-"))
-    Console(markup=False, highlight=False).print(table)
+    rows = {**summary.facts, "CURRENT": summary.current or "-"}
+    print_table(f"{night.name}: {summary.status}", rows)
     for what in ("labels", "model", "export", "report"):
         say(f"{what:<8} {getattr(night, what) or '-'}")
     for reason in night.reasons if summary.status == "held" else ():

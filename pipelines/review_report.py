@@ -127,7 +127,13 @@ def _page(
     name = source.published.name
     figures = storage.read_json(storage.run(name, "epochs.json")) or []  # labels may come from elsewhere
     thumbnails = _thumbnails(config, source, tally, here)
-    data = page_data(source.words, tally, _traces(source, tally), thumbnails, figures)
+    rows = samples_of(tally)["row"].to_numpy()
+    order = np.argsort(rows, kind="stable")
+    back = np.argsort(order, kind="stable")
+    found = read_traces(source.published, rows[order], MOST_EPOCHS)
+    classes = source.order.classes(found.classes[back]).astype(np.uint16)
+    traces = Traces(found.epochs, classes, found.confidence[back])
+    data = page_data(source.words, tally, traces, thumbnails, figures)
     heading = Heading(
         run=name,
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
@@ -137,15 +143,6 @@ def _page(
         notes=(*warnings, *notes(tally, thumbnails)),
     )
     return review_page(data, heading)
-
-
-def _traces(source: Source, tally: Tally) -> Traces:
-    rows = samples_of(tally)["row"].to_numpy()
-    order = np.argsort(rows, kind="stable")
-    back = np.argsort(order, kind="stable")
-    traces = read_traces(source.published, rows[order], MOST_EPOCHS)
-    classes = source.order.classes(traces.classes[back]).astype(np.uint16)
-    return Traces(traces.epochs, classes, traces.confidence[back])
 
 
 def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:

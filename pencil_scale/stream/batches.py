@@ -69,9 +69,10 @@ def _batch(tables: list[pa.Table], size: int, image_size: tuple[int, int] | None
         reasons = [reason for table in tables for reason in table["problem"].to_pylist()]
         weight = torch.tensor([float(reason is None) for reason in reasons])
         problems = [reason for reason in reasons if reason is not None]
+    encoded = [] if image_size else [data for table in tables for data in table["image"].to_pylist()]
     return Batch(
         rows=_numbers(tables, "row"),
-        images=_encoded(tables) if image_size is None else _pixels(tables, size, image_size),
+        images=_pixels(tables, size, image_size) if image_size else encoded,
         weight=weight,
         noisy_class=_numbers(tables, "noisy_class"),
         problems=tuple(problems),
@@ -81,10 +82,6 @@ def _batch(tables: list[pa.Table], size: int, image_size: tuple[int, int] | None
 def _numbers(tables: list[pa.Table], name: str) -> Tensor:
     columns = [table[name].to_numpy() for table in tables]
     return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *columns]))
-
-
-def _encoded(tables: list[pa.Table]) -> list[bytes]:
-    return [data for table in tables for data in table["image"].to_pylist()]
 
 
 def _pixels(tables: list[pa.Table], size: int, image_size: tuple[int, int]) -> Tensor:
@@ -136,9 +133,7 @@ class Prefetch(Generic[Item]):
             last = error
         finally:
             # Closed in the thread that ran the generator, so that what it holds open is released now.
-            close = getattr(self._items, "close", None)
-            if close is not None:
-                close()
+            getattr(self._items, "close", lambda: None)()
             self._put(last)
 
     def _put(self, item: Any) -> bool:

@@ -130,12 +130,13 @@ class EpochOrder:
         if key is not None:
             order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + part, ~key), kind="stable")
             chunk, part = chunk[order], part[order]
-        first = _window_starts(counts.num_bytes[chunk] / parts[chunk], window_bytes - stretch_bytes)
+        # Windows of about equal bytes; a stretch belongs to the window in which it begins.
+        sizes = counts.num_bytes[chunk] / parts[chunk]
+        total = float(sizes.sum())
+        windows = max(1, int(np.ceil(total / max(1, window_bytes - stretch_bytes))))
+        window = np.floor((np.cumsum(sizes) - sizes) * windows / max(total, 1.0)).astype(np.int64)
+        first = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(sizes))
         return cls(counts, chunk, part, parts[chunk], first, key)
-
-    @property
-    def num_windows(self) -> int:
-        return len(self.first) - 1
 
     def left(self, visited: Mask | None = None, members: Members | None = None) -> Int64s:
         """Count the rows of each window that are not visited yet.
@@ -146,7 +147,10 @@ class EpochOrder:
         rows = self.counts.num_rows[self.chunk]
         left = rows * (self.part + 1) // self.parts - rows * self.part // self.parts
         if visited is not None:
-            done = _by_chunk(visited, len(self.counts.num_rows))[self.chunk]
+            starts = np.arange(0, len(visited), CHUNK_ROWS)
+            num_visited = np.zeros(len(self.counts.num_rows), np.int64)
+            num_visited[: len(starts)] = np.add.reduceat(visited, starts, dtype=np.int64)
+            done = num_visited[self.chunk]
             left = np.where(done == 0, left, np.where(self.parts == 1, rows - done, 0))
             mixed = np.flatnonzero((done > 0) & (done < rows) & (self.parts > 1))
             mixed = mixed[np.argsort(self.chunk[mixed], kind="stable")]
@@ -155,7 +159,7 @@ class EpochOrder:
                 inside = members(chunk)
                 for place in places:
                     left[place] = np.count_nonzero(~visited[self._stretch(place).of(inside)])
-        return np.add.reduceat(np.append(left, 0), self.first)[:-1] if self.num_windows else left
+        return np.add.reduceat(np.append(left, 0), self.first)[:-1] if len(left) else left
 
     def piece(self, cut: Cut, visited: Mask | None = None, subset: Mask | None = None) -> Piece:
         """Describe a cut for its read task; with a `subset`, the counts must be those of the subset."""
@@ -173,13 +177,22 @@ class EpochOrder:
 def deal(left: Int64s, world: int) -> list[list[Cut]]:
     """Give every rank its cuts, so that shares differ by at most one row.
 
-    Complete windows go to the ranks in turn until a rank's share is full; the last windows are cut.
+    Complete windows go to the ranks in turn until a rank's share is full; the last windows are cut. Where
+    there are few windows, equal slices of them are dealt out. Rows are shuffled within their window, not
+    within a slice, so that the order does not depend on the number of ranks.
     """
+    full = np.flatnonzero(left).tolist()
+    slices = -(-(PIECES_PER_RANK + 1) * world // max(1, len(full)))
+    dealt = [
+        Cut(window, total * k // slices, total * (k + 1) // slices, total)
+        for window, total in zip(full, left[full].tolist(), strict=True)
+        for k in range(slices)
+    ]
     num_rows = int(left.sum())
     room = [num_rows // world + (rank < num_rows % world) for rank in range(world)]
     shares: list[list[Cut]] = [[] for _ in range(world)]
     rank = 0
-    for window, start, stop, total in _slices(left, (PIECES_PER_RANK + 1) * world):
+    for window, start, stop, total in dealt:
         while start < stop:
             while room[rank] == 0:
                 rank = (rank + 1) % world
@@ -190,25 +203,9 @@ def deal(left: Int64s, world: int) -> list[list[Cut]]:
     return shares
 
 
-def _slices(left: Int64s, at_least: int) -> list[Cut]:
-    """Complete windows, or equal slices of them where there are fewer windows than `at_least`.
-
-    Rows are shuffled within their window, not within a slice, so that the order does not depend on the number
-    of ranks.
-    """
-    full = np.flatnonzero(left).tolist()
-    slices = -(-at_least // max(1, len(full)))
-    return [
-        Cut(window, total * k // slices, total * (k + 1) // slices, total)
-        for window, total in zip(full, left[full].tolist(), strict=True)
-        for k in range(slices)
-    ]
-
-
 def num_steps(total: int, batch: int, world: int) -> int:
     """Count the steps of an epoch, the same on every rank: as many as the largest share needs."""
-    largest_share = -(-total // world)
-    return -(-largest_share // batch)
+    return -(-total // (world * batch))
 
 
 def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
@@ -233,27 +230,6 @@ def mixed_key(seed: int, epoch: int) -> int:
     """Make one key of seed and epoch; the keys of neighbouring epochs are unrelated."""
     digest = hashlib.blake2b(f"epoch {epoch} of seed {seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _window_starts(stretch_bytes: npt.NDArray[np.float64], window_bytes: int) -> Int64s:
-    """Cut the stretches into windows of about equal bytes."""
-    if len(stretch_bytes) == 0:
-        return np.zeros(1, np.int64)
-    begins = np.cumsum(stretch_bytes) - stretch_bytes
-    total = float(stretch_bytes.sum())
-    windows = max(1, int(np.ceil(total / max(1, window_bytes))))
-    window = np.floor(begins * windows / max(total, 1.0)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(window, prepend=-1))
-    return np.append(starts, len(stretch_bytes))
-
-
-def _by_chunk(mask: Mask, num_chunks: int) -> Int64s:
-    """Count the marked rows of each chunk."""
-    counts = np.zeros(num_chunks, np.int64)
-    if len(mask):
-        starts = np.arange(0, len(mask), CHUNK_ROWS)
-        counts[: len(starts)] = np.add.reduceat(mask, starts, dtype=np.int64)
-    return counts
 
 
 def _bits_of(mask: Mask, chunks: set[int]) -> dict[int, bytes]:

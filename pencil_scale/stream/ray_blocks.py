@@ -52,8 +52,7 @@ class PieceSource(Datasource):
     def __init__(self, pieces: Any, spec: ReadSpec) -> None:
         start: Callable[[], None] = super().__init__
         start()
-        self._pieces = pieces
-        self._spec = spec
+        self._pieces, self._spec = pieces, spec
 
     def get_name(self) -> str:
         return "Windows"
@@ -64,14 +63,12 @@ class PieceSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        pieces: Sequence[Piece] = ray.get(self._pieces.get.remote())
-        return [self._task(piece) for piece in pieces]
-
-    def _task(self, piece: Piece) -> ReadTask:
-        size = self._spec.size
-        num_bytes = None if size is None else len(piece) * 3 * size[0] * size[1]
-        about = BlockMetadata(num_rows=len(piece), size_bytes=num_bytes, input_files=None, exec_stats=None)
-        return ReadTask(partial(read_piece, self._spec, piece), about, schema=self._spec.schema)
+        size, tasks = self._spec.size, []
+        for piece in ray.get(self._pieces.get.remote()):
+            num_bytes = None if size is None else len(piece) * 3 * size[0] * size[1]
+            about = BlockMetadata(len(piece), num_bytes, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(partial(read_piece, self._spec, piece), about, schema=self._spec.schema))
+        return tasks
 
 
 class RayBlocks:
@@ -87,11 +84,9 @@ class RayBlocks:
     ) -> None:
         """`worker_cpus` is what each of `world` training processes reserves.
 
-        About `ahead_bytes`, but at least a gigabyte, are read before they are asked for, if the object store
-        has room for them.
-
-        `beside_another` stream, as in evaluation: the tasks of a stream that has started hold on to their
-        processors until their blocks are taken, so the tasks of this one must not ask for any.
+        About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room. Set
+        `beside_another` for evaluation: the training stream's tasks hold on to their processors until their
+        blocks are taken, so the tasks of this one must not ask for any.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
         free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus

@@ -40,9 +40,7 @@ from pencil_scale.stream.window_reader import (
 # Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
 AHEAD_BYTES = 256 << 20
 FEWEST_AHEAD, MOST_AHEAD = 3, 512
-PIECES_AT_ONCE = (
-    1024  # short epochs are handed to the readers together, and read without a pause between them
-)
+PIECES_AT_ONCE = 1024  # short epochs are read together, without a pause between them
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # per evaluation batch: without gradients there is room for more small images
 
@@ -91,10 +89,6 @@ class StreamSpec:
             worker_cpus=config.workers.cpus,
         )
 
-    @property
-    def window_bytes(self) -> int:
-        return self.window_mb << 20
-
 
 @dataclass(frozen=True)
 class Share:
@@ -109,7 +103,8 @@ class Stream:
 
     def __init__(self, spec: StreamSpec, rank: int = 0, world: int = 1, in_process: bool = False) -> None:
         self.spec, self.rank, self.world = spec, rank, world
-        block_bytes = min(BLOCK_BYTES, max(1 << 20, spec.window_bytes // 2))
+        self._window_bytes = spec.window_mb << 20
+        block_bytes = min(BLOCK_BYTES, max(1 << 20, self._window_bytes // 2))
         read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
         self._selection = Selection(read.catalogue(), spec.subset)
         if self.num_rows == 0:
@@ -119,11 +114,9 @@ class Stream:
         self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
         self._blocks: RayBlocks | None = None
         if not in_process:
-            # During evaluation the training stream has already started to read its next epoch.
-            beside_another = not spec.shuffle
-            self._blocks = RayBlocks(
-                self._read, world, spec.worker_cpus, beside_another, 2 * self._epoch_bytes()
-            )
+            beside_another = not spec.shuffle  # in evaluation: training already reads its next epoch
+            ahead_bytes = 2 * self._epoch_bytes()
+            self._blocks = RayBlocks(self._read, world, spec.worker_cpus, beside_another, ahead_bytes)
         self._running: Prefetch[Batch] | None = None
         self._coming: Iterator[Batch] = iter(())
         self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read
@@ -157,7 +150,7 @@ class Stream:
         """Plan this rank's share of what is left of an epoch."""
         spec, selection = self.spec, self._selection
         visited = None if visited is None else selection.among(visited)
-        order = EpochOrder.of(selection.counts, spec.seed, epoch, spec.window_bytes, spec.shuffle)
+        order = EpochOrder.of(selection.counts, spec.seed, epoch, self._window_bytes, spec.shuffle)
         left = order.left(visited, selection.members)
         cuts = deal(left, self.world)[self.rank]
         steps = num_steps(int(left.sum()), spec.batch, self.world)
@@ -204,10 +197,10 @@ class Stream:
         A read error in a later epoch may then end the run in an earlier one, because Ray raises it at once.
         """
         shares = [self.plan(epoch, visited)]
-        while sum(len(share.pieces) for share in shares) < PIECES_AT_ONCE:
-            if epoch + len(shares) >= self.spec.num_epochs:
+        for later in range(epoch + 1, self.spec.num_epochs):
+            if sum(len(share.pieces) for share in shares) >= PIECES_AT_ONCE:
                 break
-            shares.append(self.plan(epoch + len(shares)))
+            shares.append(self.plan(later))
         return shares
 
     def _epoch_bytes(self) -> int:

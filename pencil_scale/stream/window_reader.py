@@ -65,7 +65,14 @@ class Selection:
     def __init__(self, catalogue: Catalogue, subset: npt.NDArray[Any] | None = None) -> None:
         self._catalogue = catalogue
         self.mask = None if subset is None else _as_mask(subset, catalogue.num_rows)
-        self.counts = self._counts()
+        chunks = catalogue.chunks()
+        self.counts = RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
+        if self.mask is not None:
+            num_rows, num_bytes = np.zeros((2, len(chunks.num_ok)), np.int64)
+            for chunk in np.unique(np.flatnonzero(self.mask) // CHUNK_ROWS).tolist():
+                table = self.table(chunk)
+                num_rows[chunk], num_bytes[chunk] = len(table), pc.sum(table["image_bytes"]).as_py() or 0
+            self.counts = RowCounts(num_rows, num_bytes)
 
     def members(self, chunk: int) -> Int64s:
         """Look up the rows of a chunk, in ascending order."""
@@ -80,16 +87,6 @@ class Selection:
         """Leave out rows that this selection never visits; a table may be longer than the catalogue."""
         visited = visited[: self._catalogue.num_rows]
         return visited if self.mask is None else visited & self.mask
-
-    def _counts(self) -> RowCounts:
-        chunks = self._catalogue.chunks()
-        if self.mask is None:
-            return RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
-        num_rows, num_bytes = np.zeros((2, len(chunks.num_ok)), np.int64)
-        for chunk in np.unique(np.flatnonzero(self.mask) // CHUNK_ROWS).tolist():
-            table = self.table(chunk)
-            num_rows[chunk], num_bytes[chunk] = len(table), pc.sum(table["image_bytes"]).as_py() or 0
-        return RowCounts(num_rows, num_bytes)
 
 
 def ok_table(catalogue: Catalogue, chunk: int) -> pa.Table:

@@ -76,7 +76,9 @@ def allocate(
     """
     counts = np.asarray(class_counts, dtype=np.int64)
     if (per_class is None) == (total is None):
-        raise PencilError(f"per_class {per_class} and total {total}: expected exactly one of the two")
+        raise PencilError(
+            "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
+        )
     asked = per_class if per_class is not None else total
     if asked is None or asked < 0 or len(counts) == 0:
         raise PencilError(f"{asked} samples of {len(counts)} classes: expected at least 0 samples, 1 class")
@@ -114,9 +116,6 @@ def pick(
     order, sorted_classes = order[known], sorted_classes[known]
     rank = np.flatnonzero(known) - starts[sorted_classes]
     return np.sort(order[rank < quotas[sorted_classes]])
-
-
-# --- over the rows of a catalogue --------------------------------------------------------------------
 
 
 def row_ranges(rule: Rule) -> list[range]:

@@ -43,7 +43,14 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     """
     trainer, harmless = _trainer(job), Harmless()
     ended: dict[str, Any] = {}
-    fitting = threading.Thread(target=_fit, args=(trainer, ended), name="ray train", daemon=True)
+
+    def fit() -> None:
+        try:
+            ended["result"] = trainer.fit()
+        except Exception as error:
+            ended["error"] = error
+
+    fitting = threading.Thread(target=fit, name="ray train", daemon=True)
     stopping = False
     with _noted_signals() as arrived:
         fitting.start()
@@ -65,13 +72,6 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
 
 
-def _fit(trainer: TorchTrainer, ended: dict[str, Any]) -> None:
-    try:
-        ended["result"] = trainer.fit()
-    except Exception as error:
-        ended["error"] = error
-
-
 def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
     for event in take_events(job.control):
         with harmless(f"reporting an event of kind '{event['kind']}'"):
@@ -80,9 +80,9 @@ def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless:
 
 def _trainer(job: Job) -> TorchTrainer:
     config = job.config
-    fewest, most = config.workers.count
     store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
     filesystem, path = store.filesystem()
+    fewest, most = config.workers.count
     num_workers: Any = most if fewest == most else (fewest, most)
     scaling: dict[str, Any] = {
         "num_workers": 0 if config.workers.in_process else num_workers,  # 0 is Ray Train's local mode
@@ -91,6 +91,7 @@ def _trainer(job: Job) -> TorchTrainer:
     }
     callback: Any = ReportFailures(job.control)
     failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
+    backend = "nccl" if config.workers.gpu else "gloo"
     return TorchTrainer(
         train_worker,
         train_loop_config={"job": job},
@@ -103,21 +104,16 @@ def _trainer(job: Job) -> TorchTrainer:
             failure_config=ray.train.FailureConfig(**failures),
             callbacks=[callback],
         ),
-        torch_config=TorchConfig(
-            backend="nccl" if config.workers.gpu else "gloo", timeout_s=config.workers.timeout_s
-        ),
+        torch_config=TorchConfig(backend=backend, timeout_s=config.workers.timeout_s),
     )
 
 
 @contextmanager
 def _noted_signals() -> Iterator[list[float]]:
-    """Note when SIGTERM or Ctrl-C arrive; a signal that is repeated after a second ends the command at once.
-
-    The handler only takes note, because it may interrupt a call into Ray.
-    """
+    """Note when SIGTERM or Ctrl-C arrive; a signal repeated after a second ends the command at once."""
     arrived: list[float] = []
 
-    def note(number: int, _: object) -> None:
+    def note(number: int, _: object) -> None:  # does nothing else: it may interrupt a call into Ray
         if arrived and time.monotonic() - arrived[-1] > 1:
             raise SystemExit(128 + number)
         arrived.append(time.monotonic())

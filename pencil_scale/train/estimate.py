@@ -20,7 +20,7 @@ import torch
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.labels.part_files import NARROW_BYTES
-from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.method.schedule import Schedule
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Saved
 from pencil_scale.train.preflight import Checked
@@ -172,19 +172,13 @@ def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule)
         for batch in batches
         if len(batch.rows) > 1
     ]
-    return Trial(read_per_s, _computed_per_s(config, prepared, num_classes, schedule.stage_at(0), device))
-
-
-def _computed_per_s(
-    config: Config, batches: list[Batch], num_classes: int, stage: Stage, device: torch.device
-) -> float:
-    model = build_model(config, num_classes, device)
+    model, stage = build_model(config, num_classes, device), schedule.stage_at(0)
     stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world=1)
-    for batch in batches:
+    for batch in prepared:
         stepper.step(batch, stage, 0, 1)  # the first steps choose kernels and fill caches
     num_done, started = 0, time.perf_counter()
     while time.perf_counter() - started < COMPUTING_S:
-        losses = [stepper.step(batch, stage, 0, 1).loss for batch in batches]
-        num_done += sum(len(batch.rows) for batch in batches)
+        losses = [stepper.step(batch, stage, 0, 1).loss for batch in prepared]
+        num_done += sum(len(batch.rows) for batch in prepared)
         float(losses[-1])  # waits for the device
-    return num_done / (time.perf_counter() - started)
+    return Trial(read_per_s, computed_per_s=num_done / (time.perf_counter() - started))

@@ -62,8 +62,7 @@ def count_right(
     model: nn.Module, batches: Iterable[Batch], recipe: Recipe, device: torch.device, bf16: bool
 ) -> tuple[int, int]:
     """Count the samples whose class the network predicts, and all samples that could be read."""
-    right = torch.zeros((), dtype=torch.int64, device=device)
-    seen = torch.zeros((), dtype=torch.int64, device=device)
+    right, seen = torch.zeros(2, dtype=torch.int64, device=device)
     training, _ = model.training, model.eval()
     for batch in batches:
         images = centre(batch.images.to(device, non_blocking=True), recipe)

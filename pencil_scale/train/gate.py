@@ -43,8 +43,13 @@ def judge(
         _guesses(record, report),
         _guesses_clean(record[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
-        _worse(report),
     ]
+    given, corrected = report.given_right, report.corrected_right
+    if corrected.num < given.num:
+        found.append(
+            f"the labels got worse: of {given.of:,} whose truth is known, {given.num:,} were right as given "
+            f"and {corrected.num:,} are right now (data.truth)"
+        )
     return tuple(reason for reason in found if reason)
 
 
@@ -104,13 +109,3 @@ def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> 
     more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
     what = f"classes lost most of their samples: {', '.join(named)}{more}"
     return f"{what} (stages.pencil.max_class_loss {limit:g})"
-
-
-def _worse(report: LabelReport) -> str:
-    given, corrected = report.given_right, report.corrected_right
-    if corrected.num >= given.num:
-        return ""
-    return (
-        f"the labels got worse: of {given.of:,} whose truth is known, {given.num:,} were right as given and "
-        f"{corrected.num:,} are right now (data.truth)"
-    )

@@ -100,20 +100,19 @@ class Clock:
         }
 
 
+@dataclass
 class Loop:
     """Trains from some progress to the end of the schedule, or until a stop is requested."""
 
-    def __init__(
-        self,
-        stepper: Stepper | StepGraph,
-        schedule: Schedule,
-        owners: Owners,
-        hooks: Hooks,
-        pace: Pace,
-        seed: int,
-    ) -> None:
-        self.stepper, self.schedule, self.owners = stepper, schedule, owners
-        self.hooks, self.ranks, self.pace, self.seed = hooks, hooks.ranks, pace, seed
+    stepper: Stepper | StepGraph
+    schedule: Schedule
+    owners: Owners
+    hooks: Hooks
+    pace: Pace
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.ranks = self.hooks.ranks
         self._tally = Tally(self.ranks.add_up)
         self._sent: tuple[Stage, Progress, HostCopy] | None = None  # a loss on its way from the device
         self._num_unreadable, self._unreadable = 0, list[str]()
@@ -160,12 +159,17 @@ class Loop:
 
     def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
         # Randomness in the network (dropout) depends only on the position, so a restart repeats it.
-        _set_seed(_mixed(self.seed, progress.epoch, progress.step, self.owners.rank))
+        _set_seed(self.seed, progress.epoch, progress.step, self.owners.rank)
         warmth = min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
         for group in self.stepper.optimizer.param_groups:
             group["lr"] = stage.learning_rate * warmth
         prepared = self.hooks.prepare(batch, progress.epoch)
-        self._count_unreadable(prepared.problems, progress.epoch)
+        if prepared.problems:
+            self._num_unreadable += len(prepared.problems)
+            self._unreadable = [*self._unreadable, *prepared.problems][:NAMED_PROBLEMS]
+            # More than a complete epoch may have end the run at once.
+            num_rows = self.owners.table.layout.num_rows
+            self._require_few(self._num_unreadable, num_rows, self._unreadable, progress.epoch)
         result = self.stepper.step(prepared, stage, nth, num_steps)
         self._tally.add(result)
         if stage.moves_labels:
@@ -174,10 +178,7 @@ class Loop:
             self.owners.mark(batch.rows, progress.epoch)
 
     def _report(self, stage: Stage, progress: Progress) -> None:
-        """Start to copy the loss of some steps, and log it a few steps later, without waiting for it.
-
-        All ranks do both at the same steps, because the loss is added up over them.
-        """
+        """Start to copy the loss, and log it a few steps later, at the same steps on all ranks."""
         if self._tally.num_recent == ARRIVED_AFTER:
             self._log_loss()
         if self._tally.num_recent == LOG_EVERY_STEPS:
@@ -199,14 +200,6 @@ class Loop:
         if self.ranks.total(len(broken)):  # all ranks end together, so none waits for one that has ended
             require_finite(self.ranks.join(broken), stage.name, progress, num_recent)
         average_buffers(self.stepper.model, self.ranks.add_up, self.owners.world)
-
-    def _count_unreadable(self, problems: tuple[str, ...], epoch: int) -> None:
-        """Count what could not be decoded; more than a complete epoch may have ends the run at once."""
-        if problems:
-            self._num_unreadable += len(problems)
-            self._unreadable = [*self._unreadable, *problems][:NAMED_PROBLEMS]
-            num_rows = self.owners.table.layout.num_rows
-            self._require_few(self._num_unreadable, num_rows, self._unreadable, epoch)
 
     def _require_few(self, num: float, num_rows: float, names: list[str], epoch: int) -> None:
         if num > self.pace.max_unreadable_share * num_rows:
@@ -237,17 +230,12 @@ def _falls_due(every: int, step: int, num_steps: int) -> bool:
     return step // every > (step - num_steps) // every
 
 
-def _set_seed(seed: int) -> None:
-    """Seed the generators in use; `torch.manual_seed` also records a stack trace where there is no GPU."""
-    torch.default_generator.manual_seed(seed)
+def _set_seed(*numbers: int) -> None:
+    """Mix the numbers into one seed, and seed the generators in use."""
+    seed = 0
+    for number in numbers:
+        seed = ((seed ^ (number + 1)) * 0x9E3779B97F4A7C15) % 2**63
+        seed ^= seed >> 29
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would record a stack trace without a GPU
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
-
-
-def _mixed(*numbers: int) -> int:
-    """Mix several numbers into one seed."""
-    mixed = 0
-    for number in numbers:
-        mixed = ((mixed ^ (number + 1)) * 0x9E3779B97F4A7C15) % 2**63
-        mixed ^= mixed >> 29
-    return mixed

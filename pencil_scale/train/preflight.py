@@ -10,7 +10,7 @@ classes in another order. The error names the key and the command to run.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, cast
@@ -66,22 +66,25 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     outlook = check_outlook(schedule, len(names))
     catalogue = Catalogue.open(config.run.storage, version)
-    if catalogue.class_names != names:
+    if differs := difference(names, catalogue.class_names):
         remedy = "run pipelines.index_shards again"
         if version is not None:
             remedy = (
                 f"restore the list of catalogue version {version} and index again, or choose another run.name"
             )
         raise PencilError(
-            f"data.classes: {config.data.classes} {difference(names, catalogue.class_names)}, "
-            f"compared with the catalogue; {remedy}"
+            f"data.classes: {config.data.classes} {differs}, compared with the catalogue; {remedy}"
         )
     subset = None
     if config.data.subset is not None:
         subset = read_members(config.data.subset, catalogue, config.run.storage)
     subset, num_taken_down = _without_taken_down(config, catalogue, subset)
+    samples = f"{catalogue.num_ok:,} samples"
+    if subset is not None:
+        named = f" ({config.data.subset})" if config.data.subset else ""
+        samples = f"{len(subset):,} samples{named} out of {catalogue.num_ok:,}"
     lines = [
-        f"run {config.run.name}: {_samples(config, catalogue, subset)} of {len(names)} classes, "
+        f"run {config.run.name}: {samples} of {len(names)} classes, "
         f"{config.model.backbone} with {num_parameters:,} parameters",
         "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages),
         outlook,
@@ -117,13 +120,6 @@ def _without_taken_down(config: Config, catalogue: Catalogue, subset: Rows | Non
     return np.setdiff1d(known, taken_down), len(taken_down)
 
 
-def _samples(config: Config, catalogue: Catalogue, subset: Rows | None) -> str:
-    if subset is None:
-        return f"{catalogue.num_ok:,} samples"
-    named = f" ({config.data.subset})" if config.data.subset else ""
-    return f"{len(subset):,} samples{named} out of {catalogue.num_ok:,}"
-
-
 def require_agreement(config: Config) -> None:
     """Refuse a config that describes other data than the catalogue was indexed with."""
     data, catalogue = config.data, Catalogue.open(config.run.storage)
@@ -150,13 +146,12 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
     A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
     change that; so this is only a note.
     """
-    wanted = {_bare(path) for path in _paths(patterns)}
+    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
+    urls = (url for lines in files for line in lines for url in expand_braces(line))
+    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
     globs = [path for path in wanted if any(sign in path for sign in "*?[")]
-    others = [
-        url
-        for url in indexed
-        if _bare(url) not in wanted and not any(fnmatchcase(_bare(url), glob) for glob in globs)
-    ]
+    others = [url for url in indexed if _bare(url) not in wanted]
+    others = [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
     if not others:
         return
     such_as = f"such as {without_passwords(others[0])}"
@@ -170,13 +165,6 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
         "or index into another run.storage",
         flush=True,
     )
-
-
-def _paths(patterns: Iterable[str]) -> Iterator[str]:
-    for pattern in patterns:
-        for line in lines_of(pattern[1:]) if pattern.startswith("@") else [pattern]:
-            for url in expand_braces(line):
-                yield filesystem_of(url)[1]
 
 
 def _bare(url: str) -> str:

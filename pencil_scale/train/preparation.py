@@ -20,12 +20,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.config.settings import Config
@@ -59,10 +60,9 @@ def settle(config: Config, device: torch.device) -> None:
 
 
 def set_aside() -> None:
-    """Hide all present objects from Python's garbage collector: modules, the network, what compiling left.
+    """Hide all present objects from the garbage collector, which would search them while the GPU waits.
 
-    The collector would search hundreds of thousands of objects again and again while the GPU waits. Call this
-    when everything has been used once; `gc.unfreeze()` undoes it.
+    Call this when everything has been used once; `gc.unfreeze()` undoes it.
     """
     gc.collect()
     gc.freeze()
@@ -85,30 +85,24 @@ def claim_scratch(parent: str | None, kind: str) -> Path:
 
 def sweep_scratch(base: Path) -> list[Path]:
     """Remove the scratch folders of dead processes; return their names."""
-    dead = [folder for folder in base.glob(f"{HELD}*") if folder not in _locks and _is_abandoned(folder)]
+    dead = []
+    for folder in (folder for folder in base.glob(f"{HELD}*") if folder not in _locks):
+        with suppress(OSError):  # it was removed meanwhile, or belongs to another user
+            handle = os.open(folder, os.O_RDONLY)
+            if _lock(handle):
+                dead.append(folder)
+            os.close(handle)
     for folder in dead:
         shutil.rmtree(folder, ignore_errors=True)
     return dead
 
 
-def _is_abandoned(folder: Path) -> bool:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False  # it was removed meanwhile, or belongs to another user
-    try:
-        return _lock(handle)
-    finally:
-        os.close(handle)
-
-
 def _lock(handle: int) -> bool:
     """Try to lock; on a disk without locks this fails, and nothing is removed."""
-    try:
+    with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
@@ -178,8 +172,23 @@ class Preparation:
         images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)
-        prepared = replace(brought, images=images)
-        return prepared if len(batch.rows) >= FEWEST_ROWS else _padded(prepared, recipe.crop)
+        missing = FEWEST_ROWS - len(batch.rows)
+        if missing <= 0:
+            return replace(brought, images=images)
+        if missing == FEWEST_ROWS:
+            images = brought.weight.new_zeros(0, 3, recipe.crop, recipe.crop)
+
+        def padded(values: Tensor) -> Tensor:
+            return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+
+        # With blank samples of weight 0, so that every rank has something to compute.
+        return replace(
+            brought,
+            images=padded(images),
+            weight=padded(brought.weight),
+            label_logits=padded(brought.label_logits),
+            noisy_class=padded(brought.noisy_class),
+        )
 
     def bring(self, batch: Batch) -> Batch:
         """Bring decoded images and their weights to the device."""
@@ -188,27 +197,9 @@ class Preparation:
         return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
 
     def decode(self, batch: Batch) -> Batch:
-        """Decode encoded images on the GPU; the weights stay on the host.
-
-        Copying the weights would wait for the current step, which this thread must not do.
-        """
+        """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
         if isinstance(batch.images, torch.Tensor):
             return batch
         images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)
         named = (self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
         return replace(batch, images=images, weight=weight, problems=tuple(named))
-
-
-def _padded(batch: Batch, side: int) -> Batch:
-    """Add blank samples of weight 0, so that every rank has something to compute."""
-    missing = FEWEST_ROWS - len(batch.rows)
-    images = batch.images if len(batch.rows) else batch.weight.new_zeros(0, 3, side, side)
-    return replace(
-        batch,
-        images=torch.cat([images, images.new_zeros(missing, 3, side, side)]),
-        weight=torch.cat([batch.weight, batch.weight.new_zeros(missing)]),
-        label_logits=torch.cat(
-            [batch.label_logits, batch.label_logits.new_zeros(missing, batch.label_logits.shape[1])]
-        ),
-        noisy_class=torch.cat([batch.noisy_class, batch.noisy_class.new_zeros(missing)]),
-    )

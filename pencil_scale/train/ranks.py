@@ -3,7 +3,7 @@
 All ranks make every collective call together, from the training thread only.
 
     ranks = Ranks.meet(timeout_s=600)
-    ranks.total(num_seen), ranks.any(stop_wanted)
+    ranks.total(num_seen)
 
     tally = Tally(ranks.add_up)
     tally.add(result)                      # every step; does not wait for the device
@@ -61,10 +61,6 @@ class Ranks:
         summed = values.double().clone()
         dist.all_reduce(summed, group=self.group)
         return summed
-
-    def any(self, wanted: bool) -> bool:
-        """Whether any rank wants it; all ranks get the same answer."""
-        return self.total(float(wanted)) > 0
 
     def gather(self, message: Message) -> list[Message] | None:
         """Rank 0 gets the messages of all ranks in order, the others get None."""
@@ -182,9 +178,7 @@ def not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         for kind, value in optimizer.state.get(weight, {}).items():
             found[f"{kind} of {_plain(name)}"] = value
     numbers = {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        name: value for name, value in found.items() if torch.is_tensor(value) and value.is_floating_point()
     }
     norms = torch.stack(torch._foreach_norm([value.detach() for value in numbers.values()]))
     return [name for name, is_finite in zip(numbers, norms.isfinite().tolist(), strict=True) if not is_finite]

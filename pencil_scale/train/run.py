@@ -84,11 +84,17 @@ def _train(config: Config, start: Start | None, alias: str | None, hold: bool, l
     if not outcome.finished:
         write_record(storage, record, lease, status="stopped", tracking=tracker.state())
         tracker.finish("KILLED")
-        _say(_how_to_resume(config))
+        main = getattr(sys.modules["__main__"], "__spec__", None)
+        module = main.name.removesuffix(".__main__") if main else "pencil_scale.train"
+        saved = "stopped and saved; to resume:"
+        if config.workers.in_process:
+            saved = "stopped; a run with workers.in_process saves nothing; to start it again:"
+        _say(f"{saved} python -m {module} {shlex.join(sys.argv[1:])}")
         raise SystemExit(STOPPED)
     summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias, hold)
     tracker.finish()
-    write_record(storage, record, lease, **summary.standing(), tracking=tracker.state())
+    status, reasons = summary.facts["status"], summary.facts["held_because"] if summary.held else ()
+    write_record(storage, record, lease, status=status, held_because=reasons, tracking=tracker.state())
     _say(summary.table())
     _tidy(config, record)
     for line in summary.ending():
@@ -115,9 +121,6 @@ def with_absolute_storage(config: Config) -> Config:
     if not is_local(filesystem):
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
-
-
-# --- what a run starts with ----------------------------------------------------------------------------
 
 
 def _start_or_resume(
@@ -148,7 +151,11 @@ def _new_record(config: Config, checked: Checked, start: Start | None, lease: Le
     run = start.run if start else new_id()
     labels = start.labels if start else None
     if labels is None:
-        labels = _fresh_labels(config, checked, run)
+        scale = label_scale(config.stages.pencil, len(checked.class_names))
+        pins = read_pins(storage.url).resolve(checked.class_names, config.nightly.remap)
+        if warning := pins.void_warning():
+            _say(f"WARNING: {warning}")
+        labels = start_labels(checked.catalogue, storage.url, scale, config.workers.scratch, pins, run)
     labels.require_whole()
     lease.put(storage.run(name, "labels.json"), labels.encode())
     record = RunRecord(
@@ -163,14 +170,6 @@ def _new_record(config: Config, checked: Checked, start: Start | None, lease: Le
         estimate=asdict(count(config, checked)),
     )
     return write_record(config.run.storage, record, lease)
-
-
-def _fresh_labels(config: Config, checked: Checked, run: str) -> Manifest:
-    scale = label_scale(config.stages.pencil, len(checked.class_names))
-    pins = read_pins(config.run.storage).resolve(checked.class_names, config.nightly.remap)
-    if warning := pins.void_warning():
-        _say(f"WARNING: {warning}")
-    return start_labels(checked.catalogue, config.run.storage, scale, config.workers.scratch, pins, run)
 
 
 def _own_weights(config: Config) -> str | None:
@@ -248,15 +247,6 @@ def _tidy(config: Config, record: RunRecord) -> None:
     else:
         if swept:
             _say(f"{len(swept):,} label parts removed that are not needed any more")
-
-
-def _how_to_resume(config: Config) -> str:
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    module = main.name.removesuffix(".__main__") if main else "pencil_scale.train"
-    command = f"python -m {module} {shlex.join(sys.argv[1:])}"
-    if config.workers.in_process:
-        return f"stopped; a run with workers.in_process saves nothing; to start it again: {command}"
-    return f"stopped and saved; to resume: {command}"
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,9 +56,11 @@ class Stepper:
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         mean_weight = self._mean_over_ranks(self._group_weight) if last else lambda: self._group_weight
-        with self._gradients_stay_local(last):
+        # Only the last batch of a group exchanges gradients between the workers.
+        model = self.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
             with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
-                class_logits = self.model(batch.images)  # [B, C]
+                class_logits = model(batch.images)  # [B, C]
             loss = stage.loss(class_logits, batch.label_logits, batch.noisy_class)  # [B]
             loss_sum = (loss * batch.weight).sum()
             # The weights move by the gradient of the weighted mean over all samples of the group, on all
@@ -67,19 +69,19 @@ class Stepper:
             # as a full batch.
             (loss_sum / mean_weight() if self.accumulation == 1 else loss_sum).backward()
         if last and self.accumulation > 1:  # only now is the weight of the group known
-            self._divide_gradients(mean_weight())
+            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            torch._foreach_div_(gradients, mean_weight())
         if last:
             self.optimizer.step()
         return _result(batch, stage, class_logits.detach(), loss_sum.detach(), weight_sum)
 
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
-        """Start to add up the ranks' weights; the mean is needed only after the forward pass.
-
-        On a GPU the host does not wait: the sum is one small kernel, queued with those of DDP.
-        """
+        """Start to add up the ranks' weights; the mean is needed only after the forward pass."""
         if not isinstance(self.model, DistributedDataParallel):
             return lambda: weight.clamp(min=1e-12)
         group, total = self.model.process_group, weight.clone()
+        # On a GPU the host does not wait: the sum is one small kernel, queued with those of DDP.
         adding = dist.all_reduce(total, group=group, async_op=True)
 
         def mean() -> Tensor:
@@ -87,17 +89,6 @@ class Stepper:
             return (total / group.size()).clamp(min=1e-12)
 
         return mean
-
-    def _divide_gradients(self, divisor: Tensor) -> None:
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        torch._foreach_div_([weight.grad for weight in weights if weight.grad is not None], divisor)
-
-    def _gradients_stay_local(self, last: bool) -> AbstractContextManager[None]:
-        """Only the last batch of a group exchanges gradients between the workers."""
-        if last or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        context: AbstractContextManager[None] = self.model.no_sync()
-        return context
 
 
 @torch.no_grad()

@@ -56,11 +56,6 @@ class Summary:
     def held(self) -> bool:
         return bool(self.facts["status"] == "held")
 
-    def standing(self) -> dict[str, Any]:
-        """The status of the run, for its record."""
-        reasons = self.facts["held_because"] if self.held else ()
-        return {"status": self.facts["status"], "held_because": reasons}
-
     def ending(self) -> list[str]:
         """The last lines of the output: why the labels are held, or what a gate that only warns found."""
         if self.held:
@@ -78,8 +73,8 @@ def publish(
     warnings: dict[str, str],
     tracker: Tracker,
     lease: Lease,
-    alias: str | None = "current",
-    hold: bool = True,
+    alias: str | None,
+    hold: bool,
 ) -> Summary:
     """Store the weights and the labels' manifest under their final names, then the summary.
 
@@ -88,8 +83,12 @@ def publish(
     """
     with outcome.checkpoint.as_directory() as folder:
         saved = read_checkpoint(Path(folder))
-    catalogue = Catalogue.open(config.run.storage, record.catalogue_version)
-    doubts = _doubts(config, checked, catalogue, saved, record, outcome.record)
+    storage, clean = config.run.storage, record.clean.items()
+    catalogue = Catalogue.open(storage, record.catalogue_version)
+    num_clean = {part: Catalogue.open(storage, version, part).num_ok for part, version in clean}
+    report = study_labels(saved.labels, catalogue, checked.subset)
+    max_loss = config.stages.pencil.max_class_loss
+    doubts = judge(outcome.record, report, checked.class_names, max_loss, num_clean)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_warning(GATE, warnings[GATE])
@@ -101,7 +100,7 @@ def publish(
     facts["catalogue_version"] = record.catalogue_version
     facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
     lease.put(f"runs/{record.name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
-    write_facts(config.run.storage, record.name, facts, lease)
+    write_facts(storage, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
     if held:
         alias = None  # until a person promotes the run
@@ -134,21 +133,6 @@ def _save(config: Config, saved: Saved, held: bool, lease: Lease) -> dict[str, s
     lease.put(storage.model(name), weights.getvalue())
     lease.put(labels, saved.labels.encode())
     return {"model": storage.path(storage.model(name)), "labels": storage.path(labels)}
-
-
-def _doubts(
-    config: Config,
-    checked: Checked,
-    catalogue: Catalogue,
-    saved: Saved,
-    record: RunRecord,
-    figures: list[dict[str, Any]],
-) -> tuple[str, ...]:
-    """Judge the labels that a run ended with."""
-    report = study_labels(saved.labels, catalogue, checked.subset)
-    storage, clean = config.run.storage, record.clean.items()
-    num_clean = {part: Catalogue.open(storage, version, part).num_ok for part, version in clean}
-    return judge(figures, report, checked.class_names, config.stages.pencil.max_class_loss, num_clean)
 
 
 def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Worker:
         }
         self.stop_watch = StopWatch(job.control)
         self.last_saved: Path | None = None
-        self.num_epochs_here = 0
+        self.is_first_epoch = True  # of this process
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until a stop is requested."""
@@ -143,7 +143,7 @@ class Worker:
                 "step", stage=stage.name, progress=progress, figures=figures
             ),
             name_unreadable=lambda num, names: self.report("unreadable", num=num, names=names),
-            stop=lambda: self.ranks.any(self.stop_watch.wanted),
+            stop=lambda: self.ranks.total(self.stop_watch.wanted) > 0,
             ranks=self.ranks,
         )
         pace = Pace(
@@ -156,8 +156,6 @@ class Worker:
         loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
         self.progress = loop.run(self.progress)
         return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
-
-    # --- called by the loop --------------------------------------------------------------------------
 
     def epoch(self, epoch: int) -> Epoch:
         """This rank's batches, without the rows that were visited before the run was interrupted."""
@@ -175,8 +173,12 @@ class Worker:
         """Evaluate, study the labels, report to the driver, and save."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
+        config = self.job.config
+        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
-            figures[f"{name}_accuracy"] = self._accuracy(clean)
+            counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
+            right, seen = (self.ranks.total(count) for count in counts)
+            figures[f"{name}_accuracy"] = right / seen if seen else math.nan
         manifest = self._snapshot()
         if manifest is not None:
             before = self.record[-1] if self.record else {}
@@ -184,18 +186,9 @@ class Worker:
             self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.report("epoch", progress=progress, figures=self.record[-1], found=found)
         self._save_pair(progress, manifest)
-        self.num_epochs_here += 1
-        if self.num_epochs_here == 1:  # every object that lives until the end has been made
+        if self.is_first_epoch:  # every object that lives until the end has been made
             set_aside()
-
-    def _accuracy(self, clean: CleanSet) -> float:
-        config = self.job.config
-        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
-        counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
-        right, seen = (self.ranks.total(count) for count in counts)
-        return right / seen if seen else math.nan
-
-    # --- checkpoints ---------------------------------------------------------------------------------
+        self.is_first_epoch = False
 
     def _snapshot(self) -> Manifest | None:
         """Store the label parts that moved; rank 0 gets the manifest of all ranks' parts."""

@@ -16,12 +16,12 @@ from PIL import Image
 from pencil_scale.storage.errors import PencilError
 from pipelines.shard_making.samples import (
     IMAGE_SUFFIXES,
+    FilePiece,
     Item,
     Labels,
     Piece,
     RawSample,
     as_items,
-    file_pieces,
     fingerprint_of,
     join_path,
     label_array,
@@ -32,8 +32,19 @@ from pipelines.shard_making.samples import (
 CLOTHING1M_SPLITS = ("noisy", "clean_train", "clean_val", "clean_test")
 
 
+class FileSource:
+    """A source whose samples are image files under one root."""
+
+    root: str
+    _items: list[Item]
+
+    def pieces(self, per_shard: int) -> Iterator[Piece]:
+        for start in range(0, len(self._items), per_shard):
+            yield FilePiece(self.root, self._items[start : start + per_shard])
+
+
 @dataclass
-class FolderSource:
+class FolderSource(FileSource):
     """A tree in which each top-level folder is a class; files at any depth below belong to that class."""
 
     root: str
@@ -59,12 +70,9 @@ class FolderSource:
         ignored = tuple(sorted(set(paths) - set(images)))
         return Labels(classes, given, None, fingerprint_of(images), ignored)
 
-    def pieces(self, per_shard: int) -> Iterator[Piece]:
-        return file_pieces(self.root, self._items, per_shard)
-
 
 @dataclass
-class Clothing1MSource:
+class Clothing1MSource(FileSource):
     """The Clothing1M download as its authors ship it; `split` is noisy or one of the clean ones.
 
     Some noisy samples also have a clean label, which becomes their true class.
@@ -94,9 +102,6 @@ class Clothing1MSource:
         given = np.array([known[path] for path in paths], np.int64)
         true = np.array([clean.get(path, -1) for path in paths], np.int64) if is_noisy else None
         return Labels(classes, given, true, fingerprint_of(paths))
-
-    def pieces(self, per_shard: int) -> Iterator[Piece]:
-        return file_pieces(self.root, self._items, per_shard)
 
     def _label_kv(self, name: str, num_classes: int) -> dict[str, int]:
         known: dict[str, int] = {}

@@ -61,9 +61,6 @@ class Source(Protocol):
     def pieces(self, per_shard: int) -> Iterator[Piece]: ...
 
 
-# --- image files -------------------------------------------------------------------------------------
-
-
 class Item(NamedTuple):
     """One image file: its key in the shard, its path under the source's root, its place in the order."""
 
@@ -83,12 +80,6 @@ class FilePiece:
         filesystem, base = open_root(self.root)
         for item in self.items:
             yield RawSample(item.key, read_image(filesystem, base, item.path), item.path, item.row)
-
-
-def file_pieces(root: str, items: Sequence[Item], per_shard: int) -> Iterator[Piece]:
-    """Cut a list of files into shards."""
-    for start in range(0, len(items), per_shard):
-        yield FilePiece(root, list(items[start : start + per_shard]))
 
 
 def as_items(paths: Sequence[str]) -> list[Item]:
@@ -154,9 +145,6 @@ def read_image(filesystem: Any, base: str, path: str) -> bytes:
     except OSError as error:
         raise PencilError(f"{path}: cannot be read ({error})") from error
     return data
-
-
-# --- labels ------------------------------------------------------------------------------------------
 
 
 def label_array(column: Any, first_row: int = 0) -> pa.Array:

@@ -234,9 +234,6 @@ def _hash_of(key: str) -> int:
     return int.from_bytes(sample_key(key)[:8], "little")
 
 
-# --- the files of a table ----------------------------------------------------------------------------
-
-
 def table_files(url: str) -> list[str]:
     """List a table's files: one file, a glob, or all .parquet or .csv files of a folder."""
     filesystem, path = open_root(url)

@@ -70,20 +70,15 @@ def new_file(folder: str, name: str) -> Iterator[IO[bytes]]:
         path = Path(place) / name
         with path.open("wb") as file:
             yield file
+        protocol, target = filesystem.protocol, f"{root}/{name}"
         with store_errors(f"{folder}/{name}: cannot be written"):
-            _send(path, filesystem, root)
-
-
-def _send(path: Path, filesystem: Any, folder: str) -> None:
-    protocol = filesystem.protocol
-    target = f"{folder}/{path.name}"
-    if OBJECT_STORES & ({protocol} if isinstance(protocol, str) else set(protocol)):
-        filesystem.put_file(str(path), target)
-        return
-    filesystem.makedirs(folder, exist_ok=True)
-    beside = f"{target}.{uuid.uuid4().hex}{BESIDE}"
-    filesystem.put_file(str(path), beside)
-    filesystem.mv(beside, target)
+            if OBJECT_STORES & ({protocol} if isinstance(protocol, str) else set(protocol)):
+                filesystem.put_file(str(path), target)
+                return
+            filesystem.makedirs(root, exist_ok=True)
+            unfinished = f"{target}.{uuid.uuid4().hex}{BESIDE}"
+            filesystem.put_file(str(path), unfinished)
+            filesystem.mv(unfinished, target)
 
 
 def write_shard(plan: ShardPlan, classes: Sequence[str], out: str) -> ShardResult:
