@@ -100,7 +100,7 @@ class Clock:
         }
 
 
-@dataclass
+@dataclass(eq=False)
 class Loop:
     """Trains from some progress to the end of the schedule, or until a stop is requested."""
 
