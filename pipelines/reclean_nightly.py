@@ -193,9 +193,9 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: "Prepared
     if record is not None and record.status == "finished":
         return
     if prepared is None or len(prepared.rows):
-        what = (
-            "all samples" if prepared is None else f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new"
-        )
+        what = "all samples"
+        if prepared is not None:
+            what = f"{len(prepared.rows):,} rows, {len(prepared.crawl.fresh):,} new"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
         start = Start(night.id, night.catalogue_version, None if prepared is None else prepared.labels)
         train(night_config(config, night, prepared), start, alias=None, hold=False)
