@@ -76,11 +76,9 @@ class Receiver:
         """Send as many records from the front as fit into one request; return how many."""
         try:
             return self._log_metrics(records) if records[0].kind == "metrics" else self._send(records[0])
-        except MlflowException as error:
-            is_final = error.error_code in FINAL
-            raise (RefusedError if is_final else AwayError)(_reason(error)) from error
-        except OSError as error:  # the errors of `requests` are, too
-            is_final = getattr(getattr(error, "response", None), "status_code", None) in FINAL_STATUS
+        except (MlflowException, OSError) as error:  # an error of `requests` is an OSError
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_final = getattr(error, "error_code", None) in FINAL or status in FINAL_STATUS
             raise (RefusedError if is_final else AwayError)(_reason(error)) from error
 
     def _send(self, record: Record) -> int:
@@ -119,7 +117,7 @@ class Receiver:
 
     def _open_run(self, body: dict[str, Any]) -> None:
         """Find the run of this record, or create it, and set it to running."""
-        client, experiment = self._client, self._experiment(body)
+        client, experiment = self._client, self._experiment(body["experiment"], body["artifacts"])
         known = {f"pencil_scale.{name}": body[name] for name in ("run_id", "stage")}
         tags = known | body["tags"]
         if body["stage"] != PARENT:
@@ -142,11 +140,10 @@ class Receiver:
             client.log_batch(run.info.run_id, tags=[RunTag(name, text[:LONGEST_TAG]) for name, text in some])
         self._runs[body["stage"]] = run.info.run_id
 
-    def _experiment(self, body: dict[str, Any]) -> str:
-        client, name = self._client, body["experiment"]
-        found = client.get_experiment_by_name(name)
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
         if found is None:
-            return str(client.create_experiment(name, artifact_location=body["artifacts"]))
+            return str(self._client.create_experiment(name, artifact_location=artifacts))
         if found.lifecycle_stage != "active":
             raise AwayError(f"experiment '{name}' is deleted there; restore it, or set tracking.experiment")
         return str(found.experiment_id)
