@@ -95,8 +95,7 @@ def resumable(
     night = nights.unclosed()
     if night is None:
         return None
-    reason = _outdated(nights, night, settings, class_names)
-    if reason:
+    if reason := _outdated(nights, night, settings, class_names):
         abandon(nights, night, reason, say)
         return None
     say(f"{night.name} resumes")

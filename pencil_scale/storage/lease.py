@@ -198,8 +198,13 @@ class Lease:
     def _acquire(self) -> None:
         while True:
             before, etag = self._read()
-            if before is not None and not self._is_over(before, etag):
-                continue
+            if before is not None and not before.free:
+                alive = is_alive(before.holder)
+                # If this process is named but does not hold it, its release did not reach the store.
+                if alive and (before.holder.pid != os.getpid() or before.token in _held_here):
+                    raise self._refusal(before)
+                if alive is None and not self._watch(before, etag):
+                    continue
             ours = LeaseState(
                 token=self._token,
                 attempt=1 if before is None else before.attempt + 1,
@@ -212,17 +217,8 @@ class Lease:
                 _held_here.add(self._token)
                 return
 
-    def _is_over(self, state: LeaseState, etag: str | None) -> bool:
-        """Whether its holder released it or is dead; refuse if the holder is alive. False: look again."""
-        alive = False if state.free else is_alive(state.holder)
-        if alive is None:
-            return self._watch(state, etag)
-        # If this process does not know the token, it released the lease while the store was unreachable.
-        if alive and (state.holder.pid != os.getpid() or state.token in _held_here):
-            raise self._refusal(state)
-        return True
-
     def _watch(self, state: LeaseState, etag: str | None) -> bool:
+        """Whether its holder is dead; refuse if the holder renews it. False: it was released meanwhile."""
         wait_s = max(self._lease_s, state.lease_s)
         _report(
             f"{self._url}: held by {state.holder.spelled()} since {state.since}; "

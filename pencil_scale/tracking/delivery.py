@@ -95,8 +95,8 @@ class Delivery:
                 reason, where = str(error) or repr(error), f"{self._journal.url}/refused"
                 self._journal.drop(records[0], refused=reason)
                 if not self._num_refused:
-                    kind = records[0].kind
-                    log.warning("%s refuses a %s (%s): kept in %s", self._receiver, kind, reason, where)
+                    text = "%s refuses a %s (%s): kept in %s"
+                    log.warning(text, self._receiver, records[0].kind, reason, where)
                 self._num_refused += 1
             self._most = 1  # sent one by one, the record to blame shows
             return

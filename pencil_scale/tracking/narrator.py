@@ -96,12 +96,15 @@ class Narrator:
             picture = transition_picture(transitions, self._class_names, title)
             self._tracker.log_picture("class_transitions", picture)
         name = "corrected_label_accuracy"
-        known = [(one, one["epoch"] + 1) for one in self._record if name in one]
         if name in figures:
             with self._harmless("the picture of the label accuracy"):
-                points = [Point(at, f[name], f.get(f"{name}_low"), f.get(f"{name}_high")) for f, at in known]
+                known = [one for one in self._record if name in one]
+                points = [
+                    Point(one["epoch"] + 1, one[name], one.get(f"{name}_low"), one.get(f"{name}_high"))
+                    for one in known
+                ]
                 stages = {one["stage"]: one["epoch"] for one in reversed(self._record)}
-                picture = accuracy_picture(points, stages, known[0][0]["given_label_accuracy"])
+                picture = accuracy_picture(points, stages, known[0]["given_label_accuracy"])
                 self._tracker.log_picture("label_accuracy", picture)
 
     def _unreadable(self, num: int, names: list[str], **_: Any) -> None:
