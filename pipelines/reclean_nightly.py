@@ -189,7 +189,8 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: "Prepared
     if prepared is None or len(prepared.rows):
         what, labels = "all samples", None
         if prepared is not None:
-            what, labels = f"{len(prepared.rows):,} rows, {prepared.num_fresh:,} new", prepared.labels
+            fresh, labels = len(prepared.crawl.fresh), prepared.labels
+            what = f"{len(prepared.rows):,} rows, {fresh:,} new"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
         start = Start(night.id, night.catalogue_version, labels)
         train(night_config(config, night, prepared), start, alias=None, hold=False)

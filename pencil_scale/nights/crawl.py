@@ -13,7 +13,7 @@ class that left the list must be accounted for: a mistyped name must not cost it
     mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,42 +29,6 @@ from pencil_scale.stream.plan import shuffled
 from pencil_scale.subset.files import MEMBERS
 
 Classes = Sequence[Sequence[int]]
-
-
-def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, str | None]) -> list[list[int]]:
-    """List the old classes of each new class; refuse an old class that is not accounted for.
-
-    `moved` is ignored for classes that are still listed, so it may stay in the config of later nights.
-    """
-    lost = [name for name in old if name not in new and name not in moved]
-    if lost:
-        raise PencilError(
-            f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; set "
-            f"what it became, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
-        )
-    became = {name: name if name in new else moved[name] for name in old}
-    odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
-    if odd:
-        raise PencilError(
-            f"nightly.remap: {odd[0][0]!r} became {odd[0][1]!r}, which data.classes does not name"
-        )
-    return [[number for number, name in enumerate(old) if became[name] == to] for to in new]
-
-
-def is_same(mapping: Classes, num_old: int) -> bool:
-    """Whether the classes have not changed."""
-    return [list(olds) for olds in mapping] == [[number] for number in range(num_old)]
-
-
-def new_numbers(mapping: Classes, num_old: int) -> list[int]:
-    """The new number of every old class, -1 if it was dropped; the last entry is for rows without a class."""
-    found = [-1] * (num_old + 1)
-    for number, olds in enumerate(mapping):
-        for old in olds:
-            found[old] = number
-    return found
-
-
 Int64s = npt.NDArray[np.int64]
 COLUMNS = ["row", "sample_key", "noisy_class", "status"]
 REGIVEN = pa.schema([("row", pa.int64()), ("class", pa.int32())])
@@ -81,6 +45,34 @@ WITHOUT_LABEL = (
 )
 
 
+def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, str | None]) -> list[list[int]]:
+    """List the old classes of each new class; refuse an old class that is not accounted for.
+
+    `moved` is ignored for classes that are still listed, so it may stay in the config of later nights.
+    """
+    lost = [name for name in old if name not in new and name not in moved]
+    if lost:
+        raise PencilError(
+            f"data.classes: {', '.join(map(repr, lost[:5]))} left the class list since the last night; set "
+            f"what it became, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
+        )
+    became = {name: name if name in new else moved[name] for name in old}
+    odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
+    if odd:
+        name, to = odd[0]
+        raise PencilError(f"nightly.remap: {name!r} became {to!r}, which data.classes does not name")
+    return [[number for number, name in enumerate(old) if became[name] == to] for to in new]
+
+
+def new_numbers(mapping: Classes, num_old: int) -> list[int]:
+    """The new number of every old class, -1 if it was dropped; the last entry is for rows without a class."""
+    found = [-1] * (num_old + 1)
+    for number, olds in enumerate(mapping):
+        for old in olds:
+            found[old] = number
+    return found
+
+
 @dataclass(frozen=True)
 class Crawl:
     """What is new since a version of the catalogue."""
@@ -93,10 +85,6 @@ class Crawl:
     num_vanished: int
     num_returned: int
 
-    @property
-    def num_regiven(self) -> int:
-        return len(self.regiven)
-
     def is_fresh(self, rows: Int64s) -> npt.NDArray[np.bool_]:
         """Which of these rows are new or start again tonight."""
         return np.isin(rows, self.fresh["row"].to_numpy())
@@ -108,7 +96,8 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
     fresh: list[pa.Table] = []  # changed rows that start again, then all new ones
     regiven = [REGIVEN.empty_table()]
     num_vanished = num_returned = 0
-    for was, now in _changed(before, after):
+    for rows in after.rewritten_rows(before):  # one segment at a time
+        was, now = (one.read(rows.start, rows.stop, COLUMNS) for one in (before, after))
         gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
         num_vanished += int((gone & ~was_gone).sum())
         num_returned += int((was_gone & ~gone).sum())
@@ -120,11 +109,15 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
     step = 64 * CHUNK_ROWS
     for first in range(before.num_rows, after.num_rows, step):
         fresh.append(after.read(first, min(first + step, after.num_rows), COLUMNS))
+    counts = np.zeros(after.num_classes + 1, np.int64)
+    for table in fresh:
+        counts += np.bincount(_classes(table)[_has(table, "ok")], minlength=len(counts))
+        counts[-1] += _has(table, *WITHOUT_LABEL).sum()
     return Crawl(
         first_row=before.num_rows,
         fresh=pa.concat_tables([MEMBERS.empty_table(), *map(_members, fresh)]).combine_chunks(),
         regiven=pa.concat_tables(regiven).combine_chunks(),
-        given_counts=_counted(fresh, after.num_classes),
+        given_counts=counts,
         num_new=after.num_rows - before.num_rows,
         num_vanished=num_vanished,
         num_returned=num_returned,
@@ -155,12 +148,6 @@ def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
     return table.filter(pc.is_in(table["row"], pa.array(drawn)))
 
 
-def _changed(before: Catalogue, after: Catalogue) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """The rows that may have changed, as they were and as they are, one segment at a time."""
-    for rows in after.rewritten_rows(before):
-        yield before.read(rows.start, rows.stop, COLUMNS), after.read(rows.start, rows.stop, COLUMNS)
-
-
 def _members(table: pa.Table) -> pa.Table:
     """The rows to train on, in the columns of a subset."""
     ok = table.filter(pc.equal(table["status"], "ok"))
@@ -175,11 +162,3 @@ def _classes(table: pa.Table) -> npt.NDArray[np.int32]:
 def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
     found = pc.is_in(table["status"], pa.array(statuses))
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
-
-
-def _counted(tables: list[pa.Table], num_classes: int) -> Int64s:
-    counts = np.zeros(num_classes + 1, np.int64)
-    for table in tables:
-        counts += np.bincount(_classes(table)[_has(table, "ok")], minlength=num_classes + 1)
-        counts[-1] += _has(table, *WITHOUT_LABEL).sum()
-    return counts

@@ -39,15 +39,6 @@ class Moves:
     new_repaired: Share = NONE  # new rows whose label differs from the given one
     between: Mapping[tuple[int, int], int] = field(default_factory=dict)  # old rows, from class to class
 
-    def figures(self) -> dict[str, float]:
-        """The counts for a night's record."""
-        return {
-            "old_trained": self.old_changed.of,
-            "old_changed": self.old_changed.num,
-            "new_trained": self.new_repaired.of,
-            "new_repaired": self.new_repaired.num,
-        }
-
 
 @dataclass(frozen=True)
 class Balance:
@@ -57,14 +48,6 @@ class Balance:
     before: Int64s  # [C + 1]
     tonight: Int64s  # [C + 1]
     added: frozenset[int] = frozenset()  # classes that are new in the list, with nothing to compare
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy on the clean set, if both nights have it and it was the same set."""
-
-    before: float | None
-    tonight: float | None
 
 
 def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
@@ -98,47 +81,32 @@ def _decided(labels: LabelRows, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
     return given, decide(labels.logits[places], given).corrected_class, ~labels.pinned[places]
 
 
-def judge(limits: NightlyJob, moves: Moves, balance: Balance, accuracy: Accuracy) -> tuple[str, ...]:
-    """The reasons to hold a night; none if it may be used."""
-    found = [
-        _accuracy_fell(limits.max_accuracy_fall, accuracy),
-        _old_changed(limits.max_changed_share, moves),
-        _new_repaired(limits.max_repair_jump, moves),
-        _unbalanced(limits.max_class_ratio, balance),
-    ]
-    return tuple(reason for reason in found if reason)
-
-
-def _accuracy_fell(limit: float, accuracy: Accuracy) -> str:
-    if accuracy.before is None or accuracy.tonight is None or accuracy.before - accuracy.tonight <= limit:
-        return ""
-    return (
-        f"accuracy on the clean set fell from {accuracy.before:.4f} to {accuracy.tonight:.4f} "
-        f"(nightly.max_accuracy_fall {limit:g})"
-    )
-
-
-def _old_changed(limit: float, moves: Moves) -> str:
-    changed = moves.old_changed
-    if changed.num <= limit * changed.of + SURELY * math.sqrt(limit * changed.of):
-        return ""
-    return (
-        f"{changed.num:,} of {changed.of:,} old labels changed since the night before, {changed.share:.1%} "
-        f"(nightly.max_changed_share {limit:g})"
-    )
-
-
-def _new_repaired(limit: float, moves: Moves) -> str:
-    new, old = moves.new_repaired, moves.old_repaired
-    if not new.of or not old.of:
-        return ""
-    allowed = min(old.share + limit, 1.0)
-    if new.num <= allowed * new.of + SURELY * math.sqrt(allowed * (1 - allowed) * new.of):
-        return ""
-    return (
-        f"{new.share:.1%} of {new.of:,} new labels were repaired, of old ones {old.share:.1%} "
-        f"(nightly.max_repair_jump {limit:g})"
-    )
+def judge(
+    limits: NightlyJob, moves: Moves, balance: Balance, before: float | None, tonight: float | None
+) -> tuple[str, ...]:
+    """The reasons to hold a night; none if it may be used. The last two are accuracies on the clean set."""
+    found = []
+    limit = limits.max_accuracy_fall
+    if before is not None and tonight is not None and before - tonight > limit:
+        found.append(
+            f"accuracy on the clean set fell from {before:.4f} to {tonight:.4f} "
+            f"(nightly.max_accuracy_fall {limit:g})"
+        )
+    changed, limit = moves.old_changed, limits.max_changed_share
+    if changed.num > limit * changed.of + SURELY * math.sqrt(limit * changed.of):
+        found.append(
+            f"{changed.num:,} of {changed.of:,} old labels changed since the night before, "
+            f"{changed.share:.1%} (nightly.max_changed_share {limit:g})"
+        )
+    new, old, limit = moves.new_repaired, moves.old_repaired, limits.max_repair_jump
+    allowed = min(old.share + limit, 1.0) if old.of else 1.0  # without old ones there is nothing to compare
+    if new.num > allowed * new.of + SURELY * math.sqrt(allowed * (1 - allowed) * new.of):
+        found.append(
+            f"{new.share:.1%} of {new.of:,} new labels were repaired, of old ones {old.share:.1%} "
+            f"(nightly.max_repair_jump {limit:g})"
+        )
+    unbalanced = _unbalanced(limits.max_class_ratio, balance)
+    return (*found, unbalanced) if unbalanced else tuple(found)
 
 
 def _unbalanced(limit: float, balance: Balance) -> str:
@@ -181,47 +149,49 @@ def check_night(
     names = tuple(prepared.catalogue.manifest["classes"])
     added = frozenset(number for number, olds in enumerate(mapping) if not olds)
     balance = Balance(names, archive_counts(prepared.before, mapping), crawl.given_counts, added)
-    counts = shard_counts(prepared) | {
+    figures: dict[str, float] = {
+        **_shard_counts(prepared),
         "new_samples": crawl.num_new,
-        "regiven_samples": crawl.num_regiven,
+        "regiven_samples": len(crawl.regiven),
         "vanished_samples": crawl.num_vanished,
         "returned_samples": crawl.num_returned,
+        "old_trained": moves.old_changed.of,
+        "old_changed": moves.old_changed.num,
+        "new_trained": moves.new_repaired.of,
+        "new_repaired": moves.new_repaired.num,
     }
-    known = {} if accuracy is None else {"clean_accuracy": accuracy}
-    return Findings(
-        {**counts, **moves.figures(), **known},
-        judge(limits, moves, balance, Accuracy(before, accuracy)),
-        _summary(counts, moves, names) | {"clean accuracy": _accuracy_text(accuracy, before, comparable)},
-    )
+    facts = _summary(figures, moves, names)
+    if accuracy is None:
+        facts["clean accuracy"] = "not known: no validation or test shards"
+    else:
+        figures["clean_accuracy"] = accuracy
+        than = "" if comparable else ", not compared: classes or clean set have changed"
+        than = than if before is None else f", {before:.4f} the night before"
+        facts["clean accuracy"] = f"{accuracy:.4f}{than}"
+    return Findings(figures, judge(limits, moves, balance, before, accuracy), facts)
 
 
-def shard_counts(prepared: Prepared) -> dict[str, int]:
+def _shard_counts(prepared: Prepared) -> dict[str, int]:
     """Count the shards that are new, changed and gone between two versions of the catalogue."""
-    before = {entry.url: entry for entry in prepared.before.shards if entry.state == "indexed"}
-    after = {entry.url: entry for entry in prepared.catalogue.shards if entry.state == "indexed"}
-    both = before.keys() & after.keys()
+    before, after = (
+        {entry.url: entry.version for entry in catalogue.shards if entry.state == "indexed"}
+        for catalogue in (prepared.before, prepared.catalogue)
+    )
     return {
         "new_shards": len(after.keys() - before.keys()),
-        "changed_shards": sum(before[url].version != after[url].version for url in both),
+        "changed_shards": sum(before[url] != after[url] for url in before.keys() & after.keys()),
         "vanished_shards": len(before.keys() - after.keys()),
     }
 
 
-def _summary(counts: Mapping[str, int], moves: Moves, names: Sequence[str]) -> dict[str, str]:
-    shards = [f"{counts[f'{what}_shards']:,} {what}" for what in ("new", "changed", "vanished")]
-    samples = [f"{counts[f'{what}_samples']:,} {what}" for what in ("new", "regiven", "vanished")]
+def _summary(figures: Mapping[str, float], moves: Moves, names: Sequence[str]) -> dict[str, str]:
+    new, old = moves.new_repaired, moves.old_changed
+    shards = [f"{figures[f'{what}_shards']:,} {what}" for what in ("new", "changed", "vanished")]
+    samples = [f"{figures[f'{what}_samples']:,} {what}" for what in ("new", "regiven", "vanished")]
     return {
         "shards": ", ".join(shards),
         "samples": ", ".join(samples),
-        "new labels repaired": f"{moves.new_repaired.num:,} of {moves.new_repaired.of:,} trained on",
-        "old labels changed": f"{moves.old_changed.num:,} of {moves.old_changed.of:,} trained on again",
+        "new labels repaired": f"{new.num:,} of {new.of:,} trained on",
+        "old labels changed": f"{old.num:,} of {old.of:,} trained on again",
         **{f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in [*moves.between.items()][:SHOWN]},
     }
-
-
-def _accuracy_text(accuracy: float | None, before: float | None, comparable: bool) -> str:
-    if accuracy is None:
-        return "not known: no validation or test shards"
-    if before is not None:
-        return f"{accuracy:.4f}, {before:.4f} the night before"
-    return f"{accuracy:.4f}" + ("" if comparable else ", not compared: classes or clean set have changed")

@@ -1,12 +1,18 @@
 """Prepare: all that a night's training starts with, made once and found again after a kill.
 
-prepared = prepare(config, nights, night)        # what is new, labels carried over, rows, weights
-train(night_config(config, night, prepared), labels=prepared.labels)
+    prepared = prepare(config, nights, night)        # what is new, labels carried over, rows, weights
+    train(night_config(config, night, prepared), labels=prepared.labels)
+
+Labels are carried over from the night before. Every known row keeps its logits bit for bit, whatever shard it
+is in now. New rows start as given; rows whose given class has changed start again; pins that people made
+since then come last. A row pinned to a class that has left the list gets the class that the catalogue gives.
 """
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +24,15 @@ from torch import Tensor
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.rules import newly_excluded
-from pencil_scale.config.settings import Config, Stages
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.history import START
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.pins import Pinned, read_pins
 from pencil_scale.labels.published import require_same_rows
-from pencil_scale.nights.carry_over import carry_over, write_start
-from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, is_same, old_rows
+from pencil_scale.labels.report import history_file, study_labels
+from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, new_numbers, old_rows
 from pencil_scale.nights.record import CARRIED, Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -32,6 +41,7 @@ from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
 
 ROWS, WEIGHTS = "rows", "start.pt"
+STRETCH = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,6 @@ class Prepared:
     rows: npt.NDArray[np.int64]  # to train on, in ascending order
     subset: str  # the same rows, as the trainer takes them
     weights: str
-
-    @property
-    def num_fresh(self) -> int:
-        return len(self.crawl.fresh)
 
     @property
     def same_classes(self) -> bool:
@@ -79,7 +85,9 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
             print(f"WARNING: {warning}", flush=True)
         carried = carry_over(old, crawl, after, mapping, pins, night.id, config.workers.scratch)
         if config.checkpoint.history:
-            write_start(carried, after, storage.path(storage.history(night.id)))
+            # Every label as it was before the night: its history shows only its own changes.
+            with history_file(f"{storage.path(storage.history(night.id))}/{START}") as writer:
+                study_labels(carried, after, history=writer)
         carried.require_whole()
         nights.put(storage.night(night.name, CARRIED), carried.encode())
     subset = nights.path(night.name, ROWS)
@@ -97,17 +105,16 @@ def night_config(config: Config, night: Night, prepared: Prepared | None) -> Con
     tracking = config.tracking.model_copy(update={"experiment": experiment})
     changed: dict[str, Any] = {"run": run, "tracking": tracking}
     if prepared is None:
-        changed["stages"] = _first_stages(config)
+        stages, epochs = config.stages, config.nightly.first_epochs or ()
+        first = {
+            name: getattr(stages, name).model_copy(update={"epochs": num})
+            for name, num in zip(("backbone", "pencil", "finetune"), epochs, strict=True)
+        }
+        changed["stages"] = stages.model_copy(update=first)
     else:
         changed["data"] = config.data.model_copy(update={"subset": prepared.subset})
         changed["model"] = config.model.model_copy(update={"weights": prepared.weights})
     return config.model_copy(update=changed)
-
-
-def _first_stages(config: Config) -> Stages:
-    epochs = zip(("backbone", "pencil", "finetune"), config.nightly.first_epochs or (), strict=True)
-    stages = {name: getattr(config.stages, name).model_copy(update={"epochs": num}) for name, num in epochs}
-    return config.stages.model_copy(update=stages)
 
 
 def _rows(config: Config, night: Night, crawl: Crawl, after: Catalogue, folder: str) -> npt.NDArray[np.int64]:
@@ -131,7 +138,7 @@ def _rows(config: Config, night: Night, crawl: Crawl, after: Catalogue, folder: 
 def _weights(parent: Night, mapping: Classes, folder: Folder) -> str:
     """The parent's network; if the class list has changed, with a last layer to match."""
     num_old = len(parent.class_names)
-    if is_same(mapping, num_old):
+    if [list(olds) for olds in mapping] == [[number] for number in range(num_old)]:
         return parent.model
     if folder.find(WEIGHTS) is None:
         home, _, name = parent.model.rpartition("/")
@@ -152,3 +159,56 @@ def remapped_head(weights: Mapping[str, Tensor], mapping: Classes, num_old: int)
             rows = [tensor[list(olds)].mean(0) if olds else blank for olds in mapping]
             moved[name] = torch.stack(rows)
     return moved
+
+
+# --- carrying labels over ---------------------------------------------------------------------------
+
+
+def carry_over(
+    parent: Manifest,
+    crawl: Crawl,
+    after: Catalogue,
+    mapping: Classes,
+    pins: Pinned,
+    run: str,
+    scratch: str | None,
+) -> Manifest:
+    """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
+    if parent.layout.num_rows != crawl.first_row:
+        raise PencilError(
+            f"labels over {parent.layout.num_rows:,} rows, the catalogue of their night has "
+            f"{crawl.first_row:,}; promote another night"
+        )
+    labels = parent.for_new_run(run)
+    if labels.class_names != after.class_names:
+        labels = _remapped(labels, mapping, after, scratch)
+    if after.num_rows > crawl.first_row:
+        classes = (column.fill_null(-1).to_numpy() for column in _new(after, crawl.first_row, "noisy_class"))
+        keys = (column.combine_chunks() for column in _new(after, crawl.first_row, "sample_key"))
+        labels = grow(labels, classes, keys)
+    labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
+    void = np.sort(pins.void["row"].to_numpy())
+    return release(pin(labels, pins), void, _given(after, void))
+
+
+def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str | None) -> Manifest:
+    """The only step that reads every label: a new class list changes the width of all of them."""
+    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
+        table = LabelTable.restore(labels, Path(folder) / "old")
+        rows = np.arange(table.layout.num_rows)
+        numbers = np.array(new_numbers(mapping, table.layout.num_classes))
+        freed = rows[table.read_pinned(rows) & (numbers[table.read_class(rows)] < 0)]
+        remapped = remap(table, mapping, after.class_names, Path(folder) / "new").snapshot(labels.store)
+    return regive(replace(remapped, catalogue=labels.catalogue), freed, _given(after, freed))
+
+
+def _given(catalogue: Catalogue, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The classes that the catalogue gives some rows; -1 if it gives none."""
+    found = [catalogue.read(row, row + 1, ["noisy_class"])["noisy_class"][0].as_py() for row in rows.tolist()]
+    return np.array([-1 if number is None else number for number in found], np.int32)
+
+
+def _new(catalogue: Catalogue, first_row: int, column: str) -> Iterator[pa.ChunkedArray]:
+    """A column of the new rows, some at a time."""
+    for first in range(first_row, catalogue.num_rows, STRETCH):
+        yield catalogue.read(first, min(first + STRETCH, catalogue.num_rows), [column])[column]

@@ -95,8 +95,7 @@ def resumable(
     night = nights.unclosed()
     if night is None:
         return None
-    reason = _outdated(nights, night, settings, class_names)
-    if reason:
+    if reason := _outdated(nights, night, settings, class_names):
         abandon(nights, night, reason, say)
         return None
     say(f"{night.name} resumes")
@@ -188,26 +187,23 @@ def remove_made(nights: NightFiles, night: Night) -> None:
     """Remove all that a night made but its record; label parts last, when nothing names them any more."""
     storage, name = Storage(nights.storage), night.name
     remove_shown(storage, name)
-    run, published = read_record(storage.url, name), published_run(storage, name)
-    if published == night.id or (published is None and run is not None and run.id == night.id):
+    run = read_record(storage.url, name)
+    is_its_run = run is not None and run.id == night.id
+    try:
+        is_its_labels = Manifest.load(storage.path(storage.published(name))).run == night.id
+    except DamagedError:  # there are none, perhaps because an earlier removal was interrupted
+        is_its_labels = is_its_run
+    if is_its_labels:
         _remove(storage.path(storage.published(name)))
         _remove(storage.path(storage.model(name)))
     for folder in storage.names(storage.checkpoints(name)):
         if PurePosixPath(folder).name.startswith(f"{night.id}-"):
             _remove(storage.path(folder))
-    if run is not None and run.id == night.id:
+    if is_its_run:
         _remove(storage.path(storage.run(name)))
     _remove(storage.path(storage.history(night.id)))
     _remove(nights.path(name, CARRIED))
     sweep_run(storage.url, night.id)
-
-
-def published_run(storage: Storage, name: str) -> str | None:
-    """The id of the run whose labels are published under a name; None if there are none."""
-    try:
-        return Manifest.load(storage.path(storage.published(name))).run
-    except DamagedError:
-        return None
 
 
 def remove_taken_down(nights: NightFiles, overlay: str) -> list[str]:

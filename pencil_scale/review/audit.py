@@ -15,7 +15,6 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, lgamma
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,19 +142,17 @@ def read_judged(url: str) -> tuple[Stratum, Stratum]:
         raise PencilError(f"{url}: not a complete JSON file ({error}); save it again") from error
     if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
         raise PencilError(f"{url}: not a file of decisions of version {VERSION}, as the review page saves it")
+    strata = []
     try:
         judged = [entry for entry in found["decisions"] if entry.get("audit")]
-        changed, unchanged = (_stratum(found["audit"][kind], judged, kind) for kind in (CHANGED, UNCHANGED))
+        for kind in (CHANGED, UNCHANGED):
+            known, here = found["audit"][kind], [entry for entry in judged if entry["audit"] == kind]
+            if not len(here) <= int(known["drawn"]) <= int(known["all"]):
+                raise ValueError(f"{len(here)} judged of {known['drawn']} drawn of {known['all']} {kind}")
+            right = sum(entry["class"] is not None and entry["class"] == entry["suggested"] for entry in here)
+            strata.append(Stratum(right, len(here), int(known["all"])))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PencilError(f"{url}: entries are missing or invalid ({error!r}); save it again") from error
     if not judged:
         raise PencilError(f"{url}: nothing was judged in an audit; choose Audit in the page, judge, and save")
-    return changed, unchanged
-
-
-def _stratum(known: dict[str, Any], judged: list[dict[str, Any]], kind: str) -> Stratum:
-    here = [entry for entry in judged if entry["audit"] == kind]
-    if not len(here) <= int(known["drawn"]) <= int(known["all"]):
-        raise ValueError(f"{len(here)} judged of {known['drawn']} drawn of {known['all']} {kind}")
-    right = sum(entry["class"] is not None and entry["class"] == entry["suggested"] for entry in here)
-    return Stratum(right, len(here), int(known["all"]))
+    return strata[0], strata[1]

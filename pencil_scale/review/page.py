@@ -98,10 +98,8 @@ def _columns(samples: pa.Table) -> dict[str, Any]:
         "row": samples["row"].to_pylist(),
         **{name: packed(samples[name].to_numpy(), "u4") for name in ("given_label", "predicted_label")},
         **{name: _shares(samples[name].to_numpy()) for name in ("label_score", "confidence", "margin")},
-        **{
-            name: packed(samples[name].fill_null(-1).to_numpy(), "i4")
-            for name in ("last_change_epoch", "before")
-        },
+        "last_change_epoch": packed(samples["last_change_epoch"].fill_null(-1).to_numpy(), "i4"),
+        "before": packed(samples["before"].fill_null(-1).to_numpy(), "i4"),
         "top_k": top_k,
         "top_labels": packed(samples["top_labels"].combine_chunks().flatten().to_numpy(), "u4"),
         "top_shares": _shares(samples["top_shares"].combine_chunks().flatten().to_numpy()),
@@ -205,14 +203,24 @@ def _read(name: str) -> str:
 
 def headline(words: Words, tally: Tally, figures: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     """The most important figures; unknown ones are left out."""
-    counts = tally.counts
+    counts, last = tally.counts, figures[-1] if figures else {}
     labels, changed = counts["labels"], counts["changed"]
     facts = [
         Fact("labels", f"{labels:,}", f"of {counts['rows']:,} samples in the catalogue"),
         Fact("changed", _percent(changed, labels), f"{changed:,} labels have a new class"),
-        *_accuracy(figures[-1] if figures else {}),
-        *_largest_flow(words, tally),
     ]
+    before, after = last.get("given_label_accuracy"), last.get("corrected_label_accuracy")
+    if before is not None and after is not None:
+        known = f"{int(last['label_accuracy_n']):,}"
+        detail = f"{100 * before:.1f} % before; the true class is known for {known} labels"
+        facts.append(Fact("correct after repair", f"{100 * after:.1f} %", detail))
+    given, now, num = tally.transitions
+    moved = np.flatnonzero(given != now)
+    if len(moved):
+        top = moved[num[moved].argmax()]
+        names = f"{words.class_names[given[top]]} → {words.class_names[now[top]]}"
+        share = _percent(num[top], num[given == given[top]].sum())
+        facts.append(Fact("most frequent change", names, f"{num[top]:,} labels, {share} of their class"))
     if counts["pinned"]:
         facts.append(Fact("decided by people", f"{counts['pinned']:,}", "labels are pinned and never change"))
     return tuple(facts)
@@ -230,27 +238,6 @@ def notes(tally: Tally, thumbnails: Thumbnails) -> tuple[str, ...]:
         reason = next(iter(thumbnails.problems.values()))
         found.append(f"{len(thumbnails.problems):,} pictures cannot be shown; the first one: {reason}")
     return tuple(found)
-
-
-def _accuracy(last: Mapping[str, Any]) -> list[Fact]:
-    given, corrected = last.get("given_label_accuracy"), last.get("corrected_label_accuracy")
-    if given is None or corrected is None:
-        return []
-    known = f"{int(last['label_accuracy_n']):,}"
-    detail = f"{100 * given:.1f} % before; the true class is known for {known} labels"
-    return [Fact("correct after repair", f"{100 * corrected:.1f} %", detail)]
-
-
-def _largest_flow(words: Words, tally: Tally) -> list[Fact]:
-    first, second, num = tally.transitions
-    moved = np.flatnonzero(first != second)
-    if len(moved) == 0:
-        return []
-    top = moved[num[moved].argmax()]
-    names = f"{words.class_names[first[top]]} → {words.class_names[second[top]]}"
-    of_class = num[first == first[top]].sum()
-    detail = f"{num[top]:,} labels, {_percent(num[top], of_class)} of their class"
-    return [Fact("most frequent change", names, detail)]
 
 
 def _percent(num: int, of: int) -> str:

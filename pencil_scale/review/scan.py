@@ -12,7 +12,7 @@ method can be trusted. Unchanged labels are listed if they are in doubt.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,21 +62,16 @@ def pick(
 
     Picks of parts can be merged by picking again from their union, with the sizes in all rows.
     """
-    turn = _turns(given << 32 | suggested, margin, given != suggested)
-    worth = (turn + 1) / np.sqrt(size)
-    return np.lexsort((-size, worth))[:listed]
-
-
-def _turns(cell: Int64s, margin: npt.NDArray[np.float32], changed: npt.NDArray[np.bool_]) -> Int64s:
-    """The rank of each sample within its transition, from 0."""
+    cell, changed = given << 32 | suggested, given != suggested
     order = np.lexsort((margin, cell))
     starts = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])[: len(cell)]
     sizes = np.diff(np.r_[starts, len(cell)])
     from_low = np.arange(len(cell)) - np.repeat(starts, sizes)
     from_high = np.repeat(sizes, sizes) - 1 - from_low
-    turn = np.empty(len(cell), np.int64)
+    turn = np.empty(len(cell), np.int64)  # the rank of each sample within its transition, from 0
     turn[order] = np.where(changed[order], np.minimum(2 * from_low, 2 * from_high + 1), from_low)
-    return turn
+    worth = (turn + 1) / np.sqrt(size)
+    return np.lexsort((-size, worth))[:listed]
 
 
 class Rules(NamedTuple):
@@ -103,10 +98,6 @@ class Cells(NamedTuple):
         np.add.at(total, where, 1 if num is None else num)
         return Cells(pairs >> 32, pairs & 0xFFFFFFFF, total)
 
-    def num_of(self, first: Int64s, second: Int64s) -> Int64s:
-        """The counts of pairs, all of which occur."""
-        return self.num[np.searchsorted(self.first << 32 | self.second, first << 32 | second)]
-
 
 @dataclass(frozen=True)
 class Tally:
@@ -122,8 +113,16 @@ class Tally:
 
 
 def scan(source: Source, rules: Rules, rows: range) -> Tally:
-    """Scan some rows."""
-    return merged([_of_table(table, rules) for table in _tables(source, rules, rows)], rules)
+    """Scan some rows of an export, with the labels to compare with in the column `before`."""
+    before = np.full(len(rows), UNLABELLED)
+    if rules.since is not None:
+        before = _classes(rules.since, rows, source.words.class_names)
+    tallies = []
+    for table in ExportRows(source).tables(rows):
+        here = before[table["row"].to_numpy() - rows.start]
+        column = pa.array(here, pa.int64(), mask=here == UNLABELLED)
+        tallies.append(_of_table(table.append_column("before", column), rules))
+    return merged(tallies, rules)
 
 
 def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
@@ -131,27 +130,22 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
     counts: Counter[str] = sum((tally.counts for tally in tallies), Counter())
     listed = pa.concat_tables([LISTED.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
     drawn = pa.concat_tables([DRAWN.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
-    scores = sum((tally.scores for tally in tallies), np.zeros((2, SCORE_BINS), np.int64))
     sizes = _added([tally.candidates for tally in tallies])
+    given, now = (_numbers(listed[name]) for name in ("given_label", "predicted_label"))
+    size = sizes.num[np.searchsorted(sizes.first << 32 | sizes.second, given << 32 | now)]
+    picked = pick(given, now, listed["margin"].fill_null(0.0).to_numpy(), size, rules.listed)
+    strata = [drawn.filter(pc.equal(drawn["stratum"], stratum)) for stratum in (CHANGED, UNCHANGED)]
     return Tally(
         counts,
         _added([tally.transitions for tally in tallies]),
         _added([tally.moves for tally in tallies]),
-        scores,
+        sum((tally.scores for tally in tallies), np.zeros((2, SCORE_BINS), np.int64)),
         sizes,
-        _picked(listed, sizes, rules.listed),
-        pa.concat_tables(_drawn(drawn, stratum, rules) for stratum in (CHANGED, UNCHANGED)),
+        listed.take(pa.array(picked)),
+        pa.concat_tables(
+            here.take(pa.array(draw(here["row"].to_numpy(), rules.seed, rules.audit))) for here in strata
+        ),
     )
-
-
-def _tables(source: Source, rules: Rules, rows: range) -> Iterator[pa.Table]:
-    """The rows of an export, with the labels to compare with in the column `before`."""
-    before = np.full(len(rows), UNLABELLED)
-    if rules.since is not None:
-        before = _classes(rules.since, rows, source.words.class_names)
-    for table in ExportRows(source).tables(rows):
-        here = before[table["row"].to_numpy() - rows.start]
-        yield table.append_column("before", pa.array(here, pa.int64(), mask=here == UNLABELLED))
 
 
 def _of_table(table: pa.Table, rules: Rules) -> Tally:
@@ -185,17 +179,6 @@ def _of_table(table: pa.Table, rules: Rules) -> Tally:
         table.select(LISTED.names).filter(pa.array(worth)),
         drawn.select(DRAWN.names).filter(pa.array(learned)),
     )
-
-
-def _picked(listed: pa.Table, sizes: Cells, num: int) -> pa.Table:
-    given, now = (_numbers(listed[name]) for name in ("given_label", "predicted_label"))
-    margin = listed["margin"].fill_null(0.0).to_numpy()
-    return listed.take(pa.array(pick(given, now, margin, sizes.num_of(given, now), num)))
-
-
-def _drawn(drawn: pa.Table, stratum: str, rules: Rules) -> pa.Table:
-    here = drawn.filter(pc.equal(drawn["stratum"], stratum))
-    return here.take(pa.array(draw(here["row"].to_numpy(), rules.seed, rules.audit)))
 
 
 def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:

@@ -147,13 +147,12 @@ def _labels(storage: Storage, row: int) -> Iterator[str]:
     for published in found:
         if row < published.manifest.layout.num_rows:
             is_current = current is not None and current.name == published.name
-            yield from _label(storage, published, nights.get(published.name), is_current, row)
+            yield from _source(storage, published, nights.get(published.name), is_current)
+            yield from _result(published, row)
 
 
-def _label(
-    storage: Storage, published: Published, night: Night | None, is_current: bool, row: int
-) -> Iterator[str]:
-    """The label of a row in one run or night, and how it came about."""
+def _source(storage: Storage, published: Published, night: Night | None, is_current: bool) -> Iterator[str]:
+    """The run or night that made some labels."""
     record = read_record(storage.url, night.trained_by if night else published.name)
     standing = "in use" if is_current else night.status if night else ""
     standing = "held" if published.held else standing
@@ -168,7 +167,6 @@ def _label(
     settings = record.settings if record else {}
     config = " ".join(f"{key}={settings[key]}" for key in SETTINGS if key in settings)
     yield fill(f"  config     {config or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
-    yield from _result(published, row)
 
 
 def _result(published: Published, row: int) -> Iterator[str]:

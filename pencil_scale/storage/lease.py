@@ -62,9 +62,11 @@ class Holder:
 
 
 def this_process() -> Holder:
-    """Describe this process."""
+    """Describe this process. Its command has no arguments: they may hold passwords."""
     _, born = _state_and_birth(os.getpid())
-    return Holder(socket.gethostname(), os.getpid(), _command(), this_machine(), born)
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    command = main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
+    return Holder(socket.gethostname(), os.getpid(), command, this_machine(), born)
 
 
 def is_alive(holder: Holder) -> bool | None:
@@ -97,12 +99,6 @@ def _state_and_birth(pid: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return ("", "") if fields[0] in "ZX" else (fields[0], fields[19])
-
-
-def _command() -> str:
-    """The module or program that runs, without its arguments: they may hold passwords."""
-    main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
 
 
 @dataclass(frozen=True)
@@ -138,10 +134,7 @@ class Lease:
     @classmethod
     @contextmanager
     def hold(cls, storage: str, name: str, what: str, lease_s: float | None = None) -> Iterator["Lease"]:
-        """Acquire the lease `name` of a storage, or refuse; release it at the end.
-
-        `what` says what a holder does, such as "run demo is being trained".
-        """
+        """Acquire a lease, or refuse, because "`what` by another command"; release it at the end."""
         lease_s = lease_s or float(os.environ.get(LEASE_VARIABLE, LEASE_S))
         lease = cls(open_objects(storage), name, what, lease_s)
         try:
@@ -152,13 +145,10 @@ class Lease:
             lease._release()
 
     def __init__(self, objects: Objects, name: str, what: str, lease_s: float) -> None:
-        self.lost = False
-        self.attempt = 0
-        self._objects, self._name, self._what = objects, name, what
+        self.lost, self.attempt = False, 0
+        self._objects, self._name, self._what, self._lease_s = objects, name, what, lease_s
         self._url = f"{objects.url}/{name}"
-        self._lease_s = lease_s
-        self._token = uuid.uuid4().hex
-        self._pid = os.getpid()
+        self._token, self._pid = uuid.uuid4().hex, os.getpid()
         self._ended = threading.Event()
 
     def put(self, path: str, data: bytes) -> None:
@@ -185,7 +175,10 @@ class Lease:
             state, etag = self._read()
             if state is None or state.token != self._token or state.free:
                 self.lost = True
-                raise LeaseLostError(self._loss(state))
+                how = f"{state.holder.spelled()} took over the lease" if state else "the lease was removed"
+                raise LeaseLostError(
+                    f"{self._url}: {how} while this command was paused or cut off; it ends here"
+                )
             # False if the object changed since we read it; reading it again shows who changed it.
             if self._replace(replace(state, renewed=state.renewed + 1), etag):
                 return
@@ -205,8 +198,13 @@ class Lease:
     def _acquire(self) -> None:
         while True:
             before, etag = self._read()
-            if before is not None and not self._is_over(before, etag):
-                continue
+            if before is not None and not before.free:
+                alive = is_alive(before.holder)
+                # If this process is named but does not hold it, its release did not reach the store.
+                if alive and (before.holder.pid != os.getpid() or before.token in _held_here):
+                    raise self._refusal(before)
+                if alive is None and not self._watch(before, etag):
+                    continue
             ours = LeaseState(
                 token=self._token,
                 attempt=1 if before is None else before.attempt + 1,
@@ -219,20 +217,8 @@ class Lease:
                 _held_here.add(self._token)
                 return
 
-    def _is_over(self, state: LeaseState, etag: str | None) -> bool:
-        """Whether its holder released it or is dead; refuse if the holder is alive. False: look again."""
-        if state.free:
-            return True
-        alive = is_alive(state.holder)
-        if alive is None:
-            return self._watch(state, etag)
-        if state.holder.pid == os.getpid() and state.token not in _held_here:
-            return True  # this process released it, but the store was unreachable
-        if alive:
-            raise self._refusal(state)
-        return True
-
     def _watch(self, state: LeaseState, etag: str | None) -> bool:
+        """Whether its holder is dead; refuse if the holder renews it. False: it was released meanwhile."""
         wait_s = max(self._lease_s, state.lease_s)
         _report(
             f"{self._url}: held by {state.holder.spelled()} since {state.since}; "
@@ -279,10 +265,6 @@ class Lease:
     def _refusal(self, state: LeaseState) -> LeaseHeldError:
         holder = f"{state.holder.spelled()}, since {state.since}"
         return LeaseHeldError(f"{self._what} by another command ({holder}); wait for it to end")
-
-    def _loss(self, state: LeaseState | None) -> str:
-        how = "the lease was removed" if state is None else f"{state.holder.spelled()} took over the lease"
-        return f"{self._url}: {how} while this command was paused or cut off; it ends here"
 
 
 def _report(text: str) -> None:

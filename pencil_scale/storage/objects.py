@@ -34,7 +34,7 @@ from pencil_scale.storage.errors import StorageError
 from pencil_scale.storage.folder import LOCK, fsync, temporary_name
 
 ONE_PUT = 5 * 2**30  # S3 takes no larger object in one put, and only a single put is conditional
-REFUSED = ("PreconditionFailed", "412")
+REFUSED = ("PreconditionFailed", "412", "NoSuchKey")  # the last one: removed since its etag was read
 CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")  # two puts at the same moment: repeat
 UNKNOWN = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400")
 CONFLICT_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -49,8 +49,8 @@ _keeps_conditions: dict[str, bool] = {}  # by bucket
 class Objects:
     """The objects below one folder or URL. An etag names one version of an object and means nothing else."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        self.url, self._files, self._root = url, files, root
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         """Read an object and the etag of exactly these bytes; None if there is none."""
@@ -63,22 +63,16 @@ class Objects:
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that does not exist yet; False if another writer's does."""
-        return self._create(name, data) or self._holds(name, data)
+        return self.replace(name, data, None)
 
     def replace(self, name: str, data: bytes, etag: str | None) -> bool:
         """Write an object if it still has this etag (None: if there is none); False if it has changed."""
-        if etag is None:
-            return self.create(name, data)
-        return self._replace(name, data, etag) or self._holds(name, data)
-
-    def _holds(self, name: str, data: bytes) -> bool:
+        if self._put(name, data, etag):
+            return True
         found = self.read(name)
         return found is not None and found[0] == data
 
-    def _create(self, name: str, data: bytes) -> bool:
-        raise NotImplementedError
-
-    def _replace(self, name: str, data: bytes, etag: str) -> bool:
+    def _put(self, name: str, data: bytes, etag: str | None) -> bool:
         raise NotImplementedError
 
 
@@ -104,24 +98,7 @@ class DiskObjects(Objects):
             return None
         return data, f"{written_ns}-{hashlib.sha256(data).hexdigest()}"
 
-    def _create(self, name: str, data: bytes) -> bool:
-        path = Path(self.url, name)
-        with temporary_name(path) as beside:
-            beside.write_bytes(data)
-            fsync(beside)
-            with _locked(path.parent):
-                if path.exists():
-                    return False
-                try:
-                    os.link(beside, path)
-                except FileExistsError:  # on a disk without locks
-                    return False
-                except OSError:  # on a disk without hard links
-                    beside.replace(path)
-                fsync(path.parent)
-                return True
-
-    def _replace(self, name: str, data: bytes, etag: str) -> bool:
+    def _put(self, name: str, data: bytes, etag: str | None) -> bool:
         path = Path(self.url, name)
         with temporary_name(path) as beside:
             beside.write_bytes(data)
@@ -129,7 +106,17 @@ class DiskObjects(Objects):
             with _locked(path.parent):
                 if self.etag(name) != etag:
                     return False
-                beside.replace(path)
+                try:
+                    if etag is None:
+                        os.link(beside, path)
+                    else:
+                        beside.replace(path)
+                except FileExistsError:  # on a disk without locks
+                    return False
+                except OSError:  # on a disk without hard links
+                    if etag is not None:
+                        raise
+                    beside.replace(path)
                 fsync(path.parent)
                 return True
 
@@ -140,25 +127,25 @@ def _locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     until = time.monotonic() + LOCK_PATIENCE_S
     try:
-        while not _try_lock(handle, folder):
-            if time.monotonic() > until:
-                raise StorageError(f"{folder / LOCK}: another process has held it for {LOCK_PATIENCE_S:g} s")
-            time.sleep(0.01)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    text = f"{folder / LOCK}: another process has held it for {LOCK_PATIENCE_S:g} s"
+                    raise StorageError(text) from None
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warn_once(
+                    f"{folder}: this disk has no file locks; two commands that start at once may both write"
+                )
+                break
         yield
     finally:
         os.close(handle)
-
-
-def _try_lock(handle: int, folder: Path) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warn_once(f"{folder}: this disk has no file locks; two commands that start at once may both write")
-    return True
 
 
 # --- memory, and stores without conditions -----------------------------------------------------------
@@ -167,22 +154,12 @@ def _try_lock(handle: int, folder: Path) -> bool:
 class PlainObjects(Objects):
     """Check, then put: safe within one process, which is enough for a store in memory."""
 
-    def __init__(self, url: str, files: Any, root: str) -> None:
-        super().__init__(url)
-        self._files, self._root = files, root
-
     def read(self, name: str) -> tuple[bytes, str] | None:
         try:
             data = bytes(self._files.cat_file(f"{self._root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return data, hashlib.sha256(data).hexdigest()
-
-    def _create(self, name: str, data: bytes) -> bool:
-        return self._put(name, data, None)
-
-    def _replace(self, name: str, data: bytes, etag: str) -> bool:
-        return self._put(name, data, etag)
 
     def _put(self, name: str, data: bytes, etag: str | None) -> bool:
         with _memory_lock:
@@ -202,10 +179,6 @@ class _UnknownConditionError(StorageError):
 class _S3Objects(Objects):
     """Objects on S3. Every answer comes from the store: s3fs's cache of listings would give an old etag."""
 
-    def __init__(self, url: str, files: Any, root: str) -> None:
-        super().__init__(url)
-        self._files, self._root = files, root
-
     def read(self, name: str) -> tuple[bytes, str] | None:
         with self._errors(name):
             try:
@@ -221,27 +194,15 @@ class _S3Objects(Objects):
             except FileNotFoundError:
                 return None
 
-    def delete(self, name: str) -> None:
-        """Remove an object."""
-        self._files.rm_file(f"{self._root}/{name}")
-
     async def _get(self, name: str) -> tuple[bytes, str]:
         answer = await self._files._call_s3("get_object", **self._key(name))
         async with answer["Body"] as body:
             return await body.read(), str(answer["ETag"])
 
-    def _create(self, name: str, data: bytes) -> bool:
-        return self._put(name, data, IfNoneMatch="*")
-
-    def _replace(self, name: str, data: bytes, etag: str) -> bool:
-        try:
-            return self._put(name, data, IfMatch=etag)
-        except FileNotFoundError:
-            return False
-
-    def _put(self, name: str, data: bytes, **condition: str) -> bool:
+    def _put(self, name: str, data: bytes, etag: str | None) -> bool:
         if len(data) >= ONE_PUT:
             raise StorageError(f"{self.url}/{name}: {len(data):,} bytes are too many for one conditional put")
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         waits_s = iter(CONFLICT_WAITS_S)
         with self._errors(name):
             while True:
@@ -258,6 +219,19 @@ class _S3Objects(Objects):
                     if code not in CONFLICT or wait_s is None:
                         raise
                     time.sleep(wait_s)
+
+    def keeps_conditions(self) -> bool:
+        """Try each condition on a test object: those that are met, and those that are not."""
+        name, wrong = f".probe-{uuid.uuid4().hex}", '"00000000000000000000000000000000"'
+        try:
+            kept = self.create(name, b"1") and not self.create(name, b"2")
+            kept = kept and not self.replace(name, b"3", wrong)
+            return kept and self.replace(name, b"4", self.etag(name))
+        except _UnknownConditionError:
+            return False
+        finally:
+            with suppress(Exception):  # a store may not let us delete
+                self._files.rm_file(f"{self._root}/{name}")
 
     def _key(self, name: str) -> dict[str, str]:
         bucket, key, _ = self._files.split_path(f"{self._root}/{name}")
@@ -290,32 +264,17 @@ def open_objects(url: str) -> Objects:
     url = url.rstrip("/")
     files, root = fsspec.core.url_to_fs(url)
     if isinstance(files, LocalFileSystem):
-        return DiskObjects(root)
-    plain = PlainObjects(url, files, root)
+        return DiskObjects(root, files, root)
+    plain, bucket = PlainObjects(url, files, root), root.partition("/")[0]
     protocols = {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
     if "memory" in protocols:
         return plain
     if "s3" in protocols:
         objects = _S3Objects(url, files, root)
-        bucket = root.partition("/")[0]
         if bucket not in _keeps_conditions:
-            _keeps_conditions[bucket] = _probe(objects)
+            _keeps_conditions[bucket] = objects.keeps_conditions()
         if _keeps_conditions[bucket]:
             return objects
-    store = url.partition("://")[0] + "://" + root.partition("/")[0]
+    store = f"{url.partition('://')[0]}://{bucket}"
     warn_once(f"{store} ignores conditional puts: two commands that start at once may both write")
     return plain
-
-
-def _probe(objects: _S3Objects) -> bool:
-    """Try each condition on a test object: those that are met, and those that are not."""
-    name, wrong = f".probe-{uuid.uuid4().hex}", '"00000000000000000000000000000000"'
-    try:
-        kept = objects.create(name, b"1") and not objects.create(name, b"2")
-        kept = kept and not objects.replace(name, b"3", wrong)
-        return kept and objects.replace(name, b"4", objects.etag(name))
-    except _UnknownConditionError:
-        return False
-    finally:
-        with suppress(Exception):  # a store may not let us delete
-            objects.delete(name)

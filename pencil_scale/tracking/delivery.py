@@ -50,8 +50,15 @@ class Delivery:
         self._finishing.set()
         self._thread.join(wait_s)
         self._journal.close()
-        remaining = len(self._journal)
-        self._report_rest(remaining)
+        remaining, where = len(self._journal), self._journal.url
+        if remaining:
+            why = self._away or "no time was left"
+            log.warning("%d records did not reach %s (%s)", remaining, self._receiver, why)
+            log.warning("%s keeps them; the next start of the same run delivers them", where)
+        if self._num_refused:
+            log.warning("%s refused %d records: see %s/refused", self._receiver, self._num_refused, where)
+        if num_lost := self._journal.num_lost:
+            log.warning("%d records could not be written to %s and are lost", num_lost, where)
         return remaining
 
     def _run(self) -> None:
@@ -85,7 +92,12 @@ class Delivery:
             raise
         except Exception as error:  # a RefusedError, or a bug in `send`, which must not stop the others
             if len(records) == 1:
-                self._set_aside(records[0], str(error) or repr(error))
+                reason, where = str(error) or repr(error), f"{self._journal.url}/refused"
+                self._journal.drop(records[0], refused=reason)
+                if not self._num_refused:
+                    text = "%s refuses a %s (%s): kept in %s"
+                    log.warning(text, self._receiver, records[0].kind, reason, where)
+                self._num_refused += 1
             self._most = 1  # sent one by one, the record to blame shows
             return
         self._journal.drop(records[num_sent - 1])
@@ -94,10 +106,8 @@ class Delivery:
 
     def _wait_for_receiver(self, reason: str) -> None:
         if self._away is None:
-            where = self._journal.url
-            log.warning(
-                "%s is unreachable (%s): the run continues, records wait in %s", self._receiver, reason, where
-            )
+            text = "%s is unreachable (%s): the run continues, records wait in %s"
+            log.warning(text, self._receiver, reason, self._journal.url)
             self._num_since = 0
         self._away = reason
         if self._finishing.is_set():
@@ -105,24 +115,6 @@ class Delivery:
         else:  # runs that lost the same server should not all return at the same moment
             self._finishing.wait(self._pause_s * random.uniform(0.5, 1))
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-
-    def _set_aside(self, record: Record, reason: str) -> None:
-        self._journal.drop(record, refused=reason)
-        if not self._num_refused:
-            where = f"{self._journal.url}/refused"
-            log.warning("%s refuses a %s (%s): kept in %s", self._receiver, record.kind, reason, where)
-        self._num_refused += 1
-
-    def _report_rest(self, remaining: int) -> None:
-        where = self._journal.url
-        if remaining:
-            why = self._away or "no time was left"
-            log.warning("%d records did not reach %s (%s)", remaining, self._receiver, why)
-            log.warning("%s keeps them; the next start of the same run delivers them", where)
-        if self._num_refused:
-            log.warning("%s refused %d records: see %s/refused", self._receiver, self._num_refused, where)
-        if num_lost := self._journal.num_lost:
-            log.warning("%d records could not be written to %s and are lost", num_lost, where)
 
 
 class Harmless:

@@ -163,7 +163,7 @@ class Journal:
             try:
                 if waiting:
                     self._write(waiting)
-                    waiting = []
+                waiting = []
                 self._acknowledge()
                 self._is_failing = False
             except Exception as error:  # the libraries of stores raise classes of their own
@@ -198,9 +198,9 @@ class Journal:
         if not self._is_owner or (number == self._acknowledged and not done):
             return
         found = self._objects.read(DELIVERED)
-        self._is_owner = found is not None and json.loads(found[0]).get("owner") == self._owner
-        if not self._is_owner or not self._objects.replace(DELIVERED, data, found and found[1]):
-            self._is_owner = False
+        is_ours = found is not None and json.loads(found[0]).get("owner") == self._owner
+        self._is_owner = is_ours and self._objects.replace(DELIVERED, data, found and found[1])
+        if not self._is_owner:
             return
         self._acknowledged = number
         for name in done:

@@ -15,7 +15,6 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
@@ -24,6 +23,11 @@ from pencil_scale.tracking.delivery import Harmless
 from pencil_scale.tracking.tracker import Tracker
 
 LINE_EVERY_S = 10.0
+ACCURACIES = {
+    "validation_accuracy": "validation",
+    "test_accuracy": "test",
+    "corrected_label_accuracy": "labels right",
+}
 REPORTING = "reporting to MLflow"
 MOST_NUMBERS = 15  # classes; with more the cells are too small for a number
 MOST_NAMES = 60
@@ -37,7 +41,7 @@ class Narrator:
         self,
         num_epochs: int,
         class_names: tuple[str, ...],
-        tracker: Tracker | None,
+        tracker: Tracker,
         say: Callable[[str], None] = print,
     ) -> None:
         self._num_epochs, self._class_names = num_epochs, class_names
@@ -49,16 +53,8 @@ class Narrator:
         self.warnings: dict[str, str] = {}
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Report one event."""
-        report: dict[str, Callable[..., None]] = {
-            "started": self._started,
-            "step": self._step,
-            "epoch": self._epoch,
-            "failed": self._failed,
-            "unreadable": self._unreadable,
-            "saving": self._flush,
-        }
-        report[event["kind"]](**event)
+        """Report one event, by the method that is named after its kind."""
+        getattr(self, f"_{event['kind']}")(**event)
 
     def _started(self, progress: Any, record: list[dict[str, Any]], world: int, **_: Any) -> None:
         at = f"epoch {progress.epoch + 1}, step {progress.step}" if progress.all_steps else "the start"
@@ -72,9 +68,8 @@ class Narrator:
             self._line(f"worker {rank} failed: {reason}")
 
     def _step(self, stage: str, progress: Any, figures: dict[str, float], **_: Any) -> None:
-        if self._tracker:
-            with self._harmless(REPORTING):
-                self._tracker.log_step(stage, progress.all_steps, figures)
+        with self._harmless(REPORTING):
+            self._tracker.log_step(stage, progress.all_steps, figures)
         if time.monotonic() - self._said_at > LINE_EVERY_S:
             epoch = f"epoch {progress.epoch + 1}/{self._num_epochs}"
             self._line(f"{stage:<9} {epoch}   step {progress.step}   loss {figures['loss']:.4f}")
@@ -86,46 +81,49 @@ class Narrator:
         self._track_epoch(figures)
         for name, text in found.warnings.items():
             self._warn(name, text)
-        if self._tracker and found.transitions is not None:
-            self._draw(self._tracker, found.transitions, figures)
-        self._flush()
+        if found.transitions is not None:
+            self._draw(found.transitions, figures)
+        self._saving()
 
-    def _flush(self, **_: Any) -> None:
+    def _saving(self, **_: Any) -> None:
         """Write all records while the checkpoint is being saved: a resumed run does not repeat its steps."""
-        if self._tracker:
-            with self._harmless(REPORTING):
-                self._tracker.flush_soon()
+        with self._harmless(REPORTING):
+            self._tracker.flush_soon()
 
-    def _draw(self, tracker: Tracker, transitions: Any, figures: dict[str, Any]) -> None:
+    def _draw(self, transitions: Any, figures: dict[str, Any]) -> None:
         with self._harmless("the picture of class transitions"):
             title = f"after epoch {figures['epoch'] + 1}"
             picture = transition_picture(transitions, self._class_names, title)
-            tracker.log_picture("class_transitions", picture)
-        if "corrected_label_accuracy" in figures:
+            self._tracker.log_picture("class_transitions", picture)
+        name = "corrected_label_accuracy"
+        if name in figures:
             with self._harmless("the picture of the label accuracy"):
-                tracker.log_picture("label_accuracy", _accuracy_curve(self._record))
+                known = [one for one in self._record if name in one]
+                points = [
+                    Point(one["epoch"] + 1, one[name], one.get(f"{name}_low"), one.get(f"{name}_high"))
+                    for one in known
+                ]
+                stages = {one["stage"]: one["epoch"] for one in reversed(self._record)}
+                picture = accuracy_picture(points, stages, known[0]["given_label_accuracy"])
+                self._tracker.log_picture("label_accuracy", picture)
 
     def _unreadable(self, num: int, names: list[str], **_: Any) -> None:
         more = f"; and {num - len(names):,} more" if num > len(names) else ""
-        self._warn(
-            "unreadable_images",
-            f"{num:,} images cannot be decoded and have weight 0: {'; '.join(names)}{more}",
-        )
+        text = f"{num:,} images cannot be decoded and have weight 0: {'; '.join(names)}{more}"
+        self._warn("unreadable_images", text)
 
     def _warn(self, name: str, text: str) -> None:
         """Print it once; MLflow and the summary keep the last of its kind."""
         if name not in self.warnings:
             self._line(f"WARNING: {text}")
         self.warnings[name] = text
-        if self._tracker:
-            with self._harmless(REPORTING):
-                self._tracker.set_warning(name, text)
+        with self._harmless(REPORTING):
+            self._tracker.set_warning(name, text)
 
     def _track_epoch(self, figures: dict[str, Any]) -> None:
-        if self._tracker:
-            numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-            with self._harmless(REPORTING):
-                self._tracker.log_epoch(figures["stage"], figures["epoch"], numbers)
+        numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        with self._harmless(REPORTING):
+            self._tracker.log_epoch(figures["stage"], figures["epoch"], numbers)
 
     def _epoch_line(self, figures: dict[str, Any]) -> str:
         done = figures["epoch"] + 1
@@ -136,9 +134,7 @@ class Narrator:
             f"loss {figures['loss']:.4f}",
             f"{figures['images_per_s']:,.0f} images/s",
         ]
-        shown = {"validation_accuracy": "validation", "test_accuracy": "test"}
-        shown["corrected_label_accuracy"] = "labels right"
-        parts += [f"{word} {figures[name]:.3f}" for name, word in shown.items() if name in figures]
+        parts += [f"{word} {figures[name]:.3f}" for name, word in ACCURACIES.items() if name in figures]
         if "corrected_share" in figures:
             parts.append(f"changed {figures['corrected_share']:.1%}")
         minutes, seconds = divmod(round(left_s), 60)
@@ -147,14 +143,6 @@ class Narrator:
     def _line(self, text: str) -> None:
         self._said_at = time.monotonic()
         self._say(text)
-
-
-def _accuracy_curve(record: list[dict[str, Any]]) -> bytes:
-    name = "corrected_label_accuracy"
-    known = [figures for figures in record if name in figures]
-    points = [Point(f["epoch"] + 1, f[name], f.get(f"{name}_low"), f.get(f"{name}_high")) for f in known]
-    stages = {figures["stage"]: figures["epoch"] for figures in reversed(record)}
-    return accuracy_picture(points, stages, known[0]["given_label_accuracy"])
 
 
 # --- pictures ----------------------------------------------------------------------------------------
@@ -187,7 +175,13 @@ def transition_picture(counts: ArrayLike, class_names: Sequence[str], title: str
     axes.set_xlabel("corrected class")
     axes.set_ylabel("given class")
     axes.set_title(title, parse_math=False)
-    _name_classes(axes, class_names)
+    if len(class_names) <= MOST_NAMES:
+        names = [
+            name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in class_names
+        ]
+        # A class may be called "$5 bags", which is not a formula.
+        axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(names)), names, parse_math=False)
     for row, column in np.argwhere(share > 0.0005) if len(class_names) <= MOST_NUMBERS else ():
         text, colour = f"{100 * share[row, column]:.1f}", "black" if share[row, column] > 0.4 else "white"
         axes.text(column, row, text, ha="center", va="center", color=colour, fontsize="x-small")
@@ -213,22 +207,12 @@ def accuracy_picture(
         axes.annotate(name, (epoch, 1.0), (3, -3), "data", "offset points", va="top", fontsize="small")
     axes.set_xlabel("epoch")
     axes.set_ylabel("label accuracy")
-    lowest = min(
-        [*accuracies, *(low for _, low, _ in known), *([] if given is None else [given])], default=0.0
-    )
+    others = [low for _, low, _ in known] + ([] if given is None else [given])
+    lowest = min([*accuracies, *others], default=0.0)
     axes.set_ylim(max(0.0, lowest - 0.05), 1.0)
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     return _png(figure)
-
-
-def _name_classes(axes: Axes, class_names: Sequence[str]) -> None:
-    if len(class_names) > MOST_NAMES:
-        return
-    names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in class_names]
-    # A class may be called "$5 bags", which is not a formula.
-    axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)
-    axes.set_yticks(range(len(names)), names, parse_math=False)
 
 
 def _png(figure: Figure) -> bytes:

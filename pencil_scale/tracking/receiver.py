@@ -14,7 +14,6 @@ import os
 import tempfile
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import mlflow.pytorch
@@ -28,7 +27,6 @@ from mlflow.types import Schema, TensorSpec
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from packaging.version import InvalidVersion, Version
-from torch import nn
 
 from pencil_scale.config.command import MLFLOW, require
 from pencil_scale.method.backbones import build_backbone
@@ -78,11 +76,9 @@ class Receiver:
         """Send as many records from the front as fit into one request; return how many."""
         try:
             return self._log_metrics(records) if records[0].kind == "metrics" else self._send(records[0])
-        except MlflowException as error:
-            is_final = error.error_code in FINAL
-            raise (RefusedError if is_final else AwayError)(_reason(error)) from error
-        except OSError as error:  # the errors of `requests` are, too
-            is_final = getattr(getattr(error, "response", None), "status_code", None) in FINAL_STATUS
+        except (MlflowException, OSError) as error:  # an error of `requests` is an OSError
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_final = getattr(error, "error_code", None) in FINAL or status in FINAL_STATUS
             raise (RefusedError if is_final else AwayError)(_reason(error)) from error
 
     def _send(self, record: Record) -> int:
@@ -121,8 +117,9 @@ class Receiver:
 
     def _open_run(self, body: dict[str, Any]) -> None:
         """Find the run of this record, or create it, and set it to running."""
-        client, experiment = self._client, self._experiment(body)
-        tags = {f"pencil_scale.{name}": body[name] for name in ("run_id", "stage")} | body["tags"]
+        client, experiment = self._client, self._experiment(body["experiment"], body["artifacts"])
+        known = {f"pencil_scale.{name}": body[name] for name in ("run_id", "stage")}
+        tags = known | body["tags"]
         if body["stage"] != PARENT:
             tags["mlflow.parentRunId"] = self._run_id({"stage": PARENT})
         former = self._runs.get(body["stage"])
@@ -131,9 +128,7 @@ class Receiver:
             log.warning("MLflow no longer has run %s of %s: a new one continues it", former, body["name"])
             tags["pencil_scale.continues"] = former
         if run is None:
-            same = " and ".join(
-                f"tags.`pencil_scale.{name}` = '{body[name]}'" for name in ("run_id", "stage")
-            )
+            same = " and ".join(f"tags.`{name}` = '{text}'" for name, text in known.items())
             run = next(iter(client.search_runs([experiment], same)), None)
         if run is None:
             run = client.create_run(experiment, body["time"], tags, body["name"])
@@ -141,15 +136,14 @@ class Receiver:
         else:
             client.update_run(run.info.run_id, status="RUNNING")
         tags |= self._log_params(run, body.get("params", {}))
-        for some in _portions(list(tags.items()), MOST_PARAMS):
+        for some in portions(list(tags.items()), MOST_PARAMS):
             client.log_batch(run.info.run_id, tags=[RunTag(name, text[:LONGEST_TAG]) for name, text in some])
         self._runs[body["stage"]] = run.info.run_id
 
-    def _experiment(self, body: dict[str, Any]) -> str:
-        client, name = self._client, body["experiment"]
-        found = client.get_experiment_by_name(name)
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
         if found is None:
-            return str(client.create_experiment(name, artifact_location=body["artifacts"]))
+            return str(self._client.create_experiment(name, artifact_location=artifacts))
         if found.lifecycle_stage != "active":
             raise AwayError(f"experiment '{name}' is deleted there; restore it, or set tracking.experiment")
         return str(found.experiment_id)
@@ -172,7 +166,7 @@ class Receiver:
         }
         held = run.data.params
         new = [Param(name, text) for name, text in short.items() if name not in held]
-        for some in _portions(new, MOST_PARAMS):
+        for some in portions(new, MOST_PARAMS):
             self._client.log_batch(run.info.run_id, params=some)
         changed = {name: text for name, text in short.items() if held.get(name, text) != text}
         if changed:
@@ -190,9 +184,8 @@ class Receiver:
             body = record.body
             if metrics and len(metrics) + len(body["values"]) > MOST_METRICS:
                 break
-            metrics += [
-                Metric(name, value, body["time"], body["step"]) for name, value in body["values"].items()
-            ]
+            time, step = body["time"], body["step"]
+            metrics += [Metric(name, value, time, step) for name, value in body["values"].items()]
             taken += 1
         self._client.log_batch(self._run_id(records[0].body), metrics=metrics)
         return taken
@@ -200,9 +193,20 @@ class Receiver:
     # --- the model -------------------------------------------------------------------------------------
 
     def _log_model(self, run_id: str, record: Record) -> None:
-        """Log the network, register it and move the alias: three steps, each skipped if it is done."""
-        body = record.body
-        model = self._logged_model(run_id, body)
+        """Log the network, register it and move the alias: three steps, each skipped if it is done.
+
+        If the network cannot be exported, its weights are kept with the run; it is never pickled instead.
+        """
+        body, client = record.body, self._client
+        experiment = client.get_run(run_id).info.experiment_id
+        same = f"tags.weights_sha256 = '{body['sha256']}' and source_run_id = '{run_id}'"
+        model = next(iter(client.search_logged_models([experiment], same)), None)
+        if model is None:
+            tags = {"weights_sha256": body["sha256"]}
+            model = client.create_logged_model(
+                experiment, "classifier", run_id, tags, model_type="classifier"
+            )
+            client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         if model.status != LoggedModelStatus.READY:
             weights = record.read()
             try:
@@ -210,47 +214,49 @@ class Receiver:
             except (MlflowException, OSError):
                 raise
             except Exception as error:  # torch.export cannot export every network, and fails in many ways
-                self._log_weights(run_id, model, weights, _reason(error))
+                reason = _reason(error)
+                log.warning("the network cannot be exported and registered; its weights are kept: %s", reason)
+                client.log_stream(run_id, io.BytesIO(weights), f"model/weights-{model.model_id}.pt")
+                text = f"not exported, only its weights are kept: {reason}"
+                client.set_tag(run_id, "warning.model", text)
+                client.finalize_logged_model(model.model_id, "FAILED")
         if body["register_as"] is not None and model.status == LoggedModelStatus.READY:
             self._register(run_id, model, body)
 
-    def _logged_model(self, run_id: str, body: dict[str, Any]) -> LoggedModel:
-        client, tags = self._client, {"weights_sha256": body["sha256"]}
-        experiment = client.get_run(run_id).info.experiment_id
-        same = f"tags.weights_sha256 = '{body['sha256']}' and source_run_id = '{run_id}'"
-        for model in client.search_logged_models([experiment], same):
-            return model
-        made = client.create_logged_model(experiment, "classifier", run_id, tags, model_type="classifier")
-        client.log_outputs(run_id, [LoggedModelOutput(made.model_id, step=0)])
-        return made
-
     def _upload(self, model: LoggedModel, weights: bytes, body: dict[str, Any]) -> None:
-        network = build_backbone(body["backbone"], body["num_classes"])
+        """Upload the network as a graph and its tensors: loading it executes no code."""
+        side, num_classes = body["image_size"], body["num_classes"]
+        network = build_backbone(body["backbone"], num_classes)
         network.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
+        signature = ModelSignature(
+            Schema([TensorSpec(FLOAT32, (-1, 3, side, side))]),
+            Schema([TensorSpec(FLOAT32, (-1, num_classes))]),
+        )
         described = Model(
             model.artifact_location,
             model.source_run_id,
-            signature=ModelSignature(
-                Schema([TensorSpec(FLOAT32, (-1, 3, body["image_size"], body["image_size"]))]),
-                Schema([TensorSpec(FLOAT32, (-1, body["num_classes"]))]),
-            ),
+            signature=signature,
             metadata=body["metadata"],
             model_uuid=model.model_id,
             model_id=model.model_id,
         )
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model"
-            _export(network, described, body["image_size"], path)
-            self._client.log_model_artifacts(model.model_id, str(path))
+            path = f"{folder}/model"
+            mlflow.pytorch.save_model(
+                network.eval(),
+                path,
+                mlflow_model=described,
+                signature=signature,
+                # With a batch of one, the batch size would be fixed.
+                input_example=np.zeros((2, 3, side, side), np.float32),
+                pip_requirements=[
+                    f"mlflow=={mlflow.__version__}",
+                    f"torch=={Version(torch.__version__).public}",
+                ],
+                serialization_format="pt2",
+            )
+            self._client.log_model_artifacts(model.model_id, path)
         model.status = self._client.finalize_logged_model(model.model_id, "READY").status
-
-    def _log_weights(self, run_id: str, model: LoggedModel, weights: bytes, reason: str) -> None:
-        """Keep the weights with the run if the network cannot be exported; it is never pickled instead."""
-        log.warning("the network cannot be exported and registered; its weights are kept: %s", reason)
-        path = f"model/weights-{model.model_id}.pt"
-        self._client.log_stream(run_id, io.BytesIO(weights), path)
-        self._client.set_tag(run_id, "warning.model", f"not exported, only its weights are kept: {reason}")
-        self._client.finalize_logged_model(model.model_id, "FAILED")
 
     def _register(self, run_id: str, model: LoggedModel, body: dict[str, Any]) -> None:
         client, name = self._client, body["register_as"]
@@ -282,21 +288,8 @@ class Receiver:
         log.info("MLflow model %s version %d is '%s'", name, version, body["alias"])
 
 
-def _export(network: nn.Module, described: Model, image_size: int, path: Path) -> None:
-    """Write the network as a graph and its tensors: loading it executes no code."""
-    mlflow.pytorch.save_model(
-        network.eval(),
-        path,
-        mlflow_model=described,
-        signature=described.signature,
-        # With a batch of one, the batch size would be fixed.
-        input_example=np.zeros((2, 3, image_size, image_size), np.float32),
-        pip_requirements=[f"mlflow=={mlflow.__version__}", f"torch=={Version(torch.__version__).public}"],
-        serialization_format="pt2",
-    )
-
-
-def _portions(items: list[Any], most: int) -> list[list[Any]]:
+def portions(items: list[Any], most: int) -> list[list[Any]]:
+    """Cut a list into lists of this length at most."""
     return [items[first : first + most] for first in range(0, len(items), most)]
 
 

@@ -37,7 +37,7 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
 from pencil_scale.tracking.delivery import Delivery, Harmless
 from pencil_scale.tracking.journal import Journal, Record
-from pencil_scale.tracking.receiver import MOST_METRICS, PARENT, Receiver
+from pencil_scale.tracking.receiver import MOST_METRICS, PARENT, Receiver, portions
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +145,7 @@ class Tracker:
         self._num_repeated = 0
         self._start(PARENT, plan.name, params=plan.params, tags=plan.tags)
         self.log_json("config", plan.params)
-        receiver = Receiver(plan.uri, self._journal.runs)
-        name = f"MLflow {without_passwords(plan.uri)}"
+        receiver, name = Receiver(plan.uri, self._journal.runs), f"MLflow {without_passwords(plan.uri)}"
         self._delivery = Delivery(self._journal, receiver, name, every_s)
 
     def state(self) -> dict[str, Any]:
@@ -253,16 +252,8 @@ class Tracker:
     # --- records ---------------------------------------------------------------------------------------
 
     def _start(self, stage: str, name: str, **known: Any) -> None:
-        plan = self._plan
-        self._add(
-            "start",
-            stage,
-            name=name,
-            run_id=plan.run_id,
-            experiment=plan.experiment,
-            artifacts=plan.artifacts,
-            **known,
-        )
+        where = {key: getattr(self._plan, key) for key in ("run_id", "experiment", "artifacts")}
+        self._add("start", stage, name=name, **where, **known)
 
     def _log(self, stage: str, axis: str, step: int, metrics: Mapping[str, float]) -> None:
         values: dict[str, float] = {}
@@ -271,11 +262,8 @@ class Tracker:
                 values[_allowed(f"{axis}/{name}")] = float(value)
             except (TypeError, ValueError):
                 log.warning("metric %s of %s %d is not a number and not tracked: %r", name, axis, step, value)
-        names = list(values)
-        for first in range(0, len(names), MOST_METRICS):
-            some = {name: values[name] for name in names[first : first + MOST_METRICS]}
-            repeated = self._journal.add_values(stage, step, some, time=_now())
-            self._num_repeated += len(repeated)
+        for some in portions(list(values.items()), MOST_METRICS):
+            self._num_repeated += len(self._journal.add_values(stage, step, dict(some), time=_now()))
 
     def _add(self, kind: str, stage: str, blob: bytes | None = None, /, **body: Any) -> None:
         self._journal.add(kind, {"stage": stage, "time": _now(), **body}, blob)
@@ -291,10 +279,7 @@ def _now() -> int:
 
 
 def copy_page(config: Config, tracking: Mapping[str, Any], name: str, page: str) -> str | None:
-    """Keep a page with its finished run in MLflow; return the reason if that fails.
-
-    `tracking` is what the run's record holds.
-    """
+    """Keep a page with its finished run, as its record has it, in MLflow; return the reason if that fails."""
     runs = tracking.get("runs", {})
     if PARENT not in runs:
         return "MLflow knows no run of these labels"

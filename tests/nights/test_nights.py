@@ -17,9 +17,8 @@ from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.labels.start_labels import pin, regive, start_labels
-from pencil_scale.nights.carry_over import carry_over
 from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
-from pencil_scale.nights.prepare import prepare, remapped_head
+from pencil_scale.nights.prepare import carry_over, prepare, remapped_head
 from pencil_scale.nights.record import Night
 from pencil_scale.nights.start import adopt, clean_set
 from pencil_scale.storage.errors import PencilError

@@ -34,7 +34,7 @@ class Listener:
 
 def narrator(tracker: Any = None) -> tuple[Narrator, list[str]]:
     said: list[str] = []
-    return Narrator(40, ("ant", "bee"), tracker, say=said.append), said
+    return Narrator(40, ("ant", "bee"), tracker or Listener(), say=said.append), said
 
 
 def epoch(**found: Any) -> dict[str, Any]:
