@@ -29,9 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pencil_scale.labels.courier import Courier, Request, Write
+from pencil_scale.labels.courier import Courier, HostCopy, Request, Write, launched_so_far
 from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError, introduce
-from pencil_scale.labels.host_copy import HostCopy, launched_so_far
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -107,10 +106,16 @@ class Owners:
         self._pass += 1
         self._step, self._epoch, this_pass = 0, epoch, self._pass
         self._courier.begin()
+        num_classes, pinned = self.table.layout.num_classes, self._device.type == "cuda"
         coming: deque[tuple[AnyBatch, Request]] = deque()
         try:
             for batch in batches:
-                coming.append((batch, self._ask(batch.rows)))
+                asked = self.table.check_rows(_host_rows(batch.rows))
+                label_logits = torch.empty(len(asked), num_classes, dtype=torch.float32, pin_memory=pinned)
+                noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
+                coming.append((batch, Request(asked, label_logits, noisy_class)))
+                self._drained = False
+                self._courier.ask(coming[-1][1])
                 if len(coming) > AHEAD:
                     yield self._hand_over(*coming.popleft())
             self._courier.finish()
@@ -140,7 +145,7 @@ class Owners:
 
     def close(self) -> None:
         """Stop the thread; the table stays open."""
-        unsent = self._courier.num_unsent
+        unsent = len(self._courier.unsent)
         ended = self._courier.stop(STOP_PATIENCE_S)
         if self._own_group and ended and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -158,19 +163,12 @@ class Owners:
         else:
             self._courier.stop(0.0)  # unsent writes are no news: the error matters
 
-    def _ask(self, rows: Tensor) -> Request:
-        asked = self.table.check_rows(_host_rows(rows))
-        pinned = self._device.type == "cuda"
-        shape = len(asked), self.table.layout.num_classes
-        label_logits = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
-        noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
-        request = Request(asked, label_logits, noisy_class)
-        self._drained = False
-        self._courier.ask(request)
-        return request
-
     def _hand_over(self, batch: AnyBatch, request: Request) -> AnyBatch:
-        self._wait_for_device()
+        # Limit the steps in the device's queue; the wait for them is counted apart from that for labels.
+        if len(self._under_way) == self._under_way.maxlen:
+            asked = time.perf_counter()
+            self._under_way[0].wait_for_step()
+            self.device_s += time.perf_counter() - asked
         self._wait(request.ready)
         self._step += 1
         return replace(
@@ -178,13 +176,6 @@ class Owners:
             label_logits=request.label_logits.to(self._device, non_blocking=True),
             noisy_class=request.noisy_class.to(self._device, non_blocking=True),
         )
-
-    def _wait_for_device(self) -> None:
-        """Limit the steps in the device's queue; the wait for them is counted apart from that for labels."""
-        if len(self._under_way) == self._under_way.maxlen:
-            asked = time.perf_counter()
-            self._under_way[0].wait_for_step()
-            self.device_s += time.perf_counter() - asked
 
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
