@@ -23,10 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import LABELS_FOLDER, LEDGER_FOLDER, Manifest, get_parts
 from pencil_scale.labels.part_files import labels_schema
 from pencil_scale.labels.run_record import read_record, why_held
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_parts
 from pencil_scale.labels.working_copy import key_bytes
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage

@@ -31,19 +31,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import Manifest, StoredPart
+from pencil_scale.labels.manifest import (
+    LABELS_FOLDER,
+    LEDGER_FOLDER,
+    Manifest,
+    StoredPart,
+    get_part,
+    put_batch,
+)
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Int64s,
     Layout,
     TableHeader,
     fixed_batch,
-    fixed_width,
     labels_schema,
 )
 from pencil_scale.labels.pins import Pinned, apply_pins, require_same_samples
 from pencil_scale.labels.published import LabelRows, PublishedLabels
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part, put_batch
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import (
     ClassSource,
@@ -108,12 +113,11 @@ def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | 
     """Append new rows, at their given class; of the old parts only the last is written again, if short."""
     manifest.require_whole()
     old, store, parts = manifest.layout, Folder(manifest.store), dict(manifest.parts)
-    with new_columns(noisy_class, sample_keys, old.num_classes, None, old.num_rows) as (classes, keys):
-        layout = replace(old, num_rows=old.num_rows + len(classes))
+    with new_columns(noisy_class, sample_keys, old.num_classes, None, old.num_rows) as columns:
+        layout = replace(old, num_rows=old.num_rows + len(columns[0]))
         for part in range(old.num_rows >> old.shift, layout.num_parts):
             rows = range(max(layout.rows_of(part).start, old.num_rows), layout.rows_of(part).stop)
-            new = slice(rows.start - old.num_rows, rows.stop - old.num_rows)
-            labels = new_labels(rows, classes[new], keys[new], old.num_classes, manifest.scale)
+            labels = new_labels(rows, columns, old.num_classes, manifest.scale, first_row=old.num_rows)
             ledger = new_ledger(len(rows))
             if part in parts:
                 labels = pa.concat_batches([get_part(manifest, store, part, LABELS_FOLDER), labels])
@@ -140,7 +144,7 @@ def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
 
 def pin(manifest: Manifest, pins: Pinned) -> Manifest:
     """Pin rows to classes, after checking that each row still is the sample that a person looked at."""
-    pins = pins.within(manifest.layout.num_rows)
+    pins = pins.between(range(manifest.layout.num_rows))
     return _set(manifest, pins.rows, pins.classes, lambda was, pinned, to: ~pinned | (was != to), pins)
 
 
@@ -169,20 +173,14 @@ def _changed(
     labels: LabelRows, places: Int64s, classes: Classes, scale: float, pinned: bool
 ) -> pa.RecordBatch:
     """The part with some of its rows at a class, pinned or not."""
-    columns = {"noisy_class": labels.noisy_class.copy(), "label_logits": labels.logits.copy()}
-    columns["pinned"] = labels.pinned.astype(np.uint8)
-    num_classes = columns["label_logits"].shape[1]
-    columns["noisy_class"][places] = classes
-    columns["label_logits"][places] = scaled_one_hot(classes, num_classes, scale)
-    columns["pinned"][places] = pinned
-    schema = labels_schema(num_classes)
-    arrays = [
-        fixed_width(columns[field.name], field.type)
-        if field.name in columns
-        else labels.batch.column(field.name)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    all_classes, all_logits = labels.noisy_class.copy(), labels.logits.copy()
+    all_pinned = labels.pinned.astype(np.uint8)
+    num_classes = all_logits.shape[1]
+    all_classes[places] = classes
+    all_logits[places] = scaled_one_hot(classes, num_classes, scale)
+    all_pinned[places] = pinned
+    rows, schema = np.arange(labels.rows.start, labels.rows.stop), labels_schema(num_classes)
+    return fixed_batch(schema, [rows, labels.sample_key, all_classes, all_pinned, all_logits])
 
 
 # --- another class list ------------------------------------------------------------------------------
@@ -229,18 +227,12 @@ def _remapped(table: LabelTable, mapping: Mapping, rows: Int64s) -> pa.RecordBat
     if lost:
         log.warning("rows %d to %d: %d had a class that was dropped; it is -1 now", rows[0], rows[-1], lost)
     pinned = table.read_pinned(rows) & (noisy_class >= 0)
-    logits = _remapped_logits(table.read(rows), mapping)
-    logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), table.scale)
-    narrow: list[npt.NDArray[Any]] = [rows, table.read_key(rows), noisy_class, pinned.astype(np.uint8)]
-    return fixed_batch(labels_schema(len(mapping)), [*narrow, logits])
-
-
-def _remapped_logits(logits: npt.NDArray[np.float32], mapping: Mapping) -> npt.NDArray[np.float32]:
-    """The same labels over the new classes: [B, C] to [B, len(mapping)]."""
-    moved = np.zeros((len(logits), len(mapping)), np.float32)
+    old_logits, logits = table.read(rows), np.zeros((len(rows), len(mapping)), np.float32)
     for new, olds in enumerate(mapping):
         if len(olds) == 1:
-            moved[:, new] = logits[:, olds[0]]
+            logits[:, new] = old_logits[:, olds[0]]
         elif olds:
-            moved[:, new] = np.logaddexp.reduce(logits[:, list(olds)].astype(np.float64), axis=1)
-    return moved
+            logits[:, new] = np.logaddexp.reduce(old_logits[:, list(olds)].astype(np.float64), axis=1)
+    logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), table.scale)
+    schema, keys = labels_schema(len(mapping)), table.read_key(rows)
+    return fixed_batch(schema, [rows, keys, noisy_class, pinned.astype(np.uint8), logits])
