@@ -21,7 +21,7 @@ Dropping a class leaves the other logits alone; their probabilities share what i
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,6 @@ Classes = npt.NDArray[np.int32]
 Mapping = Sequence[Sequence[int]]
 
 
-# --- fresh labels ------------------------------------------------------------------------------------
-
-
 def label_store(storage: str) -> str:
     """The folder with the parts of all label tables of a dataset."""
     return Storage(storage).path(Storage.labels)
@@ -104,9 +101,6 @@ def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0, run: str
     classes = (table["noisy_class"].fill_null(-1).to_numpy() for table in catalogue.batches(["noisy_class"]))
     keys = (table["sample_key"] for table in catalogue.batches(["sample_key"]))
     return LabelTable.create(Path(folder) / "table", classes, catalogue.class_names, keys, scale, run)
-
-
-# --- labels of an earlier run ------------------------------------------------------------------------
 
 
 def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | None = None) -> Manifest:
@@ -183,37 +177,28 @@ def _changed(
     return fixed_batch(schema, [rows, labels.sample_key, all_classes, all_pinned, all_logits])
 
 
-# --- another class list ------------------------------------------------------------------------------
-
-
 def remap(table: LabelTable, mapping: Mapping, class_names: Sequence[str], folder: str | Path) -> LabelTable:
     """Make a table over the new classes in `folder`; it keeps the ledger, keys and pins.
 
     A row whose given class was dropped has class -1 from then on, and is no longer pinned.
     """
-    _check(mapping, table.layout.num_classes)
-    layout = Layout.of(table.layout.num_rows, len(mapping))
-    parts = tuple(range(layout.num_parts))
-    header = TableHeader(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
-
-    def rows_of_parts() -> Iterator[Int64s]:
-        for part in parts:
-            yield np.arange(layout.rows_of(part).start, layout.rows_of(part).stop)
-
-    labels = (_remapped(table, mapping, rows) for rows in rows_of_parts())
-    ledger = (fixed_batch(LEDGER_SCHEMA, [table.read_last_epoch(rows)]) for rows in rows_of_parts())
-    write_working_copy(Path(folder), header, labels, ledger)
-    return LabelTable.open(folder, writable_parts="all")
-
-
-def _check(mapping: Mapping, num_classes: int) -> None:
+    last = table.layout.num_classes - 1
     for old, times in Counter(old for olds in mapping for old in olds).items():
-        if not 0 <= old < num_classes:
-            raise PencilError(f"mapping names class {old}; the table has classes 0 to {num_classes - 1}")
+        if not 0 <= old <= last:
+            raise PencilError(f"mapping names class {old}; the table has classes 0 to {last}")
         if times > 1:
             raise PencilError(f"mapping names class {old} more than once; no label says how to split a class")
     if len(mapping) < 2:
         raise PencilError(f"mapping makes {len(mapping)} classes; labels need at least 2")
+    layout = Layout.of(table.layout.num_rows, len(mapping))
+    parts = tuple(range(layout.num_parts))
+    header = TableHeader(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
+    ranges = [layout.rows_of(part) for part in parts]
+    labels = (_remapped(table, mapping, np.arange(rows.start, rows.stop)) for rows in ranges)
+    epochs = (table.read_last_epoch(np.arange(rows.start, rows.stop)) for rows in ranges)
+    ledger = (fixed_batch(LEDGER_SCHEMA, [last_epoch]) for last_epoch in epochs)
+    write_working_copy(Path(folder), header, labels, ledger)
+    return LabelTable.open(folder, writable_parts="all")
 
 
 def _remapped(table: LabelTable, mapping: Mapping, rows: Int64s) -> pa.RecordBatch:

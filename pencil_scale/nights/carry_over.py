@@ -17,10 +17,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.history import START
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
-from pencil_scale.labels.report import history_file, study_labels
+from pencil_scale.labels.report import START, history_file, study_labels
 from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.crawl import Classes, Crawl, new_numbers
