@@ -154,9 +154,7 @@ class Courier:
                         waiting.set_exception(error)
             # The table refused a row: without a note the other ranks would wait until their timeout.
             if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
-                with contextlib.suppress(
-                    RuntimeError, PeerFailedError
-                ):  # this rank receives its own note too
+                with contextlib.suppress(RuntimeError, PeerFailedError):  # it receives its own note too
                     self._exchange.farewell()
 
     def _has_turn(self) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,15 +124,12 @@ class Manifest:
                 f"{name}: a manifest of version {version}; this program reads version {VERSION}: "
                 "use the program that wrote it"
             )
-        decoded: dict[str, Any] = {
-            "layout": Layout(**found["layout"]),
-            "class_names": tuple(found["class_names"]),
-            "parts": {
-                int(part): StoredPart(*(StoredFile(*fields) for fields in files))
-                for part, files in found["parts"].items()
-            },
+        found["layout"], found["class_names"] = Layout(**found["layout"]), tuple(found["class_names"])
+        found["parts"] = {
+            int(part): StoredPart(*(StoredFile(*fields) for fields in files))
+            for part, files in found["parts"].items()
         }
-        return cls(**found | decoded)
+        return cls(**found)
 
     def for_new_run(self, run: str) -> "Manifest":
         """The same labels for a run that counts its own epochs from 0, none of which any row has yet."""
@@ -158,8 +154,7 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     """Join the partial manifests that the ranks wrote at the same moment into one over all parts."""
     first, *others = manifests
     for other in others:
-        same = replace(other, parts=first.parts, newest_epoch=first.newest_epoch)
-        if same != first:
+        if replace(other, parts=first.parts, newest_epoch=first.newest_epoch) != first:
             raise PencilError(
                 f"manifests disagree: {_shape(first)} and {_shape(other)}; merge what one run wrote at once"
             )
@@ -267,17 +262,16 @@ def manifests_of(storage: str) -> list[Manifest]:
     """Read every manifest of labels in a storage: published, held, of runs, of nights, of checkpoints."""
     filesystem, root = filesystem_of(storage.rstrip("/"))
     filesystem.invalidate_cache()
+    places = ((filesystem.find(f"{root}/{folder}", depth), end) for folder, depth, end in MANIFEST_PLACES)
     manifests = []
-    for folder, depth, ending in MANIFEST_PLACES:
-        for path in filesystem.find(f"{root}/{folder}", depth):
-            if path.endswith(ending):
-                data = filesystem.cat_file(path)
-                try:
-                    found = json.loads(data)
-                except ValueError as error:  # it may have been a manifest: what it named is not known
-                    raise PencilError(
-                        f"{path}: damaged JSON ({error}); nothing is swept until it is removed"
-                    ) from None
-                if isinstance(found, dict) and found.get("kind") == KIND:
-                    manifests.append(Manifest.decode(data, path))
+    for path in (path for paths, end in places for path in paths if path.endswith(end)):
+        data = filesystem.cat_file(path)
+        try:
+            found = json.loads(data)
+        except ValueError as error:  # it may have been a manifest: what it named is not known
+            raise PencilError(
+                f"{path}: damaged JSON ({error}); nothing is swept until it is removed"
+            ) from None
+        if isinstance(found, dict) and found.get("kind") == KIND:
+            manifests.append(Manifest.decode(data, path))
     return manifests

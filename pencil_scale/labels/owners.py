@@ -190,9 +190,8 @@ class Owners:
 
     def _named(self, error: BaseException) -> BaseException:
         """Explain a failed exchange; a failed GPU or a refused row is reported as it is."""
-        if isinstance(error, torch.AcceleratorError):
-            return error
-        if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
+        clear = isinstance(error, torch.AcceleratorError | PencilError)
+        if clear and not isinstance(error, PeerFailedError):
             return error
         what = " ".join(str(error).split())
         epoch = "an unnamed epoch" if self._epoch is None else f"epoch {self._epoch}"

@@ -191,12 +191,7 @@ class Column:
     """One column of a mapped part file: every row is one item of a strided array over the whole file."""
 
     def __init__(
-        self,
-        memory: npt.NDArray[np.uint8],
-        dtype: npt.DTypeLike,
-        width: int,
-        layout: Layout,
-        starts: dict[int, int],
+        self, memory: npt.NDArray[np.uint8], dtype: npt.DTypeLike, width: int, starts: Int64s, part_rows: int
     ):
         """`starts` says at which byte the values of each part start."""
         self._dtype, self._width = np.dtype(dtype), width
@@ -209,9 +204,7 @@ class Column:
         first_item = memory[: row_bytes * min(num_items, 1)].view(self._row_type)
         self._items = np.lib.stride_tricks.as_strided(first_item, (num_items,), (step,))
         # Where row 0 would be if the whole table were laid out as this part is: start + slot = origin + row.
-        self._origins = np.zeros(layout.num_parts, np.int64)
-        for part, start in starts.items():
-            self._origins[part] = start // step - part * layout.part_rows * width
+        self._origins = starts // step - np.arange(len(starts)) * part_rows * width
 
     def find(self, rows: Int64s, parts: Int64s) -> Int64s:
         """The places of these rows, which are in these parts of the file, among the items."""
@@ -252,11 +245,11 @@ class PartFile:
 
     def column(self, name: str, dtype: npt.DTypeLike, width: int = 1) -> Column:
         """One column as a strided array over the file."""
-        starts = {
-            part: self._batches[place].column(name).buffers()[-1].address - self._buffer.address
-            for part, place in self._place.items()
-        }
-        return Column(np.frombuffer(self._map, np.uint8), dtype, width, self.header.layout, starts)
+        layout, memory = self.header.layout, np.frombuffer(self._map, np.uint8)
+        starts = np.zeros(layout.num_parts, np.int64)  # of the parts in this file; no other part is looked up
+        for part, place in self._place.items():
+            starts[part] = self._batches[place].column(name).buffers()[-1].address - self._buffer.address
+        return Column(memory, dtype, width, starts, layout.part_rows)
 
     def batch(self, part: int) -> pa.RecordBatch:
         """One part as it is in the map now, without a copy; for reading all of it."""

@@ -124,10 +124,7 @@ def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | 
 
 
 def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
-    """Restart rows whose given class changed at the new one; -1: no usable label. Pinned rows stay.
-
-    `rows` are in rising order.
-    """
+    """Restart rows, in rising order, at their new given class; -1: no usable label. Pinned rows stay."""
     return _set(manifest, rows, classes, lambda was, pinned, to: ~pinned)
 
 

@@ -110,10 +110,7 @@ def new_columns(
     folder: Path | None,
     first_row: int = 0,
 ) -> Iterator[NewColumns]:
-    """The classes and keys of new rows as two arrays, checked; chunks go through files in `folder`.
-
-    Without keys the keys are zeros.
-    """
+    """The classes and keys of new rows, checked; without keys, zeros. Chunks go through files in `folder`."""
 
     def checked(chunks: Iterable[npt.ArrayLike]) -> Iterator[npt.NDArray[np.int32]]:
         start = first_row
@@ -192,15 +189,12 @@ class PartTracker:
     """
 
     def __init__(self, labels: PartFile, ledger: PartFile, restored: Manifest | None):
-        self._labels, self._ledger = labels, ledger
-        self._header = labels.header
-        self.labels_moved = np.zeros(self._header.layout.num_parts, np.bool_)
-        self.ledger_moved = np.zeros(self._header.layout.num_parts, np.bool_)
+        self._labels, self._ledger, self._header = labels, ledger, labels.header
+        num_parts = self._header.layout.num_parts
+        self.labels_moved, self.ledger_moved = np.zeros(num_parts, np.bool_), np.zeros(num_parts, np.bool_)
         self._store = Folder(restored.store).url if restored else ""
+        self._stored = dict(restored.parts) if restored else {}
         self._newest_epoch = restored.newest_epoch if restored else 0
-        self._stored: dict[int, StoredPart] = {}
-        if restored:
-            self._stored = {part: restored.parts[part] for part in self._header.parts}
 
     def snapshot(self, url: str | Path, parts: Sequence[int]) -> Manifest:
         """Store what moved in these parts, and name them all."""
@@ -208,32 +202,24 @@ class PartTracker:
         if store.url != self._store:
             self._store, self._stored = store.url, {}
         with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            epochs = pool.map(lambda part: self._put_part(store, part), parts)
-            self._newest_epoch = max(epochs, default=self._newest_epoch)
+            newest = pool.map(lambda part: self._put_part(store, part), parts)
+            self._newest_epoch = max(newest, default=self._newest_epoch)
+        epochs = header.first_epoch, self._newest_epoch
+        named = {part: self._stored[part] for part in parts}
         return Manifest(
-            store.url,
-            header.layout,
-            header.scale,
-            header.first_epoch,
-            self._newest_epoch,
-            header.class_names,
-            header.run,
-            {part: self._stored[part] for part in parts},
+            store.url, header.layout, header.scale, *epochs, header.class_names, header.run, named
         )
 
     def _put_part(self, store: Folder, part: int) -> int:
         """Store one part if it moved; return the newest epoch known after that."""
         stored, newest_epoch = self._stored.get(part), self._newest_epoch
-        if stored is None or self.labels_moved[part]:
+        labels, ledger = (stored.labels, stored.ledger) if stored else (None, None)
+        if labels is None or self.labels_moved[part]:
             labels = put_batch(store, LABELS_FOLDER, self._labels.batch(part), self._header.run)
-        else:
-            labels = stored.labels
-        if stored is None or self.ledger_moved[part]:
+        if ledger is None or self.ledger_moved[part]:
             batch = self._ledger.batch(part)
             ledger = put_batch(store, LEDGER_FOLDER, batch, self._header.run)
             newest_epoch = max(newest_epoch, int(batch.column("last_epoch").to_numpy().max()))
-        else:
-            ledger = stored.ledger
         self._stored[part] = StoredPart(labels, ledger)
         self.labels_moved[part] = self.ledger_moved[part] = False
         return newest_epoch
