@@ -131,7 +131,7 @@ class Exchange:
         groups = zip(asked.groups, moved.groups, marked.groups, strict=True)
         heard = self._swap_notes([replace(out, asked=a, moved=b, marked=c) for a, b, c in groups])
         leaving = np.split(logits[moved.order], moved.ends[:-1])
-        arrived = self._swap_rows(self._answer(heard), leaving, asked, heard)
+        arrived = self._swap_rows(leaving, asked, heard)
         self._write(heard, [rows for _, rows in arrived])
         packed = np.empty((len(asked.order), self._table.layout.num_classes + 1), np.float32)
         packed[asked.order] = np.concatenate([rows for rows, _ in arrived])
@@ -152,19 +152,16 @@ class Exchange:
         self.capacity = max(self.capacity, *(note.capacity for note in heard))
         return heard
 
-    def _answer(self, heard: list[Outgoing]) -> list[Float32s]:
-        """The rows that each rank asked for, [n, C + 1]: the logits, and the bits of the class."""
+    def _swap_rows(
+        self, leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
+    ) -> list[tuple[Float32s, Float32s]]:
+        """Answer every rank; from every rank: its answers to this one, and the logits that it moved."""
+        num_classes = self._table.layout.num_classes
         rows = np.concatenate([note.asked for note in heard])
-        packed = np.empty((len(rows), self._table.layout.num_classes + 1), np.float32)
+        packed = np.empty((len(rows), num_classes + 1), np.float32)  # the logits, and the bits of the class
         packed[:, :-1] = self._table.read(rows)
         packed.view(np.int32)[:, -1] = self._table.read_class(rows)
-        return np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
-
-    def _swap_rows(
-        self, answers: list[Float32s], leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
-    ) -> list[tuple[Float32s, Float32s]]:
-        """From every rank: its answers to this one, and the logits that it moved."""
-        num_classes = self._table.layout.num_classes
+        answers = np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
         parcels = list(zip(answers, leaving, strict=True))
         sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])
         owed = [len(rows) * (num_classes + 1) for rows in asked.groups]

@@ -95,7 +95,9 @@ class Pins:
     def resolve(self, class_names: Sequence[str], moved: Mapping[str, str | None] | None = None) -> Pinned:
         """Translate into the numbers of a class list; `moved` has the new names of classes that left it."""
         numbers = {name: number for number, name in enumerate(class_names)}
-        names = [_followed(name, numbers, moved or {}) for name in self.table["class"].to_pylist()]
+        names, moved = self.table["class"].to_pylist(), moved or {}
+        for _ in moved:  # a class may have been renamed several times
+            names = [name if name in numbers else moved.get(name) or name for name in names]
         classes = np.array([numbers.get(name, -1) for name in names], np.int32)
         known = self.table.filter(pa.array(classes >= 0))
         return Pinned(
@@ -104,15 +106,6 @@ class Pins:
             classes[classes >= 0],
             self.table.filter(pa.array(classes < 0)),
         )
-
-
-def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | None]) -> str:
-    """The present name of a class, after any number of renames."""
-    for _ in range(len(moved)):
-        if name in listed or moved.get(name) is None:
-            break
-        name = str(moved[name])
-    return name
 
 
 def read_pins(storage: str) -> Pins:

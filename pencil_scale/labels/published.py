@@ -115,7 +115,7 @@ class PublishedLabels:
 
 
 def find_published(storage: str, named: str, held: bool = False) -> Published:
-    """Read the labels of a run, by name or by their URL; with `held`, also held ones, to look at them only."""
+    """Read the labels of a run, by name or by URL; with `held`, also held ones, to look at, not to use."""
     files = Storage(storage)
     urls = [named] if "/" in named else [published_url(storage, named), held_url(storage, named)]
     urls += [named] if "/" not in named and named.endswith(".json") else []

@@ -13,7 +13,7 @@ present run. Only snapshots are promised to survive a crash: a working copy is s
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,10 +115,8 @@ class LabelTable:
             _require_classes(str(folder), table.class_names, class_names)
             wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
             if isinstance(writable_parts, str) and writable_parts != "all":
-                raise PencilError(
-                    f"{folder}: writable_parts is '{writable_parts}'; give a list of part numbers, 'all', or "
-                    "None to read"
-                )
+                allowed = "give a list of part numbers, 'all', or None to read"
+                raise PencilError(f"{folder}: writable_parts is '{writable_parts}'; {allowed}")
             for part in set(wanted) - set(table.parts):
                 raise PencilError(f"{folder}: part {part} is not in this working copy; restore it first")
             return cls(folder, wanted) if wanted else table
@@ -228,12 +226,11 @@ class LabelTable:
                 f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts, not every row; "
                 "use count_visited, or manifest.visited with a complete manifest"
             )
-        marks = [self._part_marks(part, epoch) for part in self.parts]
-        return np.concatenate(marks) if marks else np.zeros(0, np.bool_)
+        return np.concatenate([np.zeros(0, np.bool_), *self._marks_of(epoch)])
 
     def count_visited(self, epoch: int) -> int:
         """How many rows of the parts held here were last visited in this epoch."""
-        return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
+        return sum(int(np.count_nonzero(marks)) for marks in self._marks_of(epoch))
 
     def snapshot(self, store: str | Path) -> Manifest:
         """Write the parts that moved to the store, and name the parts in a manifest of this moment.
@@ -248,10 +245,9 @@ class LabelTable:
         self._ledger.forget_pages()
         return manifest
 
-    def _part_marks(self, part: int, epoch: int) -> npt.NDArray[np.bool_]:
-        last_epoch = self._ledger.batch(part).column("last_epoch").to_numpy()
-        marks: npt.NDArray[np.bool_] = last_epoch == self.first_epoch + epoch
-        return marks
+    def _marks_of(self, epoch: int) -> Iterator[npt.NDArray[np.bool_]]:
+        for part in self.parts:
+            yield self._ledger.batch(part).column("last_epoch").to_numpy() == self.first_epoch + epoch
 
     def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
         found, parts = self._checks.to_read(rows)
@@ -274,9 +270,8 @@ class LabelTable:
         seen = last_epoch >= self.first_epoch + epoch
         if np.count_nonzero(seen):
             last = int(last_epoch[seen][0]) - self.first_epoch
-            self._checks.refuse_write(
-                rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}"
-            )
+            why = f"marked with epoch {last} already, written again in epoch {epoch}"
+            self._checks.refuse_write(rows[seen], why)
         return marks
 
 
