@@ -24,8 +24,8 @@ from pencil_scale.catalogue.class_names import difference
 from pencil_scale.config.command import refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
-from pencil_scale.labels.history import Traces, read_traces
 from pencil_scale.labels.published import find_published
+from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.review.audit import Findings, read_judged, study
 from pencil_scale.review.page import Heading, headline, notes, page_data, review_page, samples_of

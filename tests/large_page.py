@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from pencil_scale.export.table import Words
-from pencil_scale.labels.history import Traces
+from pencil_scale.labels.report import Traces
 from pencil_scale.review.page import Fact, Heading, page_data, review_page
 from pencil_scale.review.scan import DRAWN, LISTED, SCORE_BINS, Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails

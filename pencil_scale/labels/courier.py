@@ -3,6 +3,15 @@
 Only this thread uses the exchange. A round starts when this rank asks for rows or drains, when any rank needs
 another round at once, and, once this rank has nothing more to ask, as long as others may ask. Every rank gets
 the same flags in a round, so all agree on whether the next one follows at once.
+
+Tensors leave the GPU as host copies, and only the thread that reads a copy waits for it:
+
+    loss = HostCopy(losses.sum())       # returns at once
+    ...                                 # more steps are launched
+    loss.read()                         # waits for this copy, not for what was launched since
+
+The waiting thread sleeps. CUDA polls by default, which would take a processor away from the threads that read
+images. On a CPU everything is computed already, and there is nothing to wait for.
 """
 
 import contextlib
@@ -17,8 +26,31 @@ import torch
 from torch import Tensor
 
 from pencil_scale.labels.exchange import NO_ROWS, Answers, Exchange, Flag, Outgoing, PeerFailedError
-from pencil_scale.labels.host_copy import HostCopy
 from pencil_scale.storage.errors import PencilError
+
+
+class HostCopy:
+    """A copy of a tensor on the host; only its reader waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._values.copy_(tensor.detach(), non_blocking=True)
+        self._arrived = launched_so_far(tensor.device)
+
+    def read(self) -> Tensor:
+        """Wait for the copy."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
+def launched_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """An event that is reached once the GPU has done everything launched up to now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @dataclass
@@ -57,18 +89,13 @@ class Courier:
         self._exchange, self._rank, self._world = exchange, rank, world
         self._changed = threading.Condition()
         self._requests: deque[Request] = deque()
-        self._writes: deque[Write] = deque()
+        self.unsent: deque[Write] = deque()
         self._draining: Future[None] | None = None
         self._idle = self._stopped = self._more = False
         self._others_ask = world > 1
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="label courier", daemon=True)
         self._thread.start()
-
-    @property
-    def num_unsent(self) -> int:
-        """Writes that were not sent yet."""
-        return len(self._writes)
 
     def begin(self) -> None:
         """Start a pass: rows will be asked for."""
@@ -86,7 +113,7 @@ class Courier:
     def write(self, write: Write) -> None:
         """Send rows to their owners, in the next round that takes place for another reason."""
         with self._changed:
-            self._writes.append(write)
+            self.unsent.append(write)
 
     def finish(self) -> None:
         """Say that no more rows will be asked for until the next drain."""
@@ -120,7 +147,15 @@ class Courier:
                         return
                 self._round()
         except BaseException as error:
-            self._fail(error)
+            with self._changed:
+                self.error = error
+                for waiting in [request.ready for request in self._requests] + [self._draining]:
+                    if waiting is not None and not waiting.done():
+                        waiting.set_exception(error)
+            # The table refused a row: without a note the other ranks would wait until their timeout.
+            if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
+                with contextlib.suppress(RuntimeError, PeerFailedError):  # it receives its own note too
+                    self._exchange.farewell()
 
     def _has_turn(self) -> bool:
         waited_for = bool(self._requests) or self._draining is not None
@@ -129,7 +164,7 @@ class Courier:
     def _round(self) -> None:
         with self._changed:
             request = self._requests[0] if self._requests else None
-            write = self._writes[0] if self._writes else None
+            write = self.unsent[0] if self.unsent else None
             outgoing = self._outgoing(request, write)
         logits = np.zeros((0, 0), np.float32)
         if write:
@@ -143,8 +178,14 @@ class Courier:
             if write:
                 write.num_done += len(outgoing.moved) + len(outgoing.marked)
                 if write.num_done == len(write.rows):
-                    self._writes.popleft()
-            self._conclude(answers.flags)
+                    self.unsent.popleft()
+            # Every rank has the same flags, so all decide alike what follows this round.
+            self._more = any(flag & Flag.MORE for flag in answers.flags)
+            others = [flag for rank, flag in enumerate(answers.flags) if rank != self._rank]
+            self._others_ask = not all(flag & Flag.IDLE for flag in others)
+            if all(flag & Flag.DRAINED for flag in answers.flags) and self._draining is not None:
+                self._draining.set_result(None)
+                self._draining, self._idle, self._others_ask = None, False, self._world > 1
 
     def _outgoing(self, request: Request | None, write: Write | None) -> Outgoing:
         capacity = self._exchange.capacity
@@ -152,7 +193,7 @@ class Courier:
         rows = write.rows[write.num_done :][:capacity] if write else NO_ROWS
         partly_asked = request is not None and request.num_done + len(asked) < len(request.rows)
         partly_written = write is not None and write.num_done + len(rows) < len(write.rows)
-        more = partly_asked or partly_written or len(self._writes) > 1
+        more = partly_asked or partly_written or len(self.unsent) > 1
         last_asked = len(self._requests) <= 1
         drained = self._draining is not None and not more and last_asked
         idle = (self._idle or self._draining is not None) and last_asked
@@ -162,9 +203,7 @@ class Courier:
             marked=rows if write and write.logits is None else NO_ROWS,
             epoch=write.epoch if write else 0,
             capacity=max(len(request.rows) if request else 0, len(write.rows) if write else 0),
-            flags=(Flag.MORE if more else Flag.NONE)
-            | (Flag.DRAINED if drained else Flag.NONE)
-            | (Flag.IDLE if idle else Flag.NONE),
+            flags=Flag(more * Flag.MORE | drained * Flag.DRAINED | idle * Flag.IDLE),
         )
 
     def _deliver(self, request: Request, answers: Answers) -> None:
@@ -175,23 +214,3 @@ class Courier:
         if request.num_done == len(request.rows):
             self._requests.popleft()
             request.ready.set_result(None)
-
-    def _conclude(self, flags: list[Flag]) -> None:
-        """Decide what follows this round; every rank decides alike, from the same flags."""
-        self._more = any(flag & Flag.MORE for flag in flags)
-        others = [flag for rank, flag in enumerate(flags) if rank != self._rank]
-        self._others_ask = not all(flag & Flag.IDLE for flag in others)
-        if all(flag & Flag.DRAINED for flag in flags) and self._draining is not None:
-            self._draining.set_result(None)
-            self._draining, self._idle, self._others_ask = None, False, self._world > 1
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = error
-            for waiting in [request.ready for request in self._requests] + [self._draining]:
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
-        # The table refused a row: without a note the other ranks would wait for this one until their timeout.
-        if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(RuntimeError, PeerFailedError):  # this rank receives its own note too
-                self._exchange.farewell()

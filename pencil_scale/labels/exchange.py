@@ -84,8 +84,8 @@ class Outgoing:
     def decode(cls, note: Int64s) -> "Outgoing":
         """Read a note back."""
         num_asked, num_moved, num_marked, epoch, capacity, flags = note[:NOTE_HEAD].tolist()
-        ends = NOTE_HEAD + np.cumsum([num_asked, num_moved, num_marked])
-        asked, moved, marked, _ = np.split(note[NOTE_HEAD:], ends - NOTE_HEAD)
+        ends = np.cumsum([num_asked, num_moved, num_marked])
+        asked, moved, marked, _ = np.split(note[NOTE_HEAD:], ends)
         return cls(asked, moved, marked, epoch, capacity, Flag(flags))
 
 
@@ -119,25 +119,23 @@ class Exchange:
     def round(self, out: Outgoing, logits: Float32s) -> Answers:
         """Send questions and moved rows (with their `logits`) to the owners; answer and write as an owner."""
         if self._world == 1:
-            return self._alone(out, logits)
+            # One rank needs no notes: they would slow down a small network of hundreds of steps per second.
+            self.capacity = max(self.capacity, out.capacity)
+            answers = Answers(self._table.read(out.asked), self._table.read_class(out.asked), [out.flags])
+            self._write([out], [logits])
+            return answers
         shift = self._table.layout.shift
         asked, moved, marked = (
             _ByOwner(rows, shift, self._world) for rows in (out.asked, out.moved, out.marked)
         )
         groups = zip(asked.groups, moved.groups, marked.groups, strict=True)
         heard = self._swap_notes([replace(out, asked=a, moved=b, marked=c) for a, b, c in groups])
-        answers = self._answer(heard)
         leaving = np.split(logits[moved.order], moved.ends[:-1])
-        arrived = self._swap_rows(answers, leaving, asked, heard)
+        arrived = self._swap_rows(leaving, asked, heard)
         self._write(heard, [rows for _, rows in arrived])
-        return self._unpack(asked, [rows for rows, _ in arrived], [note.flags for note in heard])
-
-    def _alone(self, out: Outgoing, logits: Float32s) -> Answers:
-        """One rank needs no notes: they would slow down a small network of hundreds of steps per second."""
-        self.capacity = max(self.capacity, out.capacity)
-        answers = Answers(self._table.read(out.asked), self._table.read_class(out.asked), [out.flags])
-        self._write([out], [logits])
-        return answers
+        packed = np.empty((len(asked.order), self._table.layout.num_classes + 1), np.float32)
+        packed[asked.order] = np.concatenate([rows for rows, _ in arrived])
+        return Answers(packed[:, :-1], packed.view(np.int32)[:, -1], [note.flags for note in heard])
 
     def farewell(self) -> None:
         """Tell the others, in their next round, that this rank has failed."""
@@ -154,19 +152,16 @@ class Exchange:
         self.capacity = max(self.capacity, *(note.capacity for note in heard))
         return heard
 
-    def _answer(self, heard: list[Outgoing]) -> list[Float32s]:
-        """The rows that each rank asked for, [n, C + 1]: the logits, and the bits of the class."""
+    def _swap_rows(
+        self, leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
+    ) -> list[tuple[Float32s, Float32s]]:
+        """Answer every rank; from every rank: its answers to this one, and the logits that it moved."""
+        num_classes = self._table.layout.num_classes
         rows = np.concatenate([note.asked for note in heard])
-        packed = np.empty((len(rows), self._table.layout.num_classes + 1), np.float32)
+        packed = np.empty((len(rows), num_classes + 1), np.float32)  # the logits, and the bits of the class
         packed[:, :-1] = self._table.read(rows)
         packed.view(np.int32)[:, -1] = self._table.read_class(rows)
-        return np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
-
-    def _swap_rows(
-        self, answers: list[Float32s], leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
-    ) -> list[tuple[Float32s, Float32s]]:
-        """From every rank: its answers to this one, and the logits that it moved."""
-        num_classes = self._table.layout.num_classes
+        answers = np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
         parcels = list(zip(answers, leaving, strict=True))
         sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])
         owed = [len(rows) * (num_classes + 1) for rows in asked.groups]
@@ -186,11 +181,6 @@ class Exchange:
                 self._table.write(moved, np.concatenate([logits[rank] for rank in at_once]), epoch)
             if len(marked):
                 self._table.mark(marked, epoch)
-
-    def _unpack(self, asked: _ByOwner, answers: list[Float32s], flags: list[Flag]) -> Answers:
-        packed = np.empty((len(asked.order), self._table.layout.num_classes + 1), np.float32)
-        packed[asked.order] = np.concatenate(answers)
-        return Answers(packed[:, :-1], packed.view(np.int32)[:, -1], flags)
 
     def _swap(
         self, sent: npt.NDArray[Any], leaving: list[int], arriving: list[int]
@@ -233,22 +223,17 @@ def introduce(rank: int, world: int, group: dist.ProcessGroup | None) -> list[Pe
 
 def gloo_address() -> str:
     """The address on which gloo listens, found as torch finds it: by interface, else by the host's name."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interfaces:
-        return _address_of(interfaces.split(",")[0])
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        asked = struct.pack("256s", interface.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
+            except OSError:
+                return f"interface {interface}"  # it has no IPv4 address
+        return socket.inet_ntoa(answer[20:24])
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return LOOPBACK  # the host's name does not resolve: torch uses the loopback too
     return str(found[0][4][0])
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of an interface, or its name where it has none."""
-    asked = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
-        except OSError:
-            return f"interface {interface}"
-    return socket.inet_ntoa(answer[20:24])

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pencil_scale.labels.courier import Courier, Request, Write
+from pencil_scale.labels.courier import Courier, HostCopy, Request, Write, launched_so_far
 from pencil_scale.labels.exchange import Exchange, OwnersError, PeerFailedError, introduce
-from pencil_scale.labels.host_copy import HostCopy, launched_so_far
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -107,10 +105,16 @@ class Owners:
         self._pass += 1
         self._step, self._epoch, this_pass = 0, epoch, self._pass
         self._courier.begin()
+        num_classes, pinned = self.table.layout.num_classes, self._device.type == "cuda"
         coming: deque[tuple[AnyBatch, Request]] = deque()
         try:
             for batch in batches:
-                coming.append((batch, self._ask(batch.rows)))
+                asked = self.table.check_rows(_host_rows(batch.rows))
+                label_logits = torch.empty(len(asked), num_classes, dtype=torch.float32, pin_memory=pinned)
+                noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
+                coming.append((batch, Request(asked, label_logits, noisy_class)))
+                self._drained = False
+                self._courier.ask(coming[-1][1])
                 if len(coming) > AHEAD:
                     yield self._hand_over(*coming.popleft())
             self._courier.finish()
@@ -140,7 +144,7 @@ class Owners:
 
     def close(self) -> None:
         """Stop the thread; the table stays open."""
-        unsent = self._courier.num_unsent
+        unsent = len(self._courier.unsent)
         ended = self._courier.stop(STOP_PATIENCE_S)
         if self._own_group and ended and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -150,27 +154,18 @@ class Owners:
     def __enter__(self) -> "Owners":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
             self._courier.stop(0.0)  # unsent writes are no news: the error matters
 
-    def _ask(self, rows: Tensor) -> Request:
-        asked = self.table.check_rows(_host_rows(rows))
-        pinned = self._device.type == "cuda"
-        shape = len(asked), self.table.layout.num_classes
-        label_logits = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
-        noisy_class = torch.empty(len(asked), dtype=torch.int64, pin_memory=pinned)
-        request = Request(asked, label_logits, noisy_class)
-        self._drained = False
-        self._courier.ask(request)
-        return request
-
     def _hand_over(self, batch: AnyBatch, request: Request) -> AnyBatch:
-        self._wait_for_device()
+        # Limit the steps in the device's queue; the wait for them is counted apart from that for labels.
+        if len(self._under_way) == self._under_way.maxlen:
+            asked = time.perf_counter()
+            self._under_way[0].wait_for_step()
+            self.device_s += time.perf_counter() - asked
         self._wait(request.ready)
         self._step += 1
         return replace(
@@ -178,13 +173,6 @@ class Owners:
             label_logits=request.label_logits.to(self._device, non_blocking=True),
             noisy_class=request.noisy_class.to(self._device, non_blocking=True),
         )
-
-    def _wait_for_device(self) -> None:
-        """Limit the steps in the device's queue; the wait for them is counted apart from that for labels."""
-        if len(self._under_way) == self._under_way.maxlen:
-            asked = time.perf_counter()
-            self._under_way[0].wait_for_step()
-            self.device_s += time.perf_counter() - asked
 
     def _write(self, write: Write) -> None:
         if self._courier.error is not None:
@@ -202,9 +190,8 @@ class Owners:
 
     def _named(self, error: BaseException) -> BaseException:
         """Explain a failed exchange; a failed GPU or a refused row is reported as it is."""
-        if isinstance(error, torch.AcceleratorError):
-            return error
-        if isinstance(error, PencilError) and not isinstance(error, PeerFailedError):
+        clear = isinstance(error, torch.AcceleratorError | PencilError)
+        if clear and not isinstance(error, PeerFailedError):
             return error
         what = " ".join(str(error).split())
         epoch = "an unnamed epoch" if self._epoch is None else f"epoch {self._epoch}"

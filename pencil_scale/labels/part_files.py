@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -107,18 +107,16 @@ def labels_schema(num_classes: int) -> pa.Schema:
 LEDGER_SCHEMA = pa.schema([pa.field("last_epoch", pa.int32(), nullable=False)])
 
 
-def fixed_width(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Wrap a contiguous array as an Arrow array of one value per row, without a copy."""
-    buffer = pa.py_buffer(np.ascontiguousarray(values))
-    if pa.types.is_fixed_size_list(kind):
-        items = pa.Array.from_buffers(kind.value_type, values.size, [None, buffer])
-        return pa.FixedSizeListArray.from_arrays(items, type=kind)
-    return pa.Array.from_buffers(kind, len(values), [None, buffer])
-
-
 def fixed_batch(schema: pa.Schema, columns: Sequence[npt.NDArray[Any]]) -> pa.RecordBatch:
     """Wrap one array per column as a record batch, without a copy."""
-    arrays = [fixed_width(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    arrays = []
+    for values, kind in zip(columns, schema.types, strict=True):
+        buffer = pa.py_buffer(np.ascontiguousarray(values))
+        if pa.types.is_fixed_size_list(kind):
+            items = pa.Array.from_buffers(kind.value_type, values.size, [None, buffer])
+            arrays.append(pa.FixedSizeListArray.from_arrays(items, type=kind))
+        else:
+            arrays.append(pa.Array.from_buffers(kind, len(values), [None, buffer]))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -134,16 +132,66 @@ def write_part_file(
             writer.write_batch(batch)
 
 
+class RowChecks:
+    """Turns what a caller gives into row numbers that are safe to use, or refuses them by name.
+
+    The checks run on every batch, so they are written for speed: on arrays this small `count_nonzero` and
+    `argmax` are several times faster than `any`, `all` and `max`.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, held: Iterable[int], writable: Iterable[int]):
+        self._folder, self._num_rows, self._shift = folder, layout.num_rows, layout.shift
+        self.held, self.writable = (np.zeros(layout.num_parts, np.bool_) for _ in range(2))
+        self.held[list(held)] = True
+        self.writable[list(writable)] = True
+
+    def known(self, rows: npt.ArrayLike, outcome: str = "") -> tuple[Int64s, Int64s]:
+        """These rows as an array, and the part of each, which may be held elsewhere."""
+        found = np.asarray(rows)
+        if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+            raise PencilError(f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers")
+        given, found = found, found.astype(np.int64, copy=False)
+        unsigned = found.view(np.uint64)  # a negative row is a huge one
+        if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
+            outside = given[unsigned >= self._num_rows]
+            self.refuse(outside, f"outside the table's {self._num_rows:,} rows{outcome}")
+        return found, found >> self._shift
+
+    def to_read(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """The same, for rows whose parts are in this working copy."""
+        found, parts = self.known(rows)
+        held = self.held[parts]
+        if np.count_nonzero(held) < len(found):
+            self.refuse(found[~held], "in a part that is not in this working copy")
+        return found, parts
+
+    def to_write(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """The same, for distinct rows whose parts are open for writing."""
+        found, parts = self.known(rows, "; nothing was written")
+        writable = self.writable[parts]
+        if np.count_nonzero(writable) < len(found):
+            self.refuse_write(found[~writable], "in a part that was not opened for writing")
+        ordered = np.sort(found)
+        repeated = ordered[1:] == ordered[:-1]
+        if np.count_nonzero(repeated):
+            self.refuse_write(ordered[1:][repeated], "given twice in one write")
+        return found, parts
+
+    def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """Name the first of these rows, as it was given, and the reason."""
+        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise PencilError(f"{self._folder}: row {rows[0]}{others}: {why}")
+
+    def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
+        """The same, saying that the other rows were not written either."""
+        self.refuse(rows, f"{why}; nothing was written")
+
+
 class Column:
     """One column of a mapped part file: every row is one item of a strided array over the whole file."""
 
     def __init__(
-        self,
-        memory: npt.NDArray[np.uint8],
-        dtype: npt.DTypeLike,
-        width: int,
-        layout: Layout,
-        starts: dict[int, int],
+        self, memory: npt.NDArray[np.uint8], dtype: npt.DTypeLike, width: int, starts: Int64s, part_rows: int
     ):
         """`starts` says at which byte the values of each part start."""
         self._dtype, self._width = np.dtype(dtype), width
@@ -156,9 +204,7 @@ class Column:
         first_item = memory[: row_bytes * min(num_items, 1)].view(self._row_type)
         self._items = np.lib.stride_tricks.as_strided(first_item, (num_items,), (step,))
         # Where row 0 would be if the whole table were laid out as this part is: start + slot = origin + row.
-        self._origins = np.zeros(layout.num_parts, np.int64)
-        for part, start in starts.items():
-            self._origins[part] = start // step - part * layout.part_rows * width
+        self._origins = starts // step - np.arange(len(starts)) * part_rows * width
 
     def find(self, rows: Int64s, parts: Int64s) -> Int64s:
         """The places of these rows, which are in these parts of the file, among the items."""
@@ -199,11 +245,11 @@ class PartFile:
 
     def column(self, name: str, dtype: npt.DTypeLike, width: int = 1) -> Column:
         """One column as a strided array over the file."""
-        starts = {
-            part: self._batches[place].column(name).buffers()[-1].address - self._buffer.address
-            for part, place in self._place.items()
-        }
-        return Column(np.frombuffer(self._map, np.uint8), dtype, width, self.header.layout, starts)
+        layout, memory = self.header.layout, np.frombuffer(self._map, np.uint8)
+        starts = np.zeros(layout.num_parts, np.int64)  # of the parts in this file; no other part is looked up
+        for part, place in self._place.items():
+            starts[part] = self._batches[place].column(name).buffers()[-1].address - self._buffer.address
+        return Column(memory, dtype, width, starts, layout.part_rows)
 
     def batch(self, part: int) -> pa.RecordBatch:
         """One part as it is in the map now, without a copy; for reading all of it."""

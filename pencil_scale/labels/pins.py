@@ -73,10 +73,6 @@ class Pinned:
         some = slice(*np.searchsorted(self.rows, [rows.start, rows.stop]).tolist())
         return Pinned(self.rows[some], self.keys[some], self.classes[some], self.void)
 
-    def within(self, num_rows: int) -> "Pinned":
-        """The pins of the first `num_rows` rows: a table may be older than the newest pins."""
-        return self.between(range(num_rows))
-
     def void_warning(self) -> str:
         """Say which pins have no effect; empty if there are none."""
         if not len(self.void):
@@ -99,7 +95,9 @@ class Pins:
     def resolve(self, class_names: Sequence[str], moved: Mapping[str, str | None] | None = None) -> Pinned:
         """Translate into the numbers of a class list; `moved` has the new names of classes that left it."""
         numbers = {name: number for number, name in enumerate(class_names)}
-        names = [_followed(name, numbers, moved or {}) for name in self.table["class"].to_pylist()]
+        names, moved = self.table["class"].to_pylist(), moved or {}
+        for _ in moved:  # a class may have been renamed several times
+            names = [name if name in numbers else moved.get(name) or name for name in names]
         classes = np.array([numbers.get(name, -1) for name in names], np.int32)
         known = self.table.filter(pa.array(classes >= 0))
         return Pinned(
@@ -108,15 +106,6 @@ class Pins:
             classes[classes >= 0],
             self.table.filter(pa.array(classes < 0)),
         )
-
-
-def _followed(name: str, listed: Mapping[str, int], moved: Mapping[str, str | None]) -> str:
-    """The present name of a class, after any number of renames."""
-    for _ in range(len(moved)):
-        if name in listed or moved.get(name) is None:
-            break
-        name = str(moved[name])
-    return name
 
 
 def read_pins(storage: str) -> Pins:
@@ -153,13 +142,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def apply_pins(table: LabelTable, pins: Pinned) -> int:
-    """Pin those rows that a table, open for writing, has; return how many."""
-    pins = pins.within(table.layout.num_rows)
+def apply_pins(table: LabelTable, pins: Pinned) -> None:
+    """Pin those rows that a table, open for writing, has."""
+    pins = pins.between(range(table.layout.num_rows))  # a table may be older than the newest pins
     if len(pins.rows):
         require_same_samples(pins, table.read_key(pins.rows))
         table.pin(pins.rows, pins.classes)
-    return len(pins.rows)
 
 
 def check_pins(pins: Pins, catalogue: Catalogue) -> None:
@@ -213,25 +201,20 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
         if entry.get("class") in (None, ""):
             num_undecided += 1
             continue
-        decision = _decision(url, place, entry, classes)
-        before = found.setdefault(decision.sample_id, decision)
-        if before.number != decision.number:
+        number, _ = classes.classify(entry["class"])
+        if number is None:
             raise PencilError(
-                f"{url}: sample {decision.sample_id!r} is decided twice, as {classes.names[before.number]!r} "
-                f"and as {classes.names[decision.number]!r}; keep one"
+                f"{url}: entry {place:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
+                f"{len(classes):,} classes; give a name or a number of data.classes"
+            )
+        by, note = (None if entry.get(name) in (None, "") else str(entry[name]) for name in ("by", "note"))
+        before = found.setdefault(entry["sample_id"], Decision(entry["sample_id"], number, by, note))
+        if before.number != number:
+            raise PencilError(
+                f"{url}: sample {before.sample_id!r} is decided twice, as {classes.names[before.number]!r} "
+                f"and as {classes.names[number]!r}; keep one"
             )
     return Decisions(tuple(found.values()), num_undecided)
-
-
-def _decision(url: str, place: int, entry: dict[str, Any], classes: LabelClasses) -> Decision:
-    number, _ = classes.classify(entry["class"])
-    if number is None:
-        raise PencilError(
-            f"{url}: entry {place:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
-            f"{len(classes):,} classes; give a name or a number of data.classes"
-        )
-    by, note = (None if entry.get(name) in (None, "") else str(entry[name]) for name in ("by", "note"))
-    return Decision(entry["sample_id"], number, by, note)
 
 
 def _entries(url: str) -> list[Any]:

@@ -14,7 +14,7 @@ gets an error that says why they are held.
         ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -23,10 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import LABELS_FOLDER, LEDGER_FOLDER, Manifest, get_parts
 from pencil_scale.labels.part_files import labels_schema
 from pencil_scale.labels.run_record import read_record, why_held
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_parts
 from pencil_scale.labels.working_copy import key_bytes
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
@@ -85,50 +84,38 @@ class PublishedLabels:
     def rows(self, rows: range) -> LabelRows:
         """Read the labels of these rows, as far as the table has them."""
         none = pa.RecordBatch.from_pylist([], labels_schema(self._layout.num_classes))
-        batches = [some.batch for some in self.batches(rows)]
-        return LabelRows(self._within(rows), pa.concat_batches([none, *batches]))
+        batch = pa.concat_batches([none, *(some.batch for some in self.batches(rows))])
+        return LabelRows(range(rows.start, rows.start + len(batch)), batch)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""
-        rows = self._within(range(self._layout.num_rows) if rows is None else rows)
-        for here, batch in self._read(self._parts_of(rows), LABELS_FOLDER):
-            some = range(max(here.start, rows.start), min(here.stop, rows.stop))
-            yield LabelRows(some, batch.slice(some.start - here.start, len(some)))
+        return (LabelRows(some, batch) for some, batch in self._read(rows, LABELS_FOLDER))
 
     def parts_with(self, rows: npt.NDArray[np.int64]) -> Iterator[LabelRows]:
         """Read the complete parts that hold any of these rows."""
         within = rows[rows < self._layout.num_rows]
         parts = np.unique(within >> self._layout.shift).tolist()
-        return (LabelRows(here, batch) for here, batch in self._read(parts, LABELS_FOLDER))
+        found = zip(parts, get_parts(self.manifest, parts, LABELS_FOLDER), strict=True)
+        return (LabelRows(self._layout.rows_of(part), batch) for part, batch in found)
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
         """Read the last epoch of the table's life in which each row was trained on; 0: never."""
-        rows = self._within(range(self._layout.num_rows) if rows is None else rows)
-        last_epoch = np.zeros(len(rows), np.int32)
-        for here, batch in self._read(self._parts_of(rows), LEDGER_FOLDER):
+        found = [batch.column("last_epoch").to_numpy() for _, batch in self._read(rows, LEDGER_FOLDER)]
+        return np.concatenate([np.zeros(0, np.int32), *found])
+
+    def _read(self, rows: range | None, folder: str) -> Iterator[tuple[range, pa.RecordBatch]]:
+        """Read these rows as far as the table has them, or all, one part at a time."""
+        layout = self._layout
+        rows = range(layout.num_rows) if rows is None else range(layout.num_rows)[rows.start : rows.stop]
+        parts = range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1) if rows else ()
+        for part, batch in zip(parts, get_parts(self.manifest, parts, folder), strict=True):
+            here = layout.rows_of(part)
             some = range(max(here.start, rows.start), min(here.stop, rows.stop))
-            found = batch.column("last_epoch").to_numpy()[some.start - here.start : some.stop - here.start]
-            last_epoch[some.start - rows.start : some.stop - rows.start] = found
-        return last_epoch
-
-    def _within(self, rows: range) -> range:
-        num_rows = self._layout.num_rows
-        return range(min(rows.start, num_rows), min(rows.stop, num_rows))
-
-    def _parts_of(self, rows: range) -> Sequence[int]:
-        shift = self._layout.shift
-        return range(rows.start >> shift, ((rows.stop - 1) >> shift) + 1) if rows else ()
-
-    def _read(self, parts: Sequence[int], folder: str) -> Iterator[tuple[range, pa.RecordBatch]]:
-        found = get_parts(self.manifest, parts, folder)
-        return zip((self._layout.rows_of(part) for part in parts), found, strict=True)
+            yield some, batch.slice(some.start - here.start, len(some))
 
 
 def find_published(storage: str, named: str, held: bool = False) -> Published:
-    """Read the labels that a run of this name published, or those of a manifest's URL.
-
-    With `held`, also find those of a held run: to look at them, not to use them.
-    """
+    """Read the labels of a run, by name or by URL; with `held`, also held ones, to look at, not to use."""
     files = Storage(storage)
     urls = [named] if "/" in named else [published_url(storage, named), held_url(storage, named)]
     urls += [named] if "/" not in named and named.endswith(".json") else []

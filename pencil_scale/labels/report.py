@@ -5,16 +5,27 @@ It is read from a snapshot, part by part, so it needs the memory of a few parts 
     report = study_labels(manifest, catalogue)
     report.figures()["corrected_share"], report.transitions          # [C, C], given -> corrected
 
-A run studies its labels after each epoch, and may keep a history of every label (`labels.history` reads it):
+A run studies its labels after each epoch:
 
     study = LabelStudy(storage, catalogue_version, run_id, history=True)
     found = study.of(manifest, epoch=7, moved=True, before=figures_of_epoch_6)
     found.figures["corrected_share"], found.warnings, found.transitions
+
+With `history` it also writes `epoch-NNNNN.arrow` after each epoch that moved labels, with the class and the
+confidence of every row. A night also writes `start.arrow`, the labels it started from. A history of a table
+of another shape is ignored.
+
+    moves = LabelMoves("s3://lake/clothing1m/labels/history/ID", layout)
+    moves.last_change(range(0, 1000), given)     # int32: the epoch in which each row got its class, or -1
+    traces = read_traces(published, rows)        # rows in rising order; of a long run at most `most` epochs
+    traces.epochs, traces.classes, traces.confidence             # [E], [B, E], [B, E]
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -23,12 +34,18 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.method.decisions import Decisions, decide, label_distribution
+from pencil_scale.labels.part_files import Int64s, Layout
+from pencil_scale.labels.published import Published, PublishedLabels
+from pencil_scale.method.decisions import decide, label_distribution
+from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of
 
 HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.float16())])
 FALL_WORTH_A_WARNING = 0.01
+NEVER = -1
+START = "start.arrow"  # the labels a night started from, where they were not those given
+_EPOCH = re.compile(r"epoch-(\d+)\.arrow$")
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Share:
 class LabelReport:
     """The labels of all trained rows at one moment. Pinned rows count as changed or not, never as right."""
 
-    transitions: npt.NDArray[np.int64]  # [C, C], rows of given class i that now have class j
+    transitions: Int64s  # [C, C], rows of given class i that now have class j
     entropy_sum: float
     given_right: Share
     corrected_right: Share
@@ -94,7 +111,7 @@ class LabelReport:
 def study_labels(
     manifest: Manifest,
     catalogue: Catalogue,
-    members: npt.NDArray[np.int64] | None = None,
+    members: Int64s | None = None,
     history: pa.ipc.RecordBatchFileWriter | None = None,
 ) -> LabelReport:
     """Read a snapshot once, counting the rows that are trained on: all, or those of `members`.
@@ -125,13 +142,9 @@ def study_labels(
         given_right += int((given == true)[judged].sum())
         corrected_right += int((found.corrected_class == true)[judged].sum())
         if history is not None:
-            history.write_batch(_moment(found))
+            classes, confidence = found.corrected_class.astype(np.uint16), found.confidence.astype(np.float16)
+            history.write_batch(pa.record_batch([classes, confidence], schema=HISTORY))
     return LabelReport(transitions, entropy_sum, Share(given_right, known), Share(corrected_right, known))
-
-
-def _moment(found: Decisions) -> pa.RecordBatch:
-    classes, confidence = found.corrected_class.astype(np.uint16), found.confidence.astype(np.float16)
-    return pa.record_batch([pa.array(classes), pa.array(confidence)], schema=HISTORY)
 
 
 @contextmanager
@@ -153,7 +166,7 @@ class Found:
 
     figures: dict[str, float]
     warnings: dict[str, str]
-    transitions: npt.NDArray[np.int64] | None
+    transitions: Int64s | None
 
 
 @dataclass
@@ -163,7 +176,7 @@ class LabelStudy:
     storage: str
     catalogue_version: int
     run: str  # its id
-    members: npt.NDArray[np.int64] | None = None
+    members: Int64s | None = None
     history: bool = False
     max_class_loss: float = 0.5
     _last: LabelReport | None = field(default=None, init=False)
@@ -177,23 +190,98 @@ class LabelStudy:
             with history_file(url) if moved and self.history else nullcontext() as history:
                 self._last = study_labels(manifest, catalogue, self.members, history)
             self._class_names = catalogue.manifest["classes"]
-        figures = self._last.figures()
-        warnings = self._warnings(self._last, figures, before) if moved else {}
-        return Found(figures, warnings, self._last.transitions if moved else None)
-
-    def _warnings(
-        self, report: LabelReport, figures: Mapping[str, float], before: Mapping[str, float]
-    ) -> dict[str, str]:
-        found: dict[str, str] = {}
+        figures, warnings = self._last.figures(), dict[str, str]()
+        if not moved:
+            return Found(figures, warnings, None)
         if figures["label_entropy"] == before.get("label_entropy"):
-            found["no_label_moved"] = "no label moved in an epoch that should move them; check lambda"
+            warnings["no_label_moved"] = "no label moved in an epoch that should move them; check lambda"
         name = "corrected_label_accuracy"
         if figures.get(name, 1.0) < before.get(name, 0.0) - FALL_WORTH_A_WARNING:
-            found["label_accuracy_falls"] = (
+            warnings["label_accuracy_falls"] = (
                 f"label accuracy fell from {before[name]:.3f} to {figures[name]:.3f}"
             )
-        shrunken = report.shrunken_classes(self.max_class_loss)
+        shrunken = self._last.shrunken_classes(self.max_class_loss)
         if shrunken:
             worst = ", ".join(f"{self._class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5])
-            found["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
-        return found
+            warnings["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
+        return Found(figures, warnings, self._last.transitions)
+
+
+class LabelMoves:
+    """In which epoch each label's class last changed; known only if the run kept a history."""
+
+    def __init__(self, folder: str, layout: Layout) -> None:
+        self._filesystem, path = filesystem_of(folder)
+        self._files, self._layout = history_files(folder), layout
+        if self._filesystem.exists(f"{path}/{START}"):
+            self._files.insert(0, (NEVER, f"{path}/{START}"))
+
+    def last_change(self, rows: range, given: Int64s) -> npt.NDArray[np.int32]:
+        """The run's epoch in which each of these rows got the class it has; -1 where it was given it."""
+        last = np.full(len(rows), NEVER, np.int32)
+        before: npt.NDArray[Any] = given
+        for epoch, name in self._files:
+            found = _read(self._filesystem, name, self._layout, np.arange(rows.start, rows.stop))
+            if found is None:
+                return np.full(len(rows), NEVER, np.int32)
+            last[found[0] != before] = epoch
+            before = found[0]
+        return last
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What the labels of some rows were after each epoch; no epochs where no history was kept."""
+
+    epochs: tuple[int, ...]  # of the run, from 0
+    classes: npt.NDArray[np.uint16]
+    confidence: npt.NDArray[np.float16]
+
+
+def read_traces(published: Published, rows: Int64s, most: int | None = None) -> Traces:
+    """Read the history of a run for some rows of its label table, in rising order."""
+    filesystem, _ = filesystem_of(published.history)
+    files = history_files(published.history)
+    if most is not None:  # evenly spread, with the first and the last
+        places = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+        files = [files[place] for place in np.unique(places)]
+    found = [(epoch, _read(filesystem, name, published.manifest.layout, rows)) for epoch, name in files]
+    known = [(epoch, labels) for epoch, labels in found if labels is not None]
+    classes = np.array([labels[0] for _, labels in known], np.uint16).reshape(len(known), len(rows))
+    confidence = np.array([labels[1] for _, labels in known], np.float16).reshape(len(known), len(rows))
+    return Traces(tuple(epoch for epoch, _ in known), classes.T, confidence.T)
+
+
+def history_files(folder: str) -> list[tuple[int, str]]:
+    """The epochs of a run's history in rising order, and the file of each; none if it kept no history."""
+    filesystem, path = filesystem_of(folder)
+    filesystem.invalidate_cache()
+    try:
+        names = filesystem.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted((int(match[1]), name) for name in names if (match := _EPOCH.search(name)))
+
+
+def _read(
+    filesystem: Any, name: str, layout: Layout, rows: Int64s
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float16]] | None:
+    """Classes and confidences of rows in one file; None for a table of another shape."""
+    classes, confidence = np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.float16)
+    parts = rows >> layout.shift
+    try:
+        with filesystem.open(name, "rb") as file:
+            reader = pa.ipc.open_file(file)
+            if reader.num_record_batches != layout.num_parts:
+                return None
+            for part in np.unique(parts).tolist():
+                here = slice(*np.searchsorted(parts, [part, part + 1]))
+                batch, slots = reader.get_batch(part), rows[here] - layout.rows_of(part).start
+                if batch.num_rows != len(layout.rows_of(part)):
+                    return None
+                classes[here] = batch.column("class").to_numpy()[slots]
+                confidence[here] = batch.column("confidence").to_numpy()[slots]
+    except pa.ArrowInvalid as error:
+        reason = " ".join(str(error).split())
+        raise DamagedError(f"{name}: damaged history file ({reason}); remove it") from error
+    return classes, confidence

@@ -59,50 +59,34 @@ class RunRecord:
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def run_folder(storage: str, name: str) -> str:
-    """The folder with the record, the summary and the starting labels of a run."""
-    files = Storage(storage)
-    return files.path(files.run(name))
-
-
 def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunRecord | None:
     """Find the run to resume; None if the name is new; refuse a name that is in use for something else."""
-    record = read_record(storage, name)
+    files, record = Storage(storage), read_record(storage, name)
+    folder = files.path(files.run(name))
     if record is None:
-        _require_unused(storage, name)
+        for left in results_of(storage, name):
+            raise PencilError(
+                f"run {name}: {storage}/{left} exists, left by an earlier run of this name whose record "
+                f"({folder}/run.json) is missing; nothing is overwritten: choose another run.name, or remove "
+                "what it left (labels/published, labels/held and models)"
+            )
         return None
     if record.status == "finished":
-        raise PencilError(
-            f"run {name} is finished ({run_folder(storage, name)}/summary.json); choose another run.name"
-        )
+        raise PencilError(f"run {name} is finished ({folder}/summary.json); choose another run.name")
     if record.status == "held":
         raise PencilError(
             f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
         )
-    keys = sorted({*record.settings, *settings})
-    changed = [
-        key for key in keys if record.settings.get(key) != settings.get(key) and not key.startswith(FREE)
-    ]
+    keys = sorted(key for key in {*record.settings, *settings} if not key.startswith(FREE))
+    changed = [key for key in keys if record.settings.get(key) != settings.get(key)]
     if changed:
-        key = changed[0]
-        was, now = record.settings.get(key), settings.get(key)
+        was, now = record.settings.get(changed[0]), settings.get(changed[0])
         more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
         raise PencilError(
-            f"run {name} was started with {key}={was}, now it is {now}{more}; "
+            f"run {name} was started with {changed[0]}={was}, now it is {now}{more}; "
             "set it back to resume, or choose another run.name"
         )
     return record
-
-
-def _require_unused(storage: str, name: str) -> None:
-    """Refuse a name that has results but no record: they would be overwritten."""
-    left = results_of(storage, name)
-    if left:
-        raise PencilError(
-            f"run {name}: {storage}/{left[0]} exists, left by an earlier run of this name whose record "
-            f"({run_folder(storage, name)}/run.json) is missing; nothing is overwritten: choose another "
-            "run.name, or remove what it left (labels/published, labels/held and models)"
-        )
 
 
 def results_of(storage: str, name: str) -> list[str]:
@@ -133,17 +117,13 @@ def read_record(storage: str, name: str) -> RunRecord | None:
     found = files.read_json(files.run(name, "run.json"))
     if found is None:
         return None
-    lists = {key: tuple(found[key]) for key in ("class_names", "held_because")}
-    return RunRecord(**{**found, **lists})
+    return RunRecord(**found | {key: tuple(found[key]) for key in ("class_names", "held_because")})
 
 
 def write_record(storage: str, record: RunRecord, lease: Lease | None = None, **changes: Any) -> RunRecord:
     """Write the record, with some of it changed; while the run trains, under the run's lease."""
     files = Storage(storage)
-    if lease is None:
-        record = replace(record, **changes)
-        files.put_json(files.run(record.name, "run.json"), asdict(record))
-    else:
-        record = replace(record, attempt=lease.attempt, **changes)
-        lease.put(files.run(record.name, "run.json"), json.dumps(asdict(record), indent=2).encode())
+    record = replace(record, attempt=lease.attempt if lease else record.attempt, **changes)
+    data = json.dumps(asdict(record), indent=2).encode()
+    (lease or files).put(files.run(record.name, "run.json"), data)
     return record

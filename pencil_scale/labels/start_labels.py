@@ -21,7 +21,7 @@ Dropping a class leaves the other logits alone; their probabilities share what i
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import Manifest, StoredPart
+from pencil_scale.labels.manifest import (
+    LABELS_FOLDER,
+    LEDGER_FOLDER,
+    Manifest,
+    StoredPart,
+    get_part,
+    put_batch,
+)
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
     Int64s,
     Layout,
     TableHeader,
     fixed_batch,
-    fixed_width,
     labels_schema,
 )
 from pencil_scale.labels.pins import Pinned, apply_pins, require_same_samples
 from pencil_scale.labels.published import LabelRows, PublishedLabels
-from pencil_scale.labels.snapshot import LABELS_FOLDER, LEDGER_FOLDER, get_part, put_batch
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import (
     ClassSource,
@@ -62,9 +67,6 @@ from pencil_scale.storage.storage import Storage
 log = logging.getLogger(__name__)
 Classes = npt.NDArray[np.int32]
 Mapping = Sequence[Sequence[int]]
-
-
-# --- fresh labels ------------------------------------------------------------------------------------
 
 
 def label_store(storage: str) -> str:
@@ -101,19 +103,15 @@ def fresh_table(catalogue: Catalogue, folder: str, scale: float = 10.0, run: str
     return LabelTable.create(Path(folder) / "table", classes, catalogue.class_names, keys, scale, run)
 
 
-# --- labels of an earlier run ------------------------------------------------------------------------
-
-
 def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | None = None) -> Manifest:
     """Append new rows, at their given class; of the old parts only the last is written again, if short."""
     manifest.require_whole()
     old, store, parts = manifest.layout, Folder(manifest.store), dict(manifest.parts)
-    with new_columns(noisy_class, sample_keys, old.num_classes, None, old.num_rows) as (classes, keys):
-        layout = replace(old, num_rows=old.num_rows + len(classes))
+    with new_columns(noisy_class, sample_keys, old.num_classes, None, old.num_rows) as columns:
+        layout = replace(old, num_rows=old.num_rows + len(columns[0]))
         for part in range(old.num_rows >> old.shift, layout.num_parts):
             rows = range(max(layout.rows_of(part).start, old.num_rows), layout.rows_of(part).stop)
-            new = slice(rows.start - old.num_rows, rows.stop - old.num_rows)
-            labels = new_labels(rows, classes[new], keys[new], old.num_classes, manifest.scale)
+            labels = new_labels(rows, columns, old.num_classes, manifest.scale, first_row=old.num_rows)
             ledger = new_ledger(len(rows))
             if part in parts:
                 labels = pa.concat_batches([get_part(manifest, store, part, LABELS_FOLDER), labels])
@@ -126,10 +124,7 @@ def grow(manifest: Manifest, noisy_class: ClassSource, sample_keys: KeySource | 
 
 
 def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
-    """Restart rows whose given class changed at the new one; -1: no usable label. Pinned rows stay.
-
-    `rows` are in rising order.
-    """
+    """Restart rows, in rising order, at their new given class; -1: no usable label. Pinned rows stay."""
     return _set(manifest, rows, classes, lambda was, pinned, to: ~pinned)
 
 
@@ -140,7 +135,7 @@ def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
 
 def pin(manifest: Manifest, pins: Pinned) -> Manifest:
     """Pin rows to classes, after checking that each row still is the sample that a person looked at."""
-    pins = pins.within(manifest.layout.num_rows)
+    pins = pins.between(range(manifest.layout.num_rows))
     return _set(manifest, pins.rows, pins.classes, lambda was, pinned, to: ~pinned | (was != to), pins)
 
 
@@ -169,23 +164,14 @@ def _changed(
     labels: LabelRows, places: Int64s, classes: Classes, scale: float, pinned: bool
 ) -> pa.RecordBatch:
     """The part with some of its rows at a class, pinned or not."""
-    columns = {"noisy_class": labels.noisy_class.copy(), "label_logits": labels.logits.copy()}
-    columns["pinned"] = labels.pinned.astype(np.uint8)
-    num_classes = columns["label_logits"].shape[1]
-    columns["noisy_class"][places] = classes
-    columns["label_logits"][places] = scaled_one_hot(classes, num_classes, scale)
-    columns["pinned"][places] = pinned
-    schema = labels_schema(num_classes)
-    arrays = [
-        fixed_width(columns[field.name], field.type)
-        if field.name in columns
-        else labels.batch.column(field.name)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-# --- another class list ------------------------------------------------------------------------------
+    all_classes, all_logits = labels.noisy_class.copy(), labels.logits.copy()
+    all_pinned = labels.pinned.astype(np.uint8)
+    num_classes = all_logits.shape[1]
+    all_classes[places] = classes
+    all_logits[places] = scaled_one_hot(classes, num_classes, scale)
+    all_pinned[places] = pinned
+    rows, schema = np.arange(labels.rows.start, labels.rows.stop), labels_schema(num_classes)
+    return fixed_batch(schema, [rows, labels.sample_key, all_classes, all_pinned, all_logits])
 
 
 def remap(table: LabelTable, mapping: Mapping, class_names: Sequence[str], folder: str | Path) -> LabelTable:
@@ -193,29 +179,23 @@ def remap(table: LabelTable, mapping: Mapping, class_names: Sequence[str], folde
 
     A row whose given class was dropped has class -1 from then on, and is no longer pinned.
     """
-    _check(mapping, table.layout.num_classes)
-    layout = Layout.of(table.layout.num_rows, len(mapping))
-    parts = tuple(range(layout.num_parts))
-    header = TableHeader(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
-
-    def rows_of_parts() -> Iterator[Int64s]:
-        for part in parts:
-            yield np.arange(layout.rows_of(part).start, layout.rows_of(part).stop)
-
-    labels = (_remapped(table, mapping, rows) for rows in rows_of_parts())
-    ledger = (fixed_batch(LEDGER_SCHEMA, [table.read_last_epoch(rows)]) for rows in rows_of_parts())
-    write_working_copy(Path(folder), header, labels, ledger)
-    return LabelTable.open(folder, writable_parts="all")
-
-
-def _check(mapping: Mapping, num_classes: int) -> None:
+    last = table.layout.num_classes - 1
     for old, times in Counter(old for olds in mapping for old in olds).items():
-        if not 0 <= old < num_classes:
-            raise PencilError(f"mapping names class {old}; the table has classes 0 to {num_classes - 1}")
+        if not 0 <= old <= last:
+            raise PencilError(f"mapping names class {old}; the table has classes 0 to {last}")
         if times > 1:
             raise PencilError(f"mapping names class {old} more than once; no label says how to split a class")
     if len(mapping) < 2:
         raise PencilError(f"mapping makes {len(mapping)} classes; labels need at least 2")
+    layout = Layout.of(table.layout.num_rows, len(mapping))
+    parts = tuple(range(layout.num_parts))
+    header = TableHeader(layout, parts, table.first_epoch, table.scale, tuple(class_names), table.run)
+    ranges = [layout.rows_of(part) for part in parts]
+    labels = (_remapped(table, mapping, np.arange(rows.start, rows.stop)) for rows in ranges)
+    epochs = (table.read_last_epoch(np.arange(rows.start, rows.stop)) for rows in ranges)
+    ledger = (fixed_batch(LEDGER_SCHEMA, [last_epoch]) for last_epoch in epochs)
+    write_working_copy(Path(folder), header, labels, ledger)
+    return LabelTable.open(folder, writable_parts="all")
 
 
 def _remapped(table: LabelTable, mapping: Mapping, rows: Int64s) -> pa.RecordBatch:
@@ -229,18 +209,12 @@ def _remapped(table: LabelTable, mapping: Mapping, rows: Int64s) -> pa.RecordBat
     if lost:
         log.warning("rows %d to %d: %d had a class that was dropped; it is -1 now", rows[0], rows[-1], lost)
     pinned = table.read_pinned(rows) & (noisy_class >= 0)
-    logits = _remapped_logits(table.read(rows), mapping)
-    logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), table.scale)
-    narrow: list[npt.NDArray[Any]] = [rows, table.read_key(rows), noisy_class, pinned.astype(np.uint8)]
-    return fixed_batch(labels_schema(len(mapping)), [*narrow, logits])
-
-
-def _remapped_logits(logits: npt.NDArray[np.float32], mapping: Mapping) -> npt.NDArray[np.float32]:
-    """The same labels over the new classes: [B, C] to [B, len(mapping)]."""
-    moved = np.zeros((len(logits), len(mapping)), np.float32)
+    old_logits, logits = table.read(rows), np.zeros((len(rows), len(mapping)), np.float32)
     for new, olds in enumerate(mapping):
         if len(olds) == 1:
-            moved[:, new] = logits[:, olds[0]]
+            logits[:, new] = old_logits[:, olds[0]]
         elif olds:
-            moved[:, new] = np.logaddexp.reduce(logits[:, list(olds)].astype(np.float64), axis=1)
-    return moved
+            logits[:, new] = np.logaddexp.reduce(old_logits[:, list(olds)].astype(np.float64), axis=1)
+    logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), table.scale)
+    schema, keys = labels_schema(len(mapping)), table.read_key(rows)
+    return fixed_batch(schema, [rows, keys, noisy_class, pinned.astype(np.uint8), logits])

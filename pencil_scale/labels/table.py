@@ -13,25 +13,29 @@ present run. Only snapshots are promised to survive a crash: a working copy is s
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import Column, Int64s, Layout, PartFile
-from pencil_scale.labels.snapshot import PartTracker, restore_working_copy
+from pencil_scale.labels.manifest import LABELS_FOLDER, LEDGER_FOLDER, Manifest, get_parts
+from pencil_scale.labels.part_files import Column, Int64s, Layout, PartFile, RowChecks, TableHeader
 from pencil_scale.labels.working_copy import (
     LABELS_FILE,
     LEDGER_FILE,
     ClassSource,
     KeySource,
+    PartTracker,
     checked_classes,
-    create_working_copy,
+    made_folder,
+    new_columns,
+    new_labels,
+    new_ledger,
     scaled_one_hot,
+    write_working_copy,
 )
 from pencil_scale.storage.errors import DamagedError, PencilError, new_id
 from pencil_scale.storage.folder import named_storage_errors
@@ -39,65 +43,10 @@ from pencil_scale.storage.folder import named_storage_errors
 LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
 
 
-class RowChecks:
-    """Turns what a caller gives into row numbers that are safe to use, or refuses them by name.
-
-    The checks run on every batch, so they are written for speed: on arrays this small `count_nonzero` and
-    `argmax` are several times faster than `any`, `all` and `max`.
-    """
-
-    def __init__(self, folder: Path, layout: Layout, held: Iterable[int], writable: Iterable[int]):
-        self._folder, self._num_rows, self._shift = folder, layout.num_rows, layout.shift
-        self.held, self.writable = (np.zeros(layout.num_parts, np.bool_) for _ in range(2))
-        self.held[list(held)] = True
-        self.writable[list(writable)] = True
-
-    def known(self, rows: npt.ArrayLike, outcome: str = "") -> tuple[Int64s, Int64s]:
-        """These rows as an array, and the part of each, which may be held elsewhere."""
-        found = np.asarray(rows)
-        if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
-            raise PencilError(f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers")
-        given, found = found, found.astype(np.int64, copy=False)
-        unsigned = found.view(np.uint64)  # a negative row is a huge one
-        if found.size and unsigned.item(unsigned.argmax()) >= self._num_rows:
-            outside = given[unsigned >= self._num_rows]
-            self.refuse(outside, f"outside the table's {self._num_rows:,} rows{outcome}")
-        return found, found >> self._shift
-
-    def to_read(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """The same, for rows whose parts are in this working copy."""
-        found, parts = self.known(rows)
-        held = self.held[parts]
-        if np.count_nonzero(held) < len(found):
-            self.refuse(found[~held], "in a part that is not in this working copy")
-        return found, parts
-
-    def to_write(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """The same, for distinct rows whose parts are open for writing."""
-        found, parts = self.known(rows, "; nothing was written")
-        writable = self.writable[parts]
-        if np.count_nonzero(writable) < len(found):
-            self.refuse_write(found[~writable], "in a part that was not opened for writing")
-        ordered = np.sort(found)
-        repeated = ordered[1:] == ordered[:-1]
-        if np.count_nonzero(repeated):
-            self.refuse_write(ordered[1:][repeated], "given twice in one write")
-        return found, parts
-
-    def refuse(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
-        """Name the first of these rows, as it was given, and the reason."""
-        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-        raise PencilError(f"{self._folder}: row {rows[0]}{others}: {why}")
-
-    def refuse_write(self, rows: npt.NDArray[Any], why: str) -> NoReturn:
-        """The same, saying that the other rows were not written either."""
-        self.refuse(rows, f"{why}; nothing was written")
-
-
 class LabelTable:
     """The learned labels of some or all parts of a table, on local disk."""
 
-    def __init__(self, folder: Path, writable_parts: Sequence[int]):
+    def __init__(self, folder: Path, writable_parts: Sequence[int], restored: Manifest | None = None):
         """Map an existing working copy; use `create`, `open` or `restore`."""
         self.folder = folder
         self._labels = PartFile(folder / LABELS_FILE, writable=bool(writable_parts))
@@ -116,7 +65,7 @@ class LabelTable:
         self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
         self._last_epoch = self._ledger.column("last_epoch", np.int32)
         self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
-        self._tracker = PartTracker(self._labels, self._ledger)
+        self._tracker = PartTracker(self._labels, self._ledger, restored)
         self._lock = threading.Lock()
 
     @classmethod
@@ -135,9 +84,20 @@ class LabelTable:
         that the row has no usable label: its logits are zeros, no class preferred. Without keys the keys are
         zeros. `run` is the id under which snapshots are stored; a table made outside a run gets a new id.
         """
-        run = run or new_id()
-        header = create_working_copy(Path(folder), noisy_class, class_names, sample_keys, scale, run)
-        return cls(Path(folder), header.parts)
+        folder, num_classes = Path(folder), len(class_names)
+        if num_classes < 2:
+            raise PencilError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
+        with named_storage_errors(folder):
+            if (folder / LABELS_FILE).exists():
+                raise PencilError(f"{folder}: holds a label table already; open it, or empty the folder")
+            with made_folder(folder), new_columns(noisy_class, sample_keys, num_classes, folder) as columns:
+                layout = Layout.of(len(columns[0]), num_classes)
+                parts = tuple(range(layout.num_parts))
+                header = TableHeader(layout, parts, 1, scale, tuple(class_names), run or new_id())
+                rows_of_parts = [layout.rows_of(part) for part in parts]
+                labels = (new_labels(rows, columns, num_classes, scale) for rows in rows_of_parts)
+                write_working_copy(folder, header, labels, (new_ledger(len(rows)) for rows in rows_of_parts))
+        return cls(folder, parts)
 
     @classmethod
     def open(
@@ -155,10 +115,8 @@ class LabelTable:
             _require_classes(str(folder), table.class_names, class_names)
             wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
             if isinstance(writable_parts, str) and writable_parts != "all":
-                raise PencilError(
-                    f"{folder}: writable_parts is '{writable_parts}'; give a list of part numbers, 'all', or "
-                    "None to read"
-                )
+                allowed = "give a list of part numbers, 'all', or None to read"
+                raise PencilError(f"{folder}: writable_parts is '{writable_parts}'; {allowed}")
             for part in set(wanted) - set(table.parts):
                 raise PencilError(f"{folder}: part {part} is not in this working copy; restore it first")
             return cls(folder, wanted) if wanted else table
@@ -181,10 +139,10 @@ class LabelTable:
         held = tuple(sorted(manifest.parts if parts is None else set(parts)))
         for part in set(held) - set(manifest.parts):
             raise PencilError(f"manifest over {manifest.store}: has no part {part} to restore")
-        restore_working_copy(manifest, Path(folder), held)
-        table = cls(Path(folder), held)
-        table._tracker.remember(manifest)
-        return table
+        identity = manifest.first_epoch, manifest.scale, manifest.class_names, manifest.run
+        labels, ledger = (get_parts(manifest, held, kind) for kind in (LABELS_FOLDER, LEDGER_FOLDER))
+        write_working_copy(Path(folder), TableHeader(manifest.layout, held, *identity), labels, ledger)
+        return cls(Path(folder), held, manifest)
 
     @property
     def writable_parts(self) -> set[int]:
@@ -223,11 +181,15 @@ class LabelTable:
         rows, parts = self._checks.to_write(rows)
         logits = np.asarray(logits)
         if logits.dtype != np.float32:
-            with np.errstate(
-                over="ignore"
-            ):  # a number too large for float32 becomes infinite, and is refused
+            with np.errstate(over="ignore"):  # a number too large becomes infinite, and is refused
                 logits = logits.astype(np.float32)
-        self._require_finite(rows, logits)
+        expected = (len(rows), self.layout.num_classes)
+        if logits.shape != expected:
+            raise PencilError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
+        finite = np.isfinite(logits)
+        if np.count_nonzero(finite) < logits.size:
+            infinite = rows[~finite.all(axis=1)]
+            self._checks.refuse_write(infinite, "given logits that are not finite numbers of 32 bits")
         with self._lock:
             marks = self._unvisited(rows, parts, epoch)
             pinned = self._pinned.get(self._pinned.find(rows, parts))
@@ -262,14 +224,13 @@ class LabelTable:
         if not self._checks.held.all():
             raise PencilError(
                 f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts, not every row; "
-                "use count_visited, or snapshot.visited with a complete manifest"
+                "use count_visited, or manifest.visited with a complete manifest"
             )
-        marks = [self._part_marks(part, epoch) for part in self.parts]
-        return np.concatenate(marks) if marks else np.zeros(0, np.bool_)
+        return np.concatenate([np.zeros(0, np.bool_), *self._marks_of(epoch)])
 
     def count_visited(self, epoch: int) -> int:
         """How many rows of the parts held here were last visited in this epoch."""
-        return sum(int(np.count_nonzero(self._part_marks(part, epoch))) for part in self.parts)
+        return sum(int(np.count_nonzero(marks)) for marks in self._marks_of(epoch))
 
     def snapshot(self, store: str | Path) -> Manifest:
         """Write the parts that moved to the store, and name the parts in a manifest of this moment.
@@ -284,10 +245,9 @@ class LabelTable:
         self._ledger.forget_pages()
         return manifest
 
-    def _part_marks(self, part: int, epoch: int) -> npt.NDArray[np.bool_]:
-        last_epoch = self._ledger.batch(part).column("last_epoch").to_numpy()
-        marks: npt.NDArray[np.bool_] = last_epoch == self.first_epoch + epoch
-        return marks
+    def _marks_of(self, epoch: int) -> Iterator[npt.NDArray[np.bool_]]:
+        for part in self.parts:
+            yield self._ledger.batch(part).column("last_epoch").to_numpy() == self.first_epoch + epoch
 
     def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
         found, parts = self._checks.to_read(rows)
@@ -310,20 +270,9 @@ class LabelTable:
         seen = last_epoch >= self.first_epoch + epoch
         if np.count_nonzero(seen):
             last = int(last_epoch[seen][0]) - self.first_epoch
-            self._checks.refuse_write(
-                rows[seen], f"marked with epoch {last} already, written again in epoch {epoch}"
-            )
+            why = f"marked with epoch {last} already, written again in epoch {epoch}"
+            self._checks.refuse_write(rows[seen], why)
         return marks
-
-    def _require_finite(self, rows: Int64s, logits: npt.NDArray[np.float32]) -> None:
-        if logits.shape != (len(rows), self.layout.num_classes):
-            expected = (len(rows), self.layout.num_classes)
-            raise PencilError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
-        finite = np.isfinite(logits)
-        if np.count_nonzero(finite) < logits.size:
-            self._checks.refuse_write(
-                rows[~finite.all(axis=1)], "given logits that are not finite numbers of 32 bits"
-            )
 
 
 def _require_classes(name: str, found: Sequence[str], expected: Sequence[str] | None) -> None:

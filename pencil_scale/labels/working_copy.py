@@ -3,10 +3,13 @@
 `labels.arrow` holds the labels, `ledger.arrow` the last epoch of each row. The labels get their name last, so
 a folder with `labels.arrow` holds a complete table. Columns arrive as arrays in row order or as iterators of
 chunks; chunks are spooled to disk, because a file starts with its number of rows.
+
+`PartTracker` knows which parts moved since the last snapshot, so a snapshot stores only those.
 """
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,16 +18,24 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pencil_scale.labels.manifest import (
+    LABELS_FOLDER,
+    LEDGER_FOLDER,
+    PARALLEL_PARTS,
+    Manifest,
+    StoredPart,
+    put_batch,
+)
 from pencil_scale.labels.part_files import (
     LEDGER_SCHEMA,
-    Layout,
+    PartFile,
     TableHeader,
     fixed_batch,
     labels_schema,
     write_part_file,
 )
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import named_storage_errors, written_beside
+from pencil_scale.storage.folder import Folder, written_beside
 
 LABELS_FILE = "labels.arrow"
 LEDGER_FILE = "ledger.arrow"
@@ -33,6 +44,7 @@ KeyBytes: TypeAlias = npt.NDArray[np.uint8]  # [N, 16]
 Keys: TypeAlias = KeyBytes | Sequence[bytes] | pa.Array | pa.ChunkedArray  # Arrow: binary(16)
 ClassSource: TypeAlias = npt.ArrayLike | Iterator[npt.ArrayLike]
 KeySource: TypeAlias = Keys | Iterator[Keys]
+NewColumns: TypeAlias = tuple[npt.NDArray[np.int32], KeyBytes]  # classes and keys of new rows
 
 
 def write_working_copy(
@@ -65,44 +77,16 @@ def made_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def create_working_copy(
-    folder: Path,
-    noisy_class: ClassSource,
-    class_names: Sequence[str],
-    sample_keys: KeySource | None,
-    scale: float,
-    run: str,
-) -> TableHeader:
-    """Write the working copy of a new table, with no row visited."""
-    num_classes = len(class_names)
-    if num_classes < 2:
-        raise PencilError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
-    with named_storage_errors(folder):
-        if (folder / LABELS_FILE).exists():
-            raise PencilError(f"{folder}: holds a label table already; open it, or empty the folder")
-        with made_folder(folder), new_columns(noisy_class, sample_keys, num_classes, folder) as columns:
-            classes, keys = columns
-            layout = Layout.of(len(classes), num_classes)
-            header = TableHeader(layout, tuple(range(layout.num_parts)), 1, scale, tuple(class_names), run)
-            rows_of_parts = [layout.rows_of(part) for part in header.parts]
-            labels = (
-                new_labels(
-                    rows, classes[rows.start : rows.stop], keys[rows.start : rows.stop], num_classes, scale
-                )
-                for rows in rows_of_parts
-            )
-            write_working_copy(folder, header, labels, (new_ledger(len(rows)) for rows in rows_of_parts))
-    return header
-
-
 def new_labels(
-    rows: range, classes: npt.NDArray[np.int32], keys: KeyBytes, num_classes: int, scale: float
+    rows: range, columns: NewColumns, num_classes: int, scale: float, first_row: int = 0
 ) -> pa.RecordBatch:
-    """Rows as they enter the table: scale * one-hot, not pinned."""
+    """Rows as they enter the table: scale * one-hot, not pinned; `columns` start at `first_row`."""
+    new = slice(rows.start - first_row, rows.stop - first_row)
+    classes, keys = columns[0][new], columns[1][new]
     logits = scaled_one_hot(classes, num_classes, scale)
     unpinned = np.zeros(len(rows), np.uint8)
-    columns: list[npt.NDArray[Any]] = [np.arange(rows.start, rows.stop), keys, classes, unpinned, logits]
-    return fixed_batch(labels_schema(num_classes), columns)
+    numbers, schema = np.arange(rows.start, rows.stop), labels_schema(num_classes)
+    return fixed_batch(schema, [numbers, keys, classes, unpinned, logits])
 
 
 def new_ledger(num_rows: int) -> pa.RecordBatch:
@@ -125,11 +109,8 @@ def new_columns(
     num_classes: int,
     folder: Path | None,
     first_row: int = 0,
-) -> Iterator[tuple[npt.NDArray[np.int32], KeyBytes]]:
-    """The classes and keys of new rows as two arrays, checked; chunks go through files in `folder`.
-
-    Without keys the keys are zeros.
-    """
+) -> Iterator[NewColumns]:
+    """The classes and keys of new rows, checked; without keys, zeros. Chunks go through files in `folder`."""
 
     def checked(chunks: Iterable[npt.ArrayLike]) -> Iterator[npt.NDArray[np.int32]]:
         start = first_row
@@ -198,3 +179,47 @@ def _spooled(chunks: Iterable[npt.NDArray[Any]], path: Path, dtype: npt.DTypeLik
         for chunk in chunks:
             file.write(np.ascontiguousarray(chunk).data)
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+class PartTracker:
+    """Which parts of a working copy have moved since its last snapshot or restore, and what is stored.
+
+    A working copy that was merely reopened knows neither, so its first snapshot hashes every part; it still
+    writes only what the store lacks.
+    """
+
+    def __init__(self, labels: PartFile, ledger: PartFile, restored: Manifest | None):
+        self._labels, self._ledger, self._header = labels, ledger, labels.header
+        num_parts = self._header.layout.num_parts
+        self.labels_moved, self.ledger_moved = np.zeros(num_parts, np.bool_), np.zeros(num_parts, np.bool_)
+        self._store = Folder(restored.store).url if restored else ""
+        self._stored = dict(restored.parts) if restored else {}
+        self._newest_epoch = restored.newest_epoch if restored else 0
+
+    def snapshot(self, url: str | Path, parts: Sequence[int]) -> Manifest:
+        """Store what moved in these parts, and name them all."""
+        store, header = Folder(url), self._header
+        if store.url != self._store:
+            self._store, self._stored = store.url, {}
+        with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
+            newest = pool.map(lambda part: self._put_part(store, part), parts)
+            self._newest_epoch = max(newest, default=self._newest_epoch)
+        epochs = header.first_epoch, self._newest_epoch
+        named = {part: self._stored[part] for part in parts}
+        return Manifest(
+            store.url, header.layout, header.scale, *epochs, header.class_names, header.run, named
+        )
+
+    def _put_part(self, store: Folder, part: int) -> int:
+        """Store one part if it moved; return the newest epoch known after that."""
+        stored, newest_epoch = self._stored.get(part), self._newest_epoch
+        labels, ledger = (stored.labels, stored.ledger) if stored else (None, None)
+        if labels is None or self.labels_moved[part]:
+            labels = put_batch(store, LABELS_FOLDER, self._labels.batch(part), self._header.run)
+        if ledger is None or self.ledger_moved[part]:
+            batch = self._ledger.batch(part)
+            ledger = put_batch(store, LEDGER_FOLDER, batch, self._header.run)
+            newest_epoch = max(newest_epoch, int(batch.column("last_epoch").to_numpy().max()))
+        self._stored[part] = StoredPart(labels, ledger)
+        self.labels_moved[part] = self.ledger_moved[part] = False
+        return newest_epoch

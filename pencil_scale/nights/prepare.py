@@ -25,11 +25,10 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.rules import newly_excluded
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.history import START
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned, read_pins
 from pencil_scale.labels.published import require_same_rows
-from pencil_scale.labels.report import history_file, study_labels
+from pencil_scale.labels.report import START, history_file, study_labels
 from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, new_numbers, old_rows

@@ -21,9 +21,8 @@ from pencil_scale.catalogue.class_names import difference
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.export.files import remove_export
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.run_record import FREE, RunRecord, read_record, why_held
-from pencil_scale.labels.snapshot import sweep_run
 from pencil_scale.nights.record import CARRIED, CURRENT, LEASE, Night, NightFiles, now
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.storage import Storage

@@ -23,7 +23,7 @@ import pyarrow as pa
 from markupsafe import Markup
 
 from pencil_scale.export.table import Words
-from pencil_scale.labels.history import Traces
+from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.scan import LISTED, Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails

@@ -25,7 +25,6 @@ from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.export.files import first_row, read_manifest
 from pencil_scale.export.rows import PLACES, read_images
 from pencil_scale.images.decode import UndecodableError
-from pencil_scale.labels.history import read_traces
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import (
     Published,
@@ -34,6 +33,7 @@ from pencil_scale.labels.published import (
     held_names,
     published_names,
 )
+from pencil_scale.labels.report import read_traces
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.decisions import UNLABELLED, decide
 from pencil_scale.nights.record import Night, NightFiles

@@ -14,12 +14,11 @@ import fsspec
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord, find_record, write_record
-from pencil_scale.labels.snapshot import sweep_run
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, new_id

@@ -20,10 +20,9 @@ import ray.train.torch
 from pencil_scale.config.settings import Config
 from pencil_scale.images.augment import Recipe
 from pencil_scale.labels.exchange import OwnersError
-from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
-from pencil_scale.labels.snapshot import visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError

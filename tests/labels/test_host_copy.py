@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pencil_scale.labels.host_copy import HostCopy, launched_so_far
+from pencil_scale.labels.courier import HostCopy, launched_so_far
 
 
 def test_a_copy_keeps_what_was_there_when_it_was_made() -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from label_making import names
 
-from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import remove_unnamed
+from pencil_scale.labels.manifest import Manifest, remove_unnamed
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from label_making import names
 
 from pencil_scale.labels.exchange import OwnersError
-from pencil_scale.labels.manifest import Manifest, merge
+from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import AHEAD, Batch, Owners, owned_parts
-from pencil_scale.labels.snapshot import visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.pencil import move_labels
 from pencil_scale.storage.errors import PencilError

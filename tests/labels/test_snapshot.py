@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 from label_making import names
 
-from pencil_scale.labels.manifest import Manifest, merge
-from pencil_scale.labels.snapshot import remove_unnamed, visited
+from pencil_scale.labels.manifest import Manifest, merge, remove_unnamed, visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import DamagedError, PencilError
 

@@ -13,8 +13,7 @@ from night_making import Crawl, started
 from training_runs import started as started_command
 
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.snapshot import visited
+from pencil_scale.labels.manifest import Manifest, visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.guard_rails import Findings
 from pencil_scale.nights.record import Night, NightFiles

@@ -13,8 +13,8 @@ from mlflow import MlflowClient
 from review_making import ReviewBench, shown_in
 
 from pencil_scale.config.loader import load_config
-from pencil_scale.labels.history import read_traces
 from pencil_scale.labels.published import find_published
+from pencil_scale.labels.report import read_traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.page import as_json, content_policy
 from pencil_scale.review.scan import DOUBT, candidates, pick

@@ -15,7 +15,7 @@ import pytest
 import torch
 from training_runs import EPOCHS, SPOILT, TinyData
 
-from pencil_scale.labels.snapshot import manifests_of
+from pencil_scale.labels.manifest import manifests_of
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import Progress
