@@ -125,6 +125,7 @@ DAMAGE_KINDS = {
     "no_samples": "take it off data.shards",
     "no_key": "write the shard again with names such as 000123.jpg; if it is not a sample, nothing is lost",
     "cut_short": "fetch the shard again",
+    "count_mismatch": "fetch the shard again, and its _stats.json",
     "odd_end": "fetch the shard again; if its writer ends every shard like this, nothing is lost",
     "data_after_end": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
     "damaged_header": "fetch the shard again; the member of this header is lost",

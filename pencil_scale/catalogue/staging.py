@@ -90,8 +90,9 @@ def stage_shard(store: Folder, shard: Shard, rules: IndexRules, name: str) -> Sh
         raise PencilError(f"shard {shard.url}: it changed while it was read; run again when it is complete")
     if shard.num_expected is not None and shard.num_expected != indexer.num_samples:
         found = f"img2dataset counted {shard.num_expected:,} samples, {indexer.num_samples:,} were found"
-        detail = damage_line(shard.url, num_bytes, "cut_short", found)
-        mismatch = dict(zip(FINDING.names, (num_bytes, num_bytes, "cut_short", None, 0, detail), strict=True))
+        detail = damage_line(shard.url, num_bytes, "count_mismatch", found)
+        values = (num_bytes, num_bytes, "count_mismatch", None, 0, detail)
+        mismatch = dict(zip(FINDING.names, values, strict=True))
         findings.append(pa.RecordBatch.from_pylist([mismatch], FINDING))
     staged = pa.Table.from_batches(records, RECORD)
     found_table = pa.Table.from_batches(findings, FINDING)
