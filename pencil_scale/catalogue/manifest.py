@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
 from pencil_scale.catalogue.duplicates import Classes, Keys, find_equal_content, hashes_of
-from pencil_scale.catalogue.files import put_table
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
@@ -28,6 +27,7 @@ from pencil_scale.catalogue.schema import (
     DAMAGED_STATUSES,
     SUFFIXES_SHOWN,
     damage_line,
+    put_table,
     status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules

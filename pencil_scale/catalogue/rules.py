@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import read_label_classes, read_lookup
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
-from pencil_scale.catalogue.label_sources import read_label_classes, read_lookup
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
 from pencil_scale.storage.errors import PencilError, sample_key

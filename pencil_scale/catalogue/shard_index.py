@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pencil_scale.catalogue.label_sources import LabelClasses, LabelLookup, lookup_key, raw_text
+from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key, raw_text
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     FINDING,

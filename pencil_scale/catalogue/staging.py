@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pencil_scale.catalogue.files import parquet_bytes
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     DAMAGED_STATUSES,
@@ -24,6 +23,7 @@ from pencil_scale.catalogue.schema import (
     UNCLEAR_IMAGE,
     damage_line,
     extensions_line,
+    parquet_bytes,
     status_line,
     to_stored,
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shard_spoiling import Original, Spoiled, originals, spoil
 from tar_making import python_tar, simple_members
 
-from pencil_scale.catalogue.label_sources import LabelClasses
+from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.catalogue.shards import Sample, ShardReader
