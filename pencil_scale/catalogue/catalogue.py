@@ -100,7 +100,8 @@ class Catalogue:
     @classmethod
     def open(cls, storage: str, version: int | None = None, clean_set: str = "") -> "Catalogue":
         """Open the newest catalogue or an older version; `clean_set` is `validation` or `test`."""
-        folder = catalogue_folder(storage, clean_set)
+        place = Storage(storage)
+        folder = place.path(place.catalogue(clean_set))
         manifest = read_manifest(folder, version)
         if manifest is None:
             named = "" if version is None else f" of version {version}"
@@ -171,15 +172,8 @@ class Catalogue:
             yield table
 
     def verify_shard(self, number: int) -> None:
-        """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
-        entry = self.shards[number]
-        found = version_of(entry.url)
-        if found != entry.version:
-            what = "is gone" if found is None else f"has {found.num_bytes:,} bytes, {found.tag}"
-            raise PencilError(
-                f"shard {entry.url}: {what}; {entry.num_bytes:,} bytes, {entry.tag} were indexed: run "
-                "pipelines.index_shards again"
-            )
+        """Refuse a shard that changed since it was indexed."""
+        require_unchanged(self.shards[number], version_of(self.shards[number].url))
 
     def _open_file(self, name: str) -> pq.ParquetFile:
         with self._file_errors(name):
@@ -197,10 +191,19 @@ class Catalogue:
             ) from error
 
 
-def catalogue_folder(storage: str, clean_set: str = "") -> str:
-    """The folder of a storage's catalogue, or of the one of its validation or test shards."""
-    place = Storage(storage)
-    return place.path(place.catalogue(clean_set))
+def require_unchanged(entry: ShardEntry, found: ShardVersion | None) -> None:
+    """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
+    was = entry.version
+    if found is None:
+        raise PencilError(
+            f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
+        )
+    if found != was:
+        sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
+        difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
+        raise PencilError(
+            f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
+        )
 
 
 def manifest_name(version: int | None = None) -> str:

@@ -32,12 +32,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, require_unchanged
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ByteSource, MemorySource, ShardVersion, open_source, version_of
+from pencil_scale.storage.urls import ByteSource, MemorySource, open_source, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,10 @@ class RangeReader:
     def _open(self, number: int, open_shards: ExitStack) -> ByteSource:
         """Open a shard after checking its version."""
         entry = self._shards[number]
-        found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
-        if found != entry.version:
-            raise PencilError(_changed(entry, found))
+        what = f"shard {entry.url}"
+        require_unchanged(entry, persistently(what, lambda: version_of(entry.url)))
         return persistently(
-            f"shard {entry.url}",
-            lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes)),
+            what, lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes))
         )
 
     @staticmethod
@@ -159,15 +157,6 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
     raise AssertionError("unreachable")
 
 
-def _changed(entry: ShardEntry, found: ShardVersion | None) -> str:
-    if found is None:
-        return f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
-    was = entry.version
-    sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
-    difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
-    return f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
-
-
 # -- samples ------------------------------------------------------------------------------------------
 
 
@@ -212,20 +201,17 @@ def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, 
     ):
         data, ranges[number] = ranges[number], b""
         reader = ShardReader(MemorySource(data, catalogue.shards[shard].url))
-        sample = _sample_at(reader, from_stored(key), offsets[number])
+        same = (
+            found for found in reader.read() if isinstance(found, Sample) and found.key == from_stored(key)
+        )
+        images = ((found, found.image()[0]) for found in same)
+        sample = next((found for found, image in images if image and image.offset == offsets[number]), None)
+        if sample is None:
+            raise PencilError(
+                f"shard {reader.window.source.url}: sample {from_stored(key)!r} is not where it was indexed; "
+                "run index_shards again"
+            )
         yield sample.key, [(member.name, reader.data(member)) for member in sample.members.values()]
-
-
-def _sample_at(reader: ShardReader, key: str, image_offset: int) -> Sample:
-    for found in reader.read():
-        if isinstance(found, Sample) and found.key == key:
-            image, _ = found.image()
-            if image is not None and image.offset == image_offset:
-                return found
-    raise PencilError(
-        f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run "
-        "index_shards again"
-    )
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
