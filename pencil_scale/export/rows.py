@@ -24,7 +24,7 @@ from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.ranges import RangeReader
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.settings import Images
-from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
+from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Words, export_table, without
 from pencil_scale.labels.history import NEVER, LabelMoves
 from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
 from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
@@ -172,47 +172,36 @@ class ExportRows:
             yield self._table(known[here], labels.rows, learned, newer=False)
 
     def _table(self, known: pa.Table, rows: range, learned: Learned, newer: bool) -> pa.Table:
-        kept = ~contains(self._source.excluded, hashes_of(known["sample_key"]))
+        source, logits, pinned = self._source, learned.logits, learned.pinned
+        kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN
         speaker[ok & learned.visited] = LABELS
-        self._ask_model(known, kept, speaker, learned.logits, newer)
-        speaker[learned.pinned] = PERSON
-        self._unpin(rows, speaker, learned.pinned, ok)
-        self._pin(known, rows, speaker, learned)
-        facts = Facts(known.select(COLUMNS), learned.logits, speaker, learned.pinned, learned.last_change)
-        return without(export_table(facts, self._source.words).filter(pa.array(kept)), ("excluded",))
-
-    def _ask_model(self, known: pa.Table, kept: Any, speaker: Any, logits: Any, newer: bool) -> None:
         statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if newer else [])])
         is_wanted = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False) & kept
-        wanted, source = np.flatnonzero(is_wanted), self._source
-        if source.model is None or len(wanted) == 0:
-            return
-        found, is_readable = predict(
-            source.model, source.catalogue, known.take(pa.array(wanted)), logits.shape[1]
-        )
-        logits[wanted[is_readable]] = source.order.logits(found[is_readable])
-        speaker[wanted[is_readable]] = MODEL
-
-    def _unpin(self, rows: range, speaker: Any, pinned: Any, ok: Any) -> None:
-        """Drop an older pin if the newest one is void: the sample has the class it was given."""
-        void = self._source.pins.void["row"].to_numpy() - rows.start
+        wanted = np.flatnonzero(is_wanted)
+        if source.model is not None and len(wanted):
+            places = known.take(pa.array(wanted))
+            found, is_readable = predict(source.model, source.catalogue, places, logits.shape[1])
+            logits[wanted[is_readable]] = source.order.logits(found[is_readable])
+            speaker[wanted[is_readable]] = MODEL
+        speaker[pinned] = PERSON
+        # Drop an older pin if the newest one is void: the sample has the class it was given.
+        void = source.pins.void["row"].to_numpy() - rows.start
         void = void[(void >= 0) & (void < len(rows))]
         void = void[pinned[void]]
         speaker[void] = None
         speaker[void[ok[void]]] = GIVEN
         pinned[void] = False
-
-    def _pin(self, known: pa.Table, rows: range, speaker: Any, learned: Learned) -> None:
-        """Apply the pins that were made after these labels were published."""
-        pins = self._source.pins.between(rows)
+        # Apply the pins that were made after these labels were published.
+        pins = source.pins.between(rows)
         here = pins.rows - rows.start
         require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
-        num_classes = learned.logits.shape[1]
-        learned.logits[here] = scaled_one_hot(pins.classes, num_classes, self._manifest.scale)
-        speaker[here], learned.pinned[here] = PERSON, True
+        logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
+        speaker[here], pinned[here] = PERSON, True
+        table = export_table(known, logits, speaker, pinned, learned.last_change, source.words)
+        return without(table.filter(pa.array(kept)), ("excluded",))
 
 
 # --- prediction --------------------------------------------------------------------------------------
