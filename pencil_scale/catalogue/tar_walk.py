@@ -234,26 +234,21 @@ class TarWalk:
         if stop - position < 2 * BLOCK:
             detail = "a single zero block where the end marker has two: cut, or written so"
             return [*pieces, *self._damage(position, stop, "odd_end", detail)]
-        return [*pieces, *self._end_or_gap(position, stop)]
-
-    def _end_or_gap(self, position: int, stop: int) -> list[Piece]:
-        """Judge two or more zero blocks by what follows them, and by their number."""
         num_zeros, following = stop - position, self._search.after(stop)
-        if following < self._num_bytes:
-            detail = "zero bytes, then more members: archives joined together, or a wiped stretch"
-            return self._damage(position, following, "data_after_end", detail)
+        records = [record for record in _RECORD_BYTES if self._num_bytes % record == 0]
         if stop < self._num_bytes:
             detail = "zero bytes as at the end, then bytes without a header"
-            return self._damage(position, self._num_bytes, "data_after_end", detail)
-        records = [record for record in _RECORD_BYTES if self._num_bytes % record == 0]
+            if following < self._num_bytes:
+                detail = "zero bytes, then more members: archives joined together, or a wiped stretch"
+            return [*pieces, *self._damage(position, following, "data_after_end", detail)]
         if num_zeros >= max([10_240, *records]) + 2 * BLOCK:
             detail = f"{num_zeros:,} zero bytes at the end: a file created in full length, then not filled"
-            return self._damage(position, stop, "cut_short", detail)
+            return [*pieces, *self._damage(position, stop, "cut_short", detail)]
         if num_zeros % BLOCK:
             detail = f"{num_zeros:,} zero bytes at the end, which is not a multiple of 512"
-            return self._damage(position, stop, "odd_end", detail)
+            return [*pieces, *self._damage(position, stop, "odd_end", detail)]
         self._ended = True
-        return [*self._release(), Filler(position, stop)]
+        return [*pieces, *self._release(), Filler(position, stop)]
 
     def _damaged(self, position: int, kind: str = "damaged_header", detail: str = "") -> list[Piece]:
         """Find where the archive continues; everything up to there is one piece of damage."""

@@ -11,7 +11,7 @@ the labels; the shard.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,22 +128,6 @@ def stretches(source: Source) -> list[range]:
     return cuts + [range(first, min(first + STRETCH_ROWS, num_rows)) for first in newer]
 
 
-class Learned(NamedTuple):
-    """What the label table has for some rows."""
-
-    logits: npt.NDArray[np.float32]
-    pinned: npt.NDArray[np.bool_]
-    visited: npt.NDArray[np.bool_]
-    last_change: npt.NDArray[np.int32]
-
-    @staticmethod
-    def nothing(num_rows: int, num_classes: int) -> "Learned":
-        """What is known about rows that are newer than the label table."""
-        logits = np.zeros((num_rows, num_classes), np.float32)
-        pinned, visited = np.zeros((2, num_rows), np.bool_)
-        return Learned(logits, pinned, visited, np.full(num_rows, NEVER, np.int32))
-
-
 class ExportRows:
     """Reads rows for an export, one label part at a time."""
 
@@ -158,7 +142,9 @@ class ExportRows:
         known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
         layout = self._manifest.layout
         if rows.start >= layout.num_rows:
-            yield self._table(known, rows, Learned.nothing(len(rows), layout.num_classes), newer=True)
+            logits = np.zeros((len(rows), layout.num_classes), np.float32)
+            pinned, visited = np.zeros((2, len(rows)), np.bool_)
+            yield self._table(known, rows, logits, pinned, visited, np.full(len(rows), NEVER, np.int32))
             return
         given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
         visited = self._labels.last_epoch(rows) > 0
@@ -168,17 +154,25 @@ class ExportRows:
         for labels in self._labels.batches(rows):
             here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
             logits = self._source.order.logits(labels.logits).copy()
-            learned = Learned(logits, labels.pinned, visited[here], last_change[here])
-            yield self._table(known[here], labels.rows, learned, newer=False)
+            learned = logits, labels.pinned, visited[here], last_change[here]
+            yield self._table(known[here], labels.rows, *learned)
 
-    def _table(self, known: pa.Table, rows: range, learned: Learned, newer: bool) -> pa.Table:
-        source, logits, pinned = self._source, learned.logits, learned.pinned
+    def _table(
+        self,
+        known: pa.Table,
+        rows: range,
+        logits: npt.NDArray[np.float32],
+        pinned: npt.NDArray[np.bool_],
+        visited: npt.NDArray[np.bool_],
+        last_change: npt.NDArray[np.int32],
+    ) -> pa.Table:
+        source, is_newer = self._source, rows.start >= self._manifest.layout.num_rows
         kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN
-        speaker[ok & learned.visited] = LABELS
-        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if newer else [])])
+        speaker[ok & visited] = LABELS
+        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
         is_wanted = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False) & kept
         wanted = np.flatnonzero(is_wanted)
         if source.model is not None and len(wanted):
@@ -200,7 +194,7 @@ class ExportRows:
         require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
         logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
         speaker[here], pinned[here] = PERSON, True
-        table = export_table(known, logits, speaker, pinned, learned.last_change, source.words)
+        table = export_table(known, logits, speaker, pinned, last_change, source.words)
         return without(table.filter(pa.array(kept)), ("excluded",))
 
 
