@@ -115,14 +115,13 @@ class Catalogue:
         schema = ROW if columns is None else pa.schema([ROW.field(name) for name in columns])
         tables = [schema.empty_table()]
         for segment in self.segments:
-            low, high = max(first, segment.first_row), min(stop, segment.stop)
+            low = max(first, segment.first_row) - segment.first_row
+            high = min(stop, segment.stop) - segment.first_row
             if low < high:
-                groups = range(
-                    (low - segment.first_row) // CHUNK_ROWS, -(-(high - segment.first_row) // CHUNK_ROWS)
-                )
+                groups = range(low // CHUNK_ROWS, -(-high // CHUNK_ROWS))
                 with self._file_errors(segment.file):
                     table = self._file(segment.file).read_row_groups([*groups], columns=schema.names)
-                tables.append(table.slice(low - segment.first_row - groups.start * CHUNK_ROWS, high - low))
+                tables.append(table.slice(low - groups.start * CHUNK_ROWS, high - low))
         return pa.concat_tables(tables)
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 1 << 18) -> Iterator[pa.Table]:

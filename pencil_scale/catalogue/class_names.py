@@ -49,11 +49,10 @@ def read_lines(url: str, key: str) -> list[str]:
 def read_class_names(url: str) -> tuple[str, ...]:
     """Read and check the list: at least two names, none blank, no duplicates."""
     names = tuple(line.strip() for line in read_lines(url, "data.classes"))
-    blank = [number for number, name in enumerate(names, 1) if not name]
-    if blank:
-        raise PencilError(f"data.classes: {url}: line {blank[0]} is blank; every line names a class")
     first: dict[str, int] = {}
     for number, name in enumerate(names, 1):
+        if not name:
+            raise PencilError(f"data.classes: {url}: line {number} is blank; every line names a class")
         if first.setdefault(name, number) != number:
             raise PencilError(f"data.classes: {url}: '{name}' is on lines {first[name]} and {number}")
     if len(names) < 2:

@@ -163,9 +163,7 @@ class EqualContent:
 
 
 def find_equal_content(
-    num_expected: int,
-    contents: Callable[[], Iterator[tuple[Keys, Classes]]],
-    per_range: int = KEYS_PER_RANGE,
+    num_expected: int, contents: Callable[[], Iterator[tuple[Keys, Classes]]], per_range: int = KEYS_PER_RANGE
 ) -> EqualContent:
     """Count images that occur more than once; `contents` is read once for each range of hashes."""
     bits = (num_expected // per_range).bit_length()

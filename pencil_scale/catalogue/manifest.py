@@ -153,8 +153,7 @@ class Measured:
             "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},
             "truth": {"num_known": self._num_true, "num_wrong": self._num_wrong},
             "window": {"num_chunks": num_chunks, "mb": round(window_mb, 3)},
-            "shard_mix": self._mix_of_shards(),
-            "least_mixed": self._least_mixed(),
+            **self._mixes(),
             "damaged_samples": self._damaged_samples(),
             "unlabelled_id": unlabelled_id,
         }
@@ -214,36 +213,30 @@ class Measured:
         needed = math.ceil(REFERENCE_BATCH * max(self._squares / num_ok - overall, 0.0) / (1.0 - overall))
         return min(max(1, needed), len(self.num_ok))
 
-    def _mix_of_shards(self) -> dict[str, Any]:
-        """How evenly classes are spread: the largest class's share of a shard, and of all samples."""
-        mix = self.shard_mix[self.shard_mix.sum(axis=1) > 0]
-        if len(mix) == 0:
-            return {"num_shards": 0}
-        largest = mix.max(axis=1) / mix.sum(axis=1)
-        overall = float(self.class_counts.max() / self.class_counts.sum())
-        return {
-            "num_shards": len(mix),
-            "num_single_class": int((largest == 1).sum()),
-            "mean_largest_share": round(float(largest.mean()), 4),
-            "largest_share_overall": round(overall, 4),
-            "mean_num_classes": round(float((mix > 0).sum(axis=1).mean()), 2),
-        }
-
-    def _least_mixed(self) -> list[dict[str, Any]]:
-        """The shards with the largest share of a single class."""
-        totals = self.shard_mix.sum(axis=1)
+    def _mixes(self) -> dict[str, Any]:
+        """How evenly classes are spread, and the shards with the largest share of a single class."""
+        totals, num_classes = self.shard_mix.sum(axis=1), (self.shard_mix > 0).sum(axis=1)
         shares = self.shard_mix.max(axis=1) / np.maximum(totals, 1)
-        return [
+        filled = totals > 0
+        mix: dict[str, Any] = {"num_shards": int(filled.sum())}
+        if filled.any():
+            overall = float(self.class_counts.max() / self.class_counts.sum())
+            mix["num_single_class"] = int((shares == 1).sum())
+            mix["mean_largest_share"] = round(float(shares[filled].mean()), 4)
+            mix["largest_share_overall"] = round(overall, 4)
+            mix["mean_num_classes"] = round(float(num_classes[filled].mean()), 2)
+        least = [
             {
                 "url": self._catalogue.shards[number].url,
                 "num_ok": int(totals[number]),
-                "num_classes": int((self.shard_mix[number] > 0).sum()),
+                "num_classes": int(num_classes[number]),
                 "largest": self._catalogue.class_names[int(self.shard_mix[number].argmax())],
                 "share": round(float(shares[number]), 4),
             }
             for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
-            if totals[number]
+            if filled[number]
         ]
+        return {"shard_mix": mix, "least_mixed": least}
 
     def _damaged_samples(self) -> list[dict[str, Any]]:
         """Some rows of each damaged status, with their place and what to do."""

@@ -165,30 +165,28 @@ def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
     found = []
     for first in range(0, catalogue.num_rows, SPAN_ROWS):
         begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
-        if begin < end:
-            found.append(_places(catalogue, rows[begin:end], first))
+        if begin == end:
+            continue
+        # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
+        last = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
+        table = catalogue.read(max(0, first - CHUNK_ROWS), last, COLUMNS)
+        known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
+        table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
+        shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
+        ends = offset + table["image_bytes"].to_numpy()
+        # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
+        # distance is a multiple of 512.
+        on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
+        ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
+        after_other = np.append(False, shard[1:] == shard[:-1])
+        before_other = np.append(shard[1:] == shard[:-1], False)
+        sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
+        start = np.where(after_other, np.roll(ends, 1), 0)
+        stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
+        table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
+        wanted = np.isin(table["row"].to_numpy(), rows[begin:end])
+        found.append(table.filter(pa.array(wanted)).drop_columns(["status"]))
     return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-
-
-def _places(catalogue: Catalogue, rows: Int64s, first: int) -> pa.Table:
-    # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
-    stop = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
-    table = catalogue.read(max(0, first - CHUNK_ROWS), stop, COLUMNS)
-    known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
-    table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-    shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
-    ends = offset + table["image_bytes"].to_numpy()
-    # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
-    # distance is a multiple of 512.
-    on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
-    ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
-    after_other = np.append(False, shard[1:] == shard[:-1])
-    before_other = np.append(shard[1:] == shard[:-1], False)
-    sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
-    start = np.where(after_other, np.roll(ends, 1), 0)
-    stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
-    table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
-    return table.filter(pa.array(np.isin(table["row"].to_numpy(), rows))).drop_columns(["status"])
 
 
 def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:

@@ -158,13 +158,11 @@ def check_damage(
 def check_early(
     shards: Sequence[Shard], reports: Sequence[ShardReport], total_bytes: int, limit: float
 ) -> None:
-    """Stop a long run as soon as there is too much damage even if all remaining shards are intact.
-
-    The number of remaining samples is estimated from their bytes.
-    """
+    """Stop a long run as soon as there is too much damage even if all remaining shards are intact."""
     damaged = sum(_damaged(shards, reports, 0))
     read_bytes = sum(shard.version.num_bytes for shard in shards)
     if read_bytes and read_bytes < total_bytes:
+        # The number of remaining samples is estimated from their bytes.
         expected = sum(report.num_samples for report in reports) * total_bytes / read_bytes
         if expected and damaged > limit * expected:
             share = f"{damaged / expected:.2%} of all expected samples are damaged"
@@ -193,10 +191,7 @@ def _damaged(
 def _too_much(
     found: str, shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str], limit: float
 ) -> PencilError:
-    """Name what is missing or the worst shard, then the first damaged samples, one per line.
-
-    Once published, the catalogue names all of them.
-    """
+    """Name what is missing or the worst shard, then the first damaged samples, one per line."""
     if missing:
         others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         worst = f"{missing[0]}{others}: listed but missing; fetch what is missing, or take it off data.shards"

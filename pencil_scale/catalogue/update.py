@@ -238,10 +238,7 @@ class CatalogueUpdate:
         return pa.table([pa.array(rows, pa.int64()), shards, status, *records.columns], schema=ROW)
 
     def _keep_aliases(self, orphans: Rows) -> Rows:
-        """Carry over the aliases that are still valid; the first alias of an orphaned row takes it over.
-
-        Returns the rows that are still orphans.
-        """
+        """Carry over valid aliases; the first of an orphaned row takes it over. Returns the other orphans."""
         for table in self._old.small_tables("alias_tables") if self._old else ():
             table = table.take(np.flatnonzero(~np.isin(table["shard"].to_numpy(), self._affected)))
             status = self._overlay.statuses(table["found_status"], table["sample_key"])

@@ -9,6 +9,7 @@ the labels; the shard.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -213,13 +214,20 @@ def predict(
     """Return class logits, and which images could be read; the logits of the others are zeros."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
+    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
+    from pencil_scale.images.decode import UndecodableError, decode
+
+    recipe = Recipe.from_config(model.images)
     network, device = _network(model.backbone, num_classes, model.weights)
     logits = np.zeros((len(places), num_classes), np.float32)
     is_readable = np.zeros(len(places), np.bool_)
     for first in range(0, len(places), PREDICT_BATCH):
         data = read_images(catalogue, places.slice(first, PREDICT_BATCH))
-        images = {first + place: _image(one, model.images) for place, one in enumerate(data)}
-        readable = {place: image for place, image in images.items() if image is not None}
+        readable = {}
+        for place, one in enumerate(data, first):
+            with suppress(UndecodableError, ImageSizeError):
+                pixels = torch.from_numpy(decode(one, model.images.resize).copy())
+                readable[place] = centre(pixels.permute(2, 0, 1)[None], recipe)[0]
         if readable:
             with torch.no_grad():
                 found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()
@@ -235,17 +243,3 @@ def _network(backbone: str, num_classes: int, weights: str) -> tuple[Any, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return build_backbone(backbone, num_classes, weights).to(device).eval(), device
-
-
-def _image(data: bytes, images: Images) -> Any:
-    """The centre of one image, as in evaluation; None if it cannot be decoded."""
-    import torch
-
-    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
-    from pencil_scale.images.decode import UndecodableError, decode
-
-    try:
-        pixels = torch.from_numpy(decode(data, images.resize).copy())
-        return centre(pixels.permute(2, 0, 1)[None], Recipe.from_config(images))[0]
-    except (UndecodableError, ImageSizeError):
-        return None
