@@ -29,12 +29,12 @@ from index import NUM_CLASSES, SHARD_ROWS, some_rows
 
 from pencil_scale.catalogue import manifest, update
 from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry
-from pencil_scale.catalogue.files import TableWriter, parquet_bytes
-from pencil_scale.catalogue.label_sources import LabelClasses
+from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.rules import Overlay
-from pencil_scale.catalogue.schema import FINDING, RECORD
+from pencil_scale.catalogue.schema import FINDING, RECORD, parquet_bytes
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
 from pencil_scale.catalogue.staging import staged_records
+from pencil_scale.catalogue.update import TableWriter
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
 

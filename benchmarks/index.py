@@ -28,13 +28,12 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
-from pencil_scale.catalogue.files import SEGMENT_ROWS, RowsWriter, put_table
-from pencil_scale.catalogue.label_sources import LabelClasses
-from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
+from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry, publish
+from pencil_scale.catalogue.class_names import LabelClasses
+from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW, put_table
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.catalogue.shards import ShardReader
-from pencil_scale.catalogue.update import publish
+from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
 from pencil_scale.stream.plan import EpochOrder, RowCounts, deal

@@ -31,10 +31,9 @@ import pyarrow as pa
 from PIL import Image
 from processes import family
 
-from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.files import SEGMENT_ROWS, RowsWriter, put_table
-from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW
-from pencil_scale.catalogue.update import publish
+from pencil_scale.catalogue.catalogue import Catalogue, publish
+from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW, put_table
+from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder

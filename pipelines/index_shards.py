@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, read_manifest
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe, missing_damage
 from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
@@ -32,9 +32,7 @@ from pencil_scale.catalogue.update import (
     StagedShard,
     Written,
     compare,
-    finish_publish,
     merged_entries,
-    publish,
 )
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config

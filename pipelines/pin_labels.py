@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.label_sources import read_label_classes
+from pencil_scale.catalogue.class_names import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.config.command import run_job
 from pencil_scale.config.settings import Config

@@ -6,6 +6,11 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# Hypothesis would fail an example that takes longer than 200 ms, as any does on a busy machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # A shell starts background jobs with Ctrl-C ignored, which children inherit; tests send it on purpose.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,6 +10,7 @@ versions stay readable.
     table = catalogue.read(0, 5000, ["row", "sample_id", "status"])
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import ShardVersion, filesystem_of, store_errors, version_of
 
@@ -98,7 +100,8 @@ class Catalogue:
     @classmethod
     def open(cls, storage: str, version: int | None = None, clean_set: str = "") -> "Catalogue":
         """Open the newest catalogue or an older version; `clean_set` is `validation` or `test`."""
-        folder = catalogue_folder(storage, clean_set)
+        place = Storage(storage)
+        folder = place.path(place.catalogue(clean_set))
         manifest = read_manifest(folder, version)
         if manifest is None:
             named = "" if version is None else f" of version {version}"
@@ -112,14 +115,13 @@ class Catalogue:
         schema = ROW if columns is None else pa.schema([ROW.field(name) for name in columns])
         tables = [schema.empty_table()]
         for segment in self.segments:
-            low, high = max(first, segment.first_row), min(stop, segment.stop)
+            low = max(first, segment.first_row) - segment.first_row
+            high = min(stop, segment.stop) - segment.first_row
             if low < high:
-                groups = range(
-                    (low - segment.first_row) // CHUNK_ROWS, -(-(high - segment.first_row) // CHUNK_ROWS)
-                )
+                groups = range(low // CHUNK_ROWS, -(-high // CHUNK_ROWS))
                 with self._file_errors(segment.file):
                     table = self._file(segment.file).read_row_groups([*groups], columns=schema.names)
-                tables.append(table.slice(low - segment.first_row - groups.start * CHUNK_ROWS, high - low))
+                tables.append(table.slice(low - groups.start * CHUNK_ROWS, high - low))
         return pa.concat_tables(tables)
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 1 << 18) -> Iterator[pa.Table]:
@@ -169,15 +171,8 @@ class Catalogue:
             yield table
 
     def verify_shard(self, number: int) -> None:
-        """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
-        entry = self.shards[number]
-        found = version_of(entry.url)
-        if found != entry.version:
-            what = "is gone" if found is None else f"has {found.num_bytes:,} bytes, {found.tag}"
-            raise PencilError(
-                f"shard {entry.url}: {what}; {entry.num_bytes:,} bytes, {entry.tag} were indexed: run "
-                "pipelines.index_shards again"
-            )
+        """Refuse a shard that changed since it was indexed."""
+        require_unchanged(self.shards[number], version_of(self.shards[number].url))
 
     def _open_file(self, name: str) -> pq.ParquetFile:
         with self._file_errors(name):
@@ -195,10 +190,19 @@ class Catalogue:
             ) from error
 
 
-def catalogue_folder(storage: str, clean_set: str = "") -> str:
-    """The folder of a storage's catalogue, or of the one of its validation or test shards."""
-    place = Storage(storage)
-    return place.path(place.catalogue(clean_set))
+def require_unchanged(entry: ShardEntry, found: ShardVersion | None) -> None:
+    """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
+    was = entry.version
+    if found is None:
+        raise PencilError(
+            f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
+        )
+    if found != was:
+        sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
+        difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
+        raise PencilError(
+            f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
+        )
 
 
 def manifest_name(version: int | None = None) -> str:
@@ -220,3 +224,37 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
             "index into another run.storage"
         )
     return manifest
+
+
+def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
+    """Write the manifest: first under its version number, permanently, then as the newest.
+
+    A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
+    one publishes. If a job dies between the two puts, `finish_publish` does the second.
+    """
+    objects = open_objects(store.url)
+    etag = objects.etag(manifest_name())
+    newest = read_manifest(store.url)
+    found = int(newest["version"]) if newest else 0
+    data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
+    if (
+        found != old_version
+        or not objects.create(manifest_name(version), data)
+        or not objects.replace(manifest_name(), data, etag)
+    ):
+        raise PencilError(
+            f"{store.url}: another job published version {max(found, version)} while this one worked on "
+            f"{old_version}; run this one again"
+        )
+
+
+def finish_publish(store: Folder) -> None:
+    """Make a version the newest if its job died right after writing its manifest; its files are complete."""
+    objects = open_objects(store.url)
+    while True:
+        etag = objects.etag(manifest_name())
+        newest = read_manifest(store.url)
+        following = objects.read(manifest_name(int(newest["version"]) + 1 if newest else 1))
+        if following is None:
+            return
+        objects.replace(manifest_name(), following[0], etag)

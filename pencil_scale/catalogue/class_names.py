@@ -1,21 +1,37 @@
-"""The class list of a dataset: a text file of names, one per line; its line number from 0 is the class.
+"""Class names: the class list of a dataset, and the class that each raw label means.
 
-A class number has no meaning without its list, so everything that stores class numbers also stores the names,
-and every reader compares them.
+The list is a text file of names, one per line; the line number, from 0, is the class. A class number has no
+meaning without its list, so everything that stores class numbers also stores the names, and every reader
+compares them.
+
+A raw label is looked up as written: first in the alias file, then among the class names, then as a number. A
+label that matches nothing has status `unknown_class`; these labels are counted by their text, so that the
+alias file can be written from the list, most frequent first.
+
+Labels outside the shards are found by the hash of a sample's id or key. A key-to-label file of 100 million
+lines takes 20 bytes per line, in three arrays that all tasks on a machine share.
 
     order = ClassOrder.between(labels.class_names, catalogue_names, "labels of run demo")
-    order.logits(logits)         # the same logits, in the order of the catalogue's list
+    order.logits(logits)                         # the same logits, in the order of the catalogue's list
+    lookup = read_lookup("file:s3://crawl/noisy_label_kv.txt")
+    lookup.find(sample_key("images/0/1"))        # raw label, None, or [raw, raw] if lines disagree
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset
 
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.catalogue.schema import from_json, from_stored
+from pencil_scale.catalogue.shards import IMAGE_SUFFIXES, split_name
+from pencil_scale.storage.errors import PencilError, sample_key
+from pencil_scale.storage.urls import filesystem_of
 
 SHOWN = 5
 
@@ -33,11 +49,10 @@ def read_lines(url: str, key: str) -> list[str]:
 def read_class_names(url: str) -> tuple[str, ...]:
     """Read and check the list: at least two names, none blank, no duplicates."""
     names = tuple(line.strip() for line in read_lines(url, "data.classes"))
-    blank = [number for number, name in enumerate(names, 1) if not name]
-    if blank:
-        raise PencilError(f"data.classes: {url}: line {blank[0]} is blank; every line names a class")
     first: dict[str, int] = {}
     for number, name in enumerate(names, 1):
+        if not name:
+            raise PencilError(f"data.classes: {url}: line {number} is blank; every line names a class")
         if first.setdefault(name, number) != number:
             raise PencilError(f"data.classes: {url}: '{name}' is on lines {first[name]} and {number}")
     if len(names) < 2:
@@ -47,23 +62,17 @@ def read_class_names(url: str) -> tuple[str, ...]:
 
 def difference(found: Sequence[str], expected: Sequence[str]) -> str:
     """Describe how one class list differs from another; empty if they are the same."""
-    in_found, in_expected = set(found), set(expected)
-    parts = [
-        _listed("lacks", [name for name in expected if name not in in_found]),
-        _listed("has in addition", [name for name in found if name not in in_expected]),
-    ]
-    if not any(parts) and list(found) != list(expected):
+    parts = []
+    for what, names, others in (("lacks", expected, set(found)), ("has in addition", found, set(expected))):
+        names = [name for name in names if name not in others]
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            parts.append(f"{what} {', '.join(map(repr, names[:SHOWN]))}{more}")
+    if not parts and list(found) != list(expected):
         number = next(n for n, name in enumerate(found) if name != expected[n])
         here = f"class {number} is {found[number]!r}, not {expected[number]!r}"
         return f"has the same names in another order: {here}"
-    return " and ".join(part for part in parts if part)
-
-
-def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(map(repr, names[:SHOWN]))}{more}"
+    return " and ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -85,14 +94,10 @@ class ClassOrder:
         columns = np.array([places[name] for name in wanted], np.int64)
         return cls(columns, np.append(np.argsort(columns), -1))
 
-    @property
-    def is_same(self) -> bool:
-        """Whether both lists have the same order."""
-        return bool((self.columns == np.arange(len(self.columns))).all())
-
     def logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Reorder the columns of [B, C]."""
-        return logits if self.is_same else np.ascontiguousarray(logits[:, self.columns])
+        is_same = np.array_equal(self.columns, np.arange(len(self.columns)))
+        return logits if is_same else np.ascontiguousarray(logits[:, self.columns])
 
     def classes(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the found list into the wanted one; -1 stays."""
@@ -101,3 +106,156 @@ class ClassOrder:
     def back(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the wanted list into the found one; -1 stays."""
         return np.append(self.columns, -1)[numbers.astype(np.int64)]
+
+
+# -- raw labels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelClasses:
+    """The classes in order, and every text that means one of them."""
+
+    names: tuple[str, ...]
+    numbers: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def classify(self, raw: Any) -> tuple[int | None, str | None]:
+        """Find the class of a raw label, or None and the status that says why there is none.
+
+        Several labels, in a list or on lines, must agree; a nested list is not a label.
+        """
+        if isinstance(raw, str):
+            raw = raw.strip()
+            if raw in self.numbers:
+                return self.numbers[raw], None
+            digits = raw.removeprefix("-")
+            if digits.isascii() and digits.isdigit():
+                raw = int(raw) if len(digits) < 20 else -1
+            elif "\n" in raw:
+                raw = [line for line in raw.splitlines() if line.strip()]
+            else:
+                return None, "unknown_class" if raw else "unlabelled"
+        if isinstance(raw, list | tuple):
+            nested = any(isinstance(one, list | tuple) for one in raw)
+            found = {(None, "unknown_class")} if nested else {self.classify(one) for one in raw}
+            return found.pop() if len(found) == 1 else (None, "several_labels" if raw else "unlabelled")
+        if isinstance(raw, float) and raw.is_integer():
+            raw = int(raw)
+        if isinstance(raw, int) and not isinstance(raw, bool):
+            return (raw, None) if 0 <= raw < len(self.names) else (None, "label_out_of_range")
+        return None, "unlabelled" if raw is None else "unknown_class"
+
+
+def read_label_classes(classes_url: str, aliases_url: str | None = None) -> LabelClasses:
+    """Read the class list, and the alias file with `raw<TAB>class` on each line."""
+    names = read_class_names(classes_url)
+    classes = LabelClasses(names, {name: number for number, name in enumerate(names)})
+    if aliases_url is None:
+        return classes
+    aliases = {}
+    for place, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
+        raw, tab, wanted = line.rpartition("\t")
+        number, _ = classes.classify(wanted)
+        if tab and number is not None:
+            aliases[raw.strip()] = number
+        elif line.strip():
+            raise PencilError(
+                f"data.aliases: {aliases_url} line {place} is {line!r}; expected a raw string, a tab and one "
+                f"of the {len(names)} classes"
+            )
+    return LabelClasses(names, {**classes.numbers, **aliases})
+
+
+def raw_text(raw: Any) -> str:
+    """The text of a raw label for the list of those that match no class, short enough for a table."""
+    text = raw if isinstance(raw, str) else repr(raw)
+    try:
+        text.encode("utf-8", "surrogateescape")  # bytes that are not UTF-8 are kept as they are
+    except UnicodeEncodeError:
+        text = from_json(text)
+    return text[:80]
+
+
+@dataclass(frozen=True)
+class LabelLookup:
+    """Sorted 128-bit hashes in two halves, and for each the number of its raw label in `values`."""
+
+    high: np.ndarray[Any, np.dtype[np.uint64]]
+    low: np.ndarray[Any, np.dtype[np.uint64]]
+    codes: np.ndarray[Any, np.dtype[np.int32]]
+    values: tuple[Any, ...]
+
+    def find(self, key: bytes) -> Any:
+        """Find the raw label of a hashed id: None if there is none, a list if there are several."""
+        high, low = np.frombuffer(key, ">u8").astype(np.uint64)
+        same = slice(np.searchsorted(self.high, high), np.searchsorted(self.high, high, "right"))
+        codes = self.codes[same][self.low[same] == low].tolist()
+        found = [self.values[code] for code in dict.fromkeys(codes)]
+        return found[0] if len(found) == 1 else found or None
+
+
+def read_lookup(source: str) -> LabelLookup:
+    """Read `file:URL` (lines `key label`) or `table:URL#id,label` (Parquet or CSV)."""
+    kind, _, rest = source.partition(":")
+    if kind == "file":
+        pairs: Iterator[tuple[str, Any]] = _pairs_of_lines(rest)
+    else:
+        url, _, columns = rest.rpartition("#")
+        id_column, _, label_column = columns.partition(",")
+        pairs = _pairs_of_table(url, id_column, label_column)
+    keys = bytearray()
+    numbers: list[int] = []
+    codes: dict[Any, int] = {}
+    for name, label in pairs:
+        keys += sample_key(name)
+        numbers.append(codes.setdefault(label, len(codes)))
+    halves = np.frombuffer(bytes(keys), dtype=">u8").reshape(-1, 2).astype(np.uint64)
+    order = np.lexsort((halves[:, 1], halves[:, 0]))
+    chosen = np.asarray(numbers, dtype=np.int32)[order]
+    return LabelLookup(halves[order, 0], halves[order, 1], chosen, tuple(codes))
+
+
+def lookup_key(name: str) -> str:
+    """The form of a key that key-to-label files and shards share: no `./`, no image suffix."""
+    name = name.removeprefix("./")
+    split = split_name(name)
+    return split[0] if split is not None and split[1] in IMAGE_SUFFIXES else name
+
+
+def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
+    try:
+        with fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
+            for place, line in enumerate(file, start=1):
+                line = line.strip()
+                name, gap, label = line.rpartition("\t") if "\t" in line else line.rpartition(" ")
+                if gap:
+                    yield lookup_key(name.strip()), label.strip()
+                elif line:
+                    raise PencilError(
+                        f"data.label: {url} line {place} is {line!r}; expected a key and a label"
+                    )
+    except (OSError, ValueError) as error:
+        raise PencilError(f"data.label: {url} cannot be read ({error})") from error
+
+
+def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tuple[str, Any]]:
+    filesystem, path = filesystem_of(url)
+    form = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
+    # An id such as 000123 must not become the number 123.
+    convert = pyarrow.csv.ConvertOptions(column_types={id_column: pa.string()})
+    csv = pyarrow.dataset.CsvFileFormat(convert_options=convert)
+    try:
+        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if form == "csv" else form)
+        absent = [name for name in (id_column, label_column) if name not in table.schema.names]
+        if absent:
+            raise PencilError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
+        for batch in table.to_batches(columns=[id_column, label_column]):
+            names, labels = batch.column(0).to_pylist(), batch.column(1).to_pylist()
+            for name, label in zip(names, labels, strict=True):
+                # An id may be written as it is, or as our own tables escape it.
+                for spelled in {} if name is None else {str(name), from_stored(str(name))}:
+                    yield spelled, tuple(label) if isinstance(label, list) else label
+    except (OSError, pa.ArrowInvalid) as error:
+        raise PencilError(f"{url}: cannot be read as {form} ({error})") from error

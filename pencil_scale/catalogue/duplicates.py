@@ -163,25 +163,19 @@ class EqualContent:
 
 
 def find_equal_content(
-    num_expected: int,
-    contents: Callable[[], Iterator[tuple[Keys, Classes]]],
-    per_range: int = KEYS_PER_RANGE,
+    num_expected: int, contents: Callable[[], Iterator[tuple[Keys, Classes]]], per_range: int = KEYS_PER_RANGE
 ) -> EqualContent:
     """Count images that occur more than once; `contents` is read once for each range of hashes."""
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
     for part in range(1 << bits):
         _, classes, group = _sorted_range(contents(), part, bits)
-        totals += _count(group, classes)
-    return EqualContent(*(int(total) for total in totals))
-
-
-def _count(group: Rows, classes: Rows) -> Rows:
-    repeated = np.bincount(group)[group] > 1
-    # Within a group, count each label: the most frequent one may be right, the others are not.
-    labels = np.stack([group[repeated], classes[repeated]])
-    pairs, counts = np.unique(labels, axis=1, return_counts=True)
-    heads = np.unique(pairs[0], return_index=True)[1]
-    members = np.add.reduceat(counts, heads)
-    wrong = members - np.maximum.reduceat(counts, heads)
-    return np.array([len(group), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()], np.int64)
+        repeated = np.bincount(group)[group] > 1
+        # Within a group, count each label: the most frequent one may be right, the others are not.
+        labels = np.stack([group[repeated], classes[repeated]])
+        pairs, counts = np.unique(labels, axis=1, return_counts=True)
+        heads = np.unique(pairs[0], return_index=True)[1]
+        members = np.add.reduceat(counts, heads)
+        wrong = members - np.maximum.reduceat(counts, heads)
+        totals += [len(group), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()]
+    return EqualContent(*totals.tolist())

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
 from pencil_scale.catalogue.duplicates import Classes, Keys, find_equal_content, hashes_of
-from pencil_scale.catalogue.files import put_table
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
@@ -28,6 +27,7 @@ from pencil_scale.catalogue.schema import (
     DAMAGED_STATUSES,
     SUFFIXES_SHOWN,
     damage_line,
+    put_table,
     status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules
@@ -72,21 +72,17 @@ def describe(
     }
     catalogue = Catalogue(store.url, draft)
     measured = Measured(catalogue)
-    chunks = {
-        "num_ok": pa.array(measured.num_ok, pa.int32()),
-        "ok_bytes": pa.array(measured.ok_bytes, pa.int64()),
-    }
+    sizes = pa.array(measured.num_ok, pa.int32()), pa.array(measured.ok_bytes, pa.int64())
     indexed = [entry for entry in shards if entry.state == "indexed"]
     manifest = {
         **draft,
         **measured.figures(),
-        **_table_counts(catalogue),
         "num_samples": sum(entry.num_samples for entry in indexed),
         "oddities": _most_common([entry.oddities for entry in indexed]),
         "skipped_members": _most_common([entry.skipped for entry in indexed]),
         "suffixes": _most_common([entry.suffixes for entry in indexed], SUFFIXES_SHOWN + 1),
         "unknown_labels": _most_common([entry.unknown_labels for entry in indexed], UNKNOWN_LABELS_SHOWN),
-        "chunks": put_table(store, "chunks", pa.table(chunks)),
+        "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
     }
     head = ("num_rows", "num_ok", "num_classes", "status", "damage")
     return {**{name: manifest[name] for name in head}, **manifest}
@@ -94,8 +90,8 @@ def describe(
 
 def missing_damage(urls: Sequence[str]) -> pa.Table:
     """The damage of shards that are listed but missing; they have no number, so -1."""
-    lines = [damage_line(url, 0, "shard_missing", "listed, but missing") for url in urls]
-    rows = [(-1, 0, 0, "shard_missing", None, 0, line) for line in lines]
+    kind = "shard_missing"
+    rows = [(-1, 0, 0, kind, None, 0, damage_line(url, 0, kind, "listed, but missing")) for url in urls]
     return pa.Table.from_pylist([dict(zip(DAMAGE.names, row, strict=True)) for row in rows], schema=DAMAGE)
 
 
@@ -106,20 +102,6 @@ def _most_common(counts: Sequence[dict[str, int]], num: int | None = None) -> di
     return dict(total.most_common(num))
 
 
-def _table_counts(catalogue: Catalogue) -> dict[str, Any]:
-    kinds: Counter[str] = Counter()
-    num_lost = 0
-    for table in catalogue.small_tables("damage_tables"):
-        kinds.update(table["kind"].to_pylist())
-        num_lost += pc.sum(table["num_samples"]).as_py() or 0
-    num_duplicates = sum(len(table) for table in catalogue.small_tables("alias_tables"))
-    return {
-        "damage": dict(kinds.most_common()),
-        "num_lost_samples": num_lost,
-        "num_duplicates": num_duplicates,
-    }
-
-
 class Measured:
     """The figures of a catalogue; reads all rows once, and their content hashes once per range of hashes."""
 
@@ -127,9 +109,8 @@ class Measured:
         self._catalogue = catalogue
         num_classes = catalogue.num_classes
         num_shards = min(len(catalogue.shards), max(1, MAX_MIX_ENTRIES // num_classes))
-        self.shard_mix = np.zeros(
-            (num_shards, num_classes), np.int64
-        )  # of the first shards, if there are many
+        # Of the first shards, if there are many.
+        self.shard_mix = np.zeros((num_shards, num_classes), np.int64)
         self.class_counts = np.zeros(num_classes, np.int64)
         self.num_ok: list[int] = []  # by chunk
         self.ok_bytes: list[int] = []  # by chunk
@@ -143,33 +124,46 @@ class Measured:
         for table in catalogue.batches(COLUMNS):
             statuses = pc.value_counts(table["status"]).to_pylist()
             self._statuses.update({each["values"]: each["counts"] for each in statuses})
-            self._num_other_content += self._other_content(table)
             self._add_examples(table)
+            self._add_other_content(table)
             self._add_ok(table)
 
     def figures(self) -> dict[str, Any]:
         """The entries of the manifest that describe the rows."""
         num_ok, catalogue = sum(self.num_ok), self._catalogue
-        equal = find_equal_content(num_ok, lambda: _contents(catalogue))
+        equal = find_equal_content(num_ok, self._contents)
+        kinds: Counter[str] = Counter()
+        num_lost = 0
+        for table in catalogue.small_tables("damage_tables"):
+            kinds.update(table["kind"].to_pylist())
+            num_lost += pc.sum(table["num_samples"]).as_py() or 0
         num_chunks = self._window_chunks(num_ok)
         window_mb = num_chunks * sum(self.ok_bytes) / max(1, len(self.ok_bytes)) / 1e6
-        unlabelled = self._examples.get("unlabelled", [])[:1]
-        ids = [catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0] for row in unlabelled]
+        unlabelled_id = None  # to compare with the ids of the label source
+        for row in self._examples.get("unlabelled", [])[:1]:
+            unlabelled_id = catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0].as_py()[:200]
         return {
             "num_ok": num_ok,
             "status": dict(self._statuses.most_common()),
+            "damage": dict(kinds.most_common()),
+            "num_lost_samples": num_lost,
+            "num_duplicates": sum(len(table) for table in catalogue.small_tables("alias_tables")),
             "num_duplicates_of_other_content": self._num_other_content,
             "class_counts": self.class_counts.tolist(),
             "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},
             "truth": {"num_known": self._num_true, "num_wrong": self._num_wrong},
             "window": {"num_chunks": num_chunks, "mb": round(window_mb, 3)},
-            "shard_mix": self._mix_of_shards(),
-            "least_mixed": self._least_mixed(),
+            **self._mixes(),
             "damaged_samples": self._damaged_samples(),
-            "unlabelled_id": str(ids[0])[:200]
-            if ids
-            else None,  # to compare with the ids of the label source
+            "unlabelled_id": unlabelled_id,
         }
+
+    def _contents(self) -> Iterator[tuple[Keys, Classes]]:
+        """The content hashes and classes of all ok rows and aliases."""
+        rows = self._catalogue.batches(["status", "content_key", "noisy_class"])
+        for table in chain(rows, self._catalogue.small_tables("alias_tables")):
+            ok = table.filter(pc.equal(table["status"], "ok"))
+            yield hashes_of(ok["content_key"]), ok["noisy_class"].to_numpy()
 
     def _add_ok(self, table: pa.Table) -> None:
         """Count the ok rows by class, chunk and shard."""
@@ -201,70 +195,55 @@ class Measured:
             if rows:
                 self._examples[status] = [*self._examples.get(status, []), *rows][:EXAMPLES]
 
-    def _other_content(self, table: pa.Table) -> int:
+    def _add_other_content(self, table: pa.Table) -> None:
         """Count aliases whose image differs from their row's: ids that name more than one image."""
         rows, contents = self._twins
         first = table["row"][0].as_py()
         low, high = np.searchsorted(rows, [first, first + len(table)])
         own = table["content_key"].take(pa.array(rows[low:high] - first))
         known = pc.is_valid(own).to_numpy()
-        return int(np.count_nonzero(hashes_of(own)[known] != contents[low:high][known]))
+        differs = hashes_of(own)[known] != contents[low:high][known]
+        self._num_other_content += int(np.count_nonzero(differs))
 
     def _window_chunks(self, num_ok: int) -> int:
         """The number of chunks in a window whose class mix is as good as a random batch's."""
-        if num_ok == 0:
-            return 1
-        overall = float(np.sum((self.class_counts / num_ok) ** 2))
+        overall = float(np.sum((self.class_counts / num_ok) ** 2)) if num_ok else 1.0
         if overall >= 1:
             return 1
         needed = math.ceil(REFERENCE_BATCH * max(self._squares / num_ok - overall, 0.0) / (1.0 - overall))
         return min(max(1, needed), len(self.num_ok))
 
-    def _mix_of_shards(self) -> dict[str, Any]:
-        """How evenly classes are spread: the largest class's share of a shard, and of all samples."""
-        mix = self.shard_mix[self.shard_mix.sum(axis=1) > 0]
-        if len(mix) == 0:
-            return {"num_shards": 0}
-        largest = mix.max(axis=1) / mix.sum(axis=1)
-        overall = float(self.class_counts.max() / self.class_counts.sum())
-        return {
-            "num_shards": len(mix),
-            "num_single_class": int((largest == 1).sum()),
-            "mean_largest_share": round(float(largest.mean()), 4),
-            "largest_share_overall": round(overall, 4),
-            "mean_num_classes": round(float((mix > 0).sum(axis=1).mean()), 2),
-        }
-
-    def _least_mixed(self) -> list[dict[str, Any]]:
-        """The shards with the largest share of a single class."""
-        totals = self.shard_mix.sum(axis=1)
+    def _mixes(self) -> dict[str, Any]:
+        """How evenly classes are spread, and the shards with the largest share of a single class."""
+        totals, num_classes = self.shard_mix.sum(axis=1), (self.shard_mix > 0).sum(axis=1)
         shares = self.shard_mix.max(axis=1) / np.maximum(totals, 1)
-        return [
+        filled = totals > 0
+        mix: dict[str, Any] = {"num_shards": int(filled.sum())}
+        if filled.any():
+            overall = float(self.class_counts.max() / self.class_counts.sum())
+            mix["num_single_class"] = int((shares == 1).sum())
+            mix["mean_largest_share"] = round(float(shares[filled].mean()), 4)
+            mix["largest_share_overall"] = round(overall, 4)
+            mix["mean_num_classes"] = round(float(num_classes[filled].mean()), 2)
+        least = [
             {
                 "url": self._catalogue.shards[number].url,
                 "num_ok": int(totals[number]),
-                "num_classes": int((self.shard_mix[number] > 0).sum()),
+                "num_classes": int(num_classes[number]),
                 "largest": self._catalogue.class_names[int(self.shard_mix[number].argmax())],
                 "share": round(float(shares[number]), 4),
             }
             for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
-            if totals[number]
+            if filled[number]
         ]
+        return {"shard_mix": mix, "least_mixed": least}
 
     def _damaged_samples(self) -> list[dict[str, Any]]:
         """Some rows of each damaged status, with their place and what to do."""
         found = []
-        for status, row in ((status, row) for status, rows in self._examples.items() for row in rows):
-            if status in DAMAGED_STATUSES:
+        for status, rows in self._examples.items():
+            for row in rows if status in DAMAGED_STATUSES else ():
                 (place,) = self._catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
                 line = status_line(self._catalogue.shards[place["shard"]].url, place["image_offset"], status)
                 found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
         return found
-
-
-def _contents(catalogue: Catalogue) -> Iterator[tuple[Keys, Classes]]:
-    """The content hashes and classes of all ok rows and aliases."""
-    rows = catalogue.batches(["status", "content_key", "noisy_class"])
-    for table in chain(rows, catalogue.small_tables("alias_tables")):
-        ok = table.filter(pc.equal(table["status"], "ok"))
-        yield hashes_of(ok["content_key"]), ok["noisy_class"].to_numpy()

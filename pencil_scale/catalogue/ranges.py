@@ -32,12 +32,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry
+from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, require_unchanged
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ByteSource, MemorySource, ShardVersion, open_source, version_of
+from pencil_scale.storage.urls import ByteSource, MemorySource, open_source, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,10 @@ class RangeReader:
     def _open(self, number: int, open_shards: ExitStack) -> ByteSource:
         """Open a shard after checking its version."""
         entry = self._shards[number]
-        found = persistently(f"shard {entry.url}", lambda: version_of(entry.url))
-        if found != entry.version:
-            raise PencilError(_changed(entry, found))
+        what = f"shard {entry.url}"
+        require_unchanged(entry, persistently(what, lambda: version_of(entry.url)))
         return persistently(
-            f"shard {entry.url}",
-            lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes)),
+            what, lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes))
         )
 
     @staticmethod
@@ -159,15 +157,6 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
     raise AssertionError("unreachable")
 
 
-def _changed(entry: ShardEntry, found: ShardVersion | None) -> str:
-    if found is None:
-        return f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
-    was = entry.version
-    sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
-    difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
-    return f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
-
-
 # -- samples ------------------------------------------------------------------------------------------
 
 
@@ -176,30 +165,28 @@ def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
     found = []
     for first in range(0, catalogue.num_rows, SPAN_ROWS):
         begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
-        if begin < end:
-            found.append(_places(catalogue, rows[begin:end], first))
+        if begin == end:
+            continue
+        # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
+        last = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
+        table = catalogue.read(max(0, first - CHUNK_ROWS), last, COLUMNS)
+        known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
+        table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
+        shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
+        ends = offset + table["image_bytes"].to_numpy()
+        # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
+        # distance is a multiple of 512.
+        on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
+        ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
+        after_other = np.append(False, shard[1:] == shard[:-1])
+        before_other = np.append(shard[1:] == shard[:-1], False)
+        sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
+        start = np.where(after_other, np.roll(ends, 1), 0)
+        stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
+        table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
+        wanted = np.isin(table["row"].to_numpy(), rows[begin:end])
+        found.append(table.filter(pa.array(wanted)).drop_columns(["status"]))
     return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-
-
-def _places(catalogue: Catalogue, rows: Int64s, first: int) -> pa.Table:
-    # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
-    stop = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
-    table = catalogue.read(max(0, first - CHUNK_ROWS), stop, COLUMNS)
-    known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
-    table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-    shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
-    ends = offset + table["image_bytes"].to_numpy()
-    # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
-    # distance is a multiple of 512.
-    on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
-    ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
-    after_other = np.append(False, shard[1:] == shard[:-1])
-    before_other = np.append(shard[1:] == shard[:-1], False)
-    sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
-    start = np.where(after_other, np.roll(ends, 1), 0)
-    stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
-    table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
-    return table.filter(pa.array(np.isin(table["row"].to_numpy(), rows))).drop_columns(["status"])
 
 
 def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
@@ -212,20 +199,17 @@ def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, 
     ):
         data, ranges[number] = ranges[number], b""
         reader = ShardReader(MemorySource(data, catalogue.shards[shard].url))
-        sample = _sample_at(reader, from_stored(key), offsets[number])
+        same = (
+            found for found in reader.read() if isinstance(found, Sample) and found.key == from_stored(key)
+        )
+        images = ((found, found.image()[0]) for found in same)
+        sample = next((found for found, image in images if image and image.offset == offsets[number]), None)
+        if sample is None:
+            raise PencilError(
+                f"shard {reader.window.source.url}: sample {from_stored(key)!r} is not where it was indexed; "
+                "run index_shards again"
+            )
         yield sample.key, [(member.name, reader.data(member)) for member in sample.members.values()]
-
-
-def _sample_at(reader: ShardReader, key: str, image_offset: int) -> Sample:
-    for found in reader.read():
-        if isinstance(found, Sample) and found.key == key:
-            image, _ = found.image()
-            if image is not None and image.offset == image_offset:
-                return found
-    raise PencilError(
-        f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; run "
-        "index_shards again"
-    )
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:

@@ -201,12 +201,10 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     filled = [count for count in manifest["class_counts"] if count]
     if filled:
-        imbalance = (
-            f"largest {max(filled):,}, smallest {min(filled):,} ({max(filled) / min(filled):.1f} to 1)"
-        )
+        most, least = max(filled), min(filled)
         mean, overall = mix["mean_largest_share"], mix["largest_share_overall"]
         facts += [
-            ("class sizes", imbalance),
+            ("class sizes", f"largest {most:,}, smallest {least:,} ({most / least:.1f} to 1)"),
             ("largest class", f"{mean:.1%} of a shard on average, {overall:.1%} overall"),
             ("shuffle window", f"at least {_window_mb(manifest):,} MB (data.window_mb)"),
         ]

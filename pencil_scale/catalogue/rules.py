@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import read_label_classes, read_lookup
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
-from pencil_scale.catalogue.label_sources import read_label_classes, read_lookup
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
 from pencil_scale.storage.errors import PencilError, sample_key
@@ -35,24 +35,19 @@ def make_rules(
 ) -> tuple[IndexRules, str]:
     """Read the tables that the rules need; returns the rules and their name."""
     classes = read_label_classes(classes_url, aliases_url)
-    if (
-        truth is not None
-        and truth not in ("cls", "txt")
-        and not truth.startswith(("json:", "file:", "table:"))
-    ):
+    if truth not in (None, "cls", "txt") and not truth.startswith(("json:", "file:", "table:")):
         if "#" not in truth:
             raise PencilError(
                 f"data.truth: {truth!r} names no columns; write table:URL#id,class or json:FIELD"
             )
         truth = f"table:{truth}"
-    sources = [
-        LabelSource(source, read_lookup(source) if source.startswith(("file:", "table:")) else None)
-        for source in (label, truth)
-        if source is not None
-    ]
+    names = [source for source in (label, truth) if source is not None]
+    tables = {name: read_lookup(name) for name in names if name.startswith(("file:", "table:"))}
+    sources = [LabelSource(name, tables.get(name)) for name in names]
     rules = IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images)
-    versions = [str(version_of(each.url)) for each in sources if each.lookup is not None]
-    words = [identity, *(each.source for each in sources), str(decode_images), *versions]
+    places = [name.partition(":")[2] for name in names if name in tables]
+    versions = [str(version_of(place.rpartition("#")[0] or place)) for place in places]
+    words = [identity, *names, str(decode_images), *versions]
     text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
     return rules, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -80,7 +75,14 @@ class Overlay:
 
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
     """Hash the ids to exclude, and those of the validation and test shards."""
-    lines = _ids(exclude_url)
+    text = ""
+    if exclude_url is not None:
+        if version_of(exclude_url) is None:
+            raise PencilError(f"data.exclude: {exclude_url}: no such file, seen from the current folder")
+        with open_source(exclude_url) as source:
+            text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
+    # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     # An id may be listed as it is, or as our own tables write it.
     keys = [sample_key(name) for line in lines for name in {line, from_stored(line)}]
     excluded = np.unique(np.array(keys, "S16"))
@@ -100,14 +102,3 @@ def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray
         listed = contains(overlay.excluded, hashes_of(table["sample_key"]))
         found.append(table["row"].to_numpy()[listed & pc.equal(table["status"], "ok").to_numpy()])
     return np.concatenate(found)
-
-
-def _ids(url: str | None) -> list[str]:
-    if url is None:
-        return []
-    if version_of(url) is None:
-        raise PencilError(f"data.exclude: {url}: no such file, seen from the current folder")
-    with open_source(url) as source:
-        text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
-    # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
-    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]

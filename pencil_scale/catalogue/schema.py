@@ -1,7 +1,8 @@
-r"""Catalogue schema: the columns of its tables, every status and kind of damage, ids, and raw text.
+r"""Catalogue schema: its tables and how they are written, every status and kind of damage, and ids.
 
 `status` is what training uses; `found_status` is what the shard alone says, so that an id removed from the
-exclude list does not require reading its shard again.
+exclude list does not require reading its shard again. Row groups have 4,096 rows: a chunk of an epoch plan is
+one row group and can be read alone.
 
 Names and ids from shards may contain bytes that are not UTF-8; in memory they are surrogates. Parquet and
 JSON take only valid UTF-8: there such a byte is written as `\xNN` and a backslash as `\\`. Both directions
@@ -11,13 +12,17 @@ are exact, so two different ids never become equal.
     from_stored("caf\\xe9")      # 'caf\udce9'
 """
 
+import io
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
 
 _RAW_BYTE = re.compile("[\udc80-\udcff]")
@@ -88,6 +93,27 @@ FINDING = pa.schema(
 )
 DAMAGE = pa.schema([pa.field("shard", pa.int32(), nullable=False), *FINDING])
 
+# Ids, keys and hashes differ in every row: a dictionary would only cost space.
+_DICTIONARY = frozenset(
+    ("status", "found_status", "format", "oddity", "noisy_class", "true_class", "shard", "kind", "detail")
+)
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """Write a table as the bytes of a Parquet file."""
+    sink = io.BytesIO()
+    names = [name for name in table.schema.names if name in _DICTIONARY]
+    pq.write_table(table, sink, row_group_size=CHUNK_ROWS, compression="zstd", use_dictionary=names)
+    return sink.getvalue()
+
+
+def put_table(store: Folder, folder: str, table: pa.Table) -> str:
+    """Write a table under a new name and return the name."""
+    name = f"{folder}/{uuid.uuid4().hex}.parquet"
+    store.put(name, parquet_bytes(table))
+    return name
+
+
 # Statuses that are not damage: counted, never trained on, given a prediction on export.
 OTHER_STATUSES = {
     "unlabelled": "no label found; give one, or leave it to the trained model",
@@ -125,6 +151,7 @@ DAMAGE_KINDS = {
     "no_samples": "take it off data.shards",
     "no_key": "write the shard again with names such as 000123.jpg; if it is not a sample, nothing is lost",
     "cut_short": "fetch the shard again",
+    "count_mismatch": "fetch the shard again, and its _stats.json",
     "odd_end": "fetch the shard again; if its writer ends every shard like this, nothing is lost",
     "data_after_end": "fetch the shard again; if it was made by joining tars (cat), join them with tar -A",
     "damaged_header": "fetch the shard again; the member of this header is lost",

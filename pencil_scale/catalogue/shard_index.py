@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pencil_scale.catalogue.label_sources import LabelClasses, LabelLookup, lookup_key, raw_text
+from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key, raw_text
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     FINDING,
@@ -50,12 +50,6 @@ class LabelSource:
 
     source: str
     lookup: LabelLookup | None = None
-
-    @property
-    def url(self) -> str:
-        """The address of the table."""
-        place = self.source.partition(":")[2]
-        return place.rpartition("#")[0] or place
 
 
 @dataclass(frozen=True)
@@ -95,16 +89,12 @@ class ShardIndexer:
         self._source = source
         self._rules = rules
         self._reader = ShardReader(source)
+        self.skipped = self._reader.skipped  # the number of members that belong to no sample, by kind
         self._sample_id = id_policy(rules.identity, source.url)
         sources = [rules.identity, rules.label.source, rules.truth.source if rules.truth else ""]
         self._needs_json = any(each.startswith("json:") for each in sources)
         self._records: list[tuple[Any, ...]] = []
         self._findings: list[tuple[Any, ...]] = []
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """The number of members that belong to no sample, by kind."""
-        return self._reader.skipped
 
     def batches(self) -> Iterator[IndexBatch]:
         """Read the shard to its end; memory holds one batch and the keys of the shard."""
@@ -116,7 +106,12 @@ class ShardIndexer:
                 self._find(found.start, found.end, found.kind, found.name, found.num_samples, found.detail)
             else:
                 self.num_samples += 1
-                self._take_safely(found)
+                try:
+                    self._take(found)
+                except PencilError:
+                    raise
+                except Exception as error:  # a bug of ours or of a decoder must not end the run
+                    self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
             if len(self._records) + len(self._findings) >= CHUNK_ROWS:
                 yield self._flush()
         if self.num_samples == 0 and not damaged:
@@ -128,15 +123,6 @@ class ShardIndexer:
         batch = IndexBatch(_to_arrow(self._records, RECORD), _to_arrow(self._findings, FINDING))
         self._records, self._findings = [], []
         return batch
-
-    def _take_safely(self, sample: Sample) -> None:
-        """Index a sample; a bug of ours or of a decoder must not end the run."""
-        try:
-            self._take(sample)
-        except PencilError:
-            raise
-        except Exception as error:
-            self._lose(sample, "not_understood", f"{type(error).__name__} while reading it")
 
     def _take(self, sample: Sample) -> None:
         for suffix in sample.members:

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import fsspec
-
+from pencil_scale.catalogue.class_names import read_lines
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ShardVersion, filesystem_of, is_local, store_errors, versions_of
 
@@ -108,11 +107,7 @@ def _choices(text: str, pattern: str) -> Sequence[str]:
 
 def lines_of(url: str) -> list[str]:
     """Read a file of patterns, without blank lines and comments."""
-    try:
-        with fsspec.open(url, "rt", encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
-    except (OSError, UnicodeDecodeError) as error:
-        raise PencilError(f"data.shards: the list @{url} cannot be read ({error})") from error
+    lines = [line.strip() for line in read_lines(url, "data.shards")]
     return [line for line in lines if line and not line.startswith("#")]
 
 

@@ -53,9 +53,6 @@ class Sample:
         return None, "several_images" if found else "image_missing"
 
 
-Found = Sample | Damage
-
-
 class ShardReader:
     """Reads one shard from start to end. `skipped` counts members that belong to no sample, by kind."""
 
@@ -65,7 +62,7 @@ class ShardReader:
         self._suffixes_of: dict[str, frozenset[str]] = {}
         self._known_sets: dict[frozenset[str], frozenset[str]] = {}
 
-    def read(self) -> Iterator[Found]:
+    def read(self) -> Iterator[Sample | Damage]:
         """Yield samples and damage; the bytes of a sample are available while it is the latest one."""
         current: Sample | None = None
         damaged = False

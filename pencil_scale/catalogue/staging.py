@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pencil_scale.catalogue.files import parquet_bytes
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     DAMAGED_STATUSES,
@@ -24,6 +23,7 @@ from pencil_scale.catalogue.schema import (
     UNCLEAR_IMAGE,
     damage_line,
     extensions_line,
+    parquet_bytes,
     status_line,
     to_stored,
 )
@@ -37,8 +37,6 @@ NAMED_DAMAGED = 5  # samples in an error message
 
 # Kinds of damage that lose no samples, however many bytes they span.
 HARMLESS = frozenset(("odd_end", "no_samples", "no_key"))
-
-_REMEDY = "mend this, or raise data.max_damaged_share; nothing was published"
 
 
 @dataclass
@@ -90,14 +88,14 @@ def stage_shard(store: Folder, shard: Shard, rules: IndexRules, name: str) -> Sh
         raise PencilError(f"shard {shard.url}: it changed while it was read; run again when it is complete")
     if shard.num_expected is not None and shard.num_expected != indexer.num_samples:
         found = f"img2dataset counted {shard.num_expected:,} samples, {indexer.num_samples:,} were found"
-        detail = damage_line(shard.url, num_bytes, "cut_short", found)
-        mismatch = dict(zip(FINDING.names, (num_bytes, num_bytes, "cut_short", None, 0, detail), strict=True))
+        detail = damage_line(shard.url, num_bytes, "count_mismatch", found)
+        values = (num_bytes, num_bytes, "count_mismatch", None, 0, detail)
+        mismatch = dict(zip(FINDING.names, values, strict=True))
         findings.append(pa.RecordBatch.from_pylist([mismatch], FINDING))
-    staged = pa.Table.from_batches(records, RECORD)
-    found_table = pa.Table.from_batches(findings, FINDING)
-    report = _report(name, shard.url, indexer, staged, found_table)
-    store.put(f"staging/{name}.records.parquet", parquet_bytes(staged))
-    store.put(f"staging/{name}.findings.parquet", parquet_bytes(found_table))
+    tables = pa.Table.from_batches(records, RECORD), pa.Table.from_batches(findings, FINDING)
+    report = _report(name, shard.url, indexer, *tables)
+    for kind, table in zip(("records", "findings"), tables, strict=True):
+        store.put(f"staging/{name}.{kind}.parquet", parquet_bytes(table))
     store.put_json(f"staging/{name}.json", asdict(report))
     return report
 
@@ -118,6 +116,13 @@ def _report(name: str, url: str, indexer: ShardIndexer, records: pa.Table, findi
     spans = findings.select(["start", "end", "kind", "num_samples"]).to_pylist()
     uncounted = [one for one in spans if one["num_samples"] == 0 and one["kind"] not in HARMLESS]
     suffixes = indexer.suffixes.most_common(SUFFIXES_SHOWN + 1)
+    # The first samples that cannot be used: those with a row, then those without.
+    damaged = pc.is_in(records["found_status"], pa.array(list(DAMAGED_STATUSES)))
+    rows = records.filter(damaged).slice(0, NAMED_DAMAGED).to_pylist()
+    lost = findings.filter(pc.greater(findings["num_samples"], 0)).slice(0, NAMED_DAMAGED).to_pylist()
+    named = [(row["key"], row["found_status"], row["image_offset"]) for row in rows]
+    lines = [f"{key[:200]!a}, {status}: {status_line(url, place, status)}" for key, status, place in named]
+    lines += [f"{(one['key'] or 'no key')[:200]!a}, {one['kind']}: {one['detail']}" for one in lost]
     return ShardReport(
         staged_as=name,
         num_samples=indexer.num_samples,
@@ -131,19 +136,8 @@ def _report(name: str, url: str, indexer: ShardIndexer, records: pa.Table, findi
         skipped=dict(indexer.skipped),
         suffixes={to_stored(suffix): count for suffix, count in suffixes},
         first_finding=findings["detail"][0].as_py() if len(findings) else None,
-        first_damaged=_first_damaged(url, records, findings),
+        first_damaged=lines[:NAMED_DAMAGED],
     )
-
-
-def _first_damaged(url: str, records: pa.Table, findings: pa.Table) -> list[str]:
-    """Name the first samples that cannot be used: those with a row, then those without."""
-    damaged = pc.is_in(records["found_status"], pa.array(list(DAMAGED_STATUSES)))
-    rows = records.filter(damaged).slice(0, NAMED_DAMAGED).to_pylist()
-    lost = findings.filter(pc.greater(findings["num_samples"], 0)).slice(0, NAMED_DAMAGED).to_pylist()
-    named = [(row["key"], row["found_status"], row["image_offset"]) for row in rows]
-    lines = [f"{key[:200]!a}, {status}: {status_line(url, place, status)}" for key, status, place in named]
-    lines += [f"{(one['key'] or 'no key')[:200]!a}, {one['kind']}: {one['detail']}" for one in lost]
-    return lines[:NAMED_DAMAGED]
 
 
 # -- how much damage is allowed -----------------------------------------------------------------------
@@ -157,29 +151,22 @@ def check_damage(
     seen, unseen = _damaged(shards, reports, len(missing))
     share = (seen + unseen) / (total + unseen) if total else float(unseen > 0)
     if share > limit:
-        raise PencilError(
-            f"data.max_damaged_share: {share:.2%} of the samples are damaged, {limit:.2%} are allowed; "
-            f"{_worst(shards, reports, missing)}; {_REMEDY}{_named(reports)}"
-        )
+        found = f"{share:.2%} of the samples are damaged"
+        raise _too_much(found, shards, reports, missing, limit)
 
 
 def check_early(
     shards: Sequence[Shard], reports: Sequence[ShardReport], total_bytes: int, limit: float
 ) -> None:
-    """Stop a long run as soon as there is too much damage even if all remaining shards are intact.
-
-    The number of remaining samples is estimated from their bytes.
-    """
+    """Stop a long run as soon as there is too much damage even if all remaining shards are intact."""
     damaged = sum(_damaged(shards, reports, 0))
     read_bytes = sum(shard.version.num_bytes for shard in shards)
     if read_bytes and read_bytes < total_bytes:
+        # The number of remaining samples is estimated from their bytes.
         expected = sum(report.num_samples for report in reports) * total_bytes / read_bytes
         if expected and damaged > limit * expected:
-            raise PencilError(
-                f"data.max_damaged_share: after {len(shards):,} of the shards, {damaged / expected:.2%} of "
-                f"all expected samples are damaged, {limit:.2%} are allowed; {_worst(shards, reports, ())}; "
-                f"{_REMEDY}{_named(reports)}"
-            )
+            share = f"{damaged / expected:.2%} of all expected samples are damaged"
+            raise _too_much(f"after {len(shards):,} of the shards, {share}", shards, reports, (), limit)
 
 
 def _damaged(
@@ -201,21 +188,23 @@ def _damaged(
     return sum(report.num_damaged for _, report in full), num_bad_shards * total / len(full) + lost + short
 
 
-def _worst(shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str]) -> str:
+def _too_much(
+    found: str, shards: Sequence[Shard], reports: Sequence[ShardReport], missing: Sequence[str], limit: float
+) -> PencilError:
+    """Name what is missing or the worst shard, then the first damaged samples, one per line."""
     if missing:
         others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        return f"{missing[0]}{others}: listed but missing; fetch what is missing, or take it off data.shards"
-    pairs = list(zip(shards, reports, strict=True))
-    shard, report = max(pairs, key=lambda pair: (pair[1].num_samples == 0, pair[1].num_damaged))
-    words = [f"{count:,} {kind}" for kind, count in {**report.damaged_statuses, **report.findings}.items()]
-    first = f"; {report.first_finding}" if report.first_finding else ""
-    return f"the worst shard is {shard.url} ({', '.join(words)}){first}"
-
-
-def _named(reports: Sequence[ShardReport]) -> str:
-    """Name the first damaged samples, one per line; once published, the catalogue names all of them."""
+        worst = f"{missing[0]}{others}: listed but missing; fetch what is missing, or take it off data.shards"
+    else:
+        pairs = zip(shards, reports, strict=True)
+        shard, report = max(pairs, key=lambda pair: (pair[1].num_samples == 0, pair[1].num_damaged))
+        counts = {**report.damaged_statuses, **report.findings}
+        words = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+        first = f"; {report.first_finding}" if report.first_finding else ""
+        worst = f"the worst shard is {shard.url} ({words}){first}"
     lines = [f"damaged: {line}" for report in reports for line in report.first_damaged][:NAMED_DAMAGED]
     unclear = [report for report in reports if any(report.statuses.get(one) for one in UNCLEAR_IMAGE)]
     if unclear:
         lines.append(extensions_line(sum((Counter(report.suffixes) for report in unclear), Counter[str]())))
-    return "".join(f"\n{line}" for line in lines)
+    message = f"data.max_damaged_share: {found}, {limit:.2%} are allowed; {worst}; mend this, or raise "
+    return PencilError("\n".join([f"{message}data.max_damaged_share; nothing was published", *lines]))

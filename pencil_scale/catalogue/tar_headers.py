@@ -36,15 +36,6 @@ CHECKSUM_AT = 148
 _POSIX_MAGIC = MAGIC + b"\x00"
 _MAGICS = (_POSIX_MAGIC, MAGIC + b" ")  # the second is GNU's
 
-_OTHER_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PK": "zip",
-    b"<": "HTML or XML",
-}
-
 # name, size, checksum, type, linkname, magic and version, prefix and padding
 _PLAIN = struct.Struct("100s24x12s12x8sc100s8s80x167s")
 _NO_LINK = bytes(100)
@@ -157,45 +148,9 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
     return False
 
 
-def member_kind(header: Header, name: bytes, is_sparse: bool) -> str:
-    """Name what a member is: file, link, sparse, directory or other."""
-    if is_sparse:
-        return "sparse"
-    if header.typeflag in REGULAR:
-        return "directory" if name.endswith(b"/") else "file"
-    return {"1": "link", "2": "link", "5": "directory"}.get(chr(header.typeflag), "other")
-
-
 def padded(size: int) -> int:
     """Round a size up to whole blocks, as data is stored."""
     return (size + BLOCK - 1) & ~(BLOCK - 1)
-
-
-def is_padding(num_zeros: int, num_bytes: int) -> bool:
-    """Decide whether zeros at the end of an archive are its marker and padding, or more than writers pad.
-
-    Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
-    """
-    records = [10_240, *(BLOCK << doubled for doubled in range(12))]
-    return num_zeros < 10_240 + 2 * BLOCK or any(
-        num_bytes % record == 0 and num_zeros < record + 2 * BLOCK for record in records
-    )
-
-
-def describe_file(head: bytes) -> str:
-    """Say what a file is that is not a tar, as far as its first bytes show."""
-    for magic, name in _OTHER_MAGIC.items():
-        if head.startswith(magic):
-            return f"{name} data: shards must be plain tar, so that their bytes can be addressed"
-    return "no tar header anywhere in it"
-
-
-def describe_block(block: bytes) -> str:
-    """Say what is in place of a header; a name that is still legible is a hint, not more."""
-    if not resembles_header(block):
-        return "no header where one should be"
-    name = block[:100].partition(b"\x00")[0].decode("utf-8", "backslashreplace")
-    return f"a header with a wrong checksum; its name looks like {name!a}"
 
 
 # -- extended headers ---------------------------------------------------------------------------------
@@ -215,14 +170,10 @@ class Extensions:
         """Forget everything that applies to one member only."""
         self._pax: dict[bytes, bytes] = {}
         self._long_name: bytes | None = None
-        self._types: set[int] = set()
+        self.types: set[int] = set()  # of the headers so far; a second one of a type is for another member
         self.start: int | None = None
         self.fault: str | None = None
         self.is_empty = not self._globals  # a member's own header is all there is
-
-    def has(self, header: Header) -> bool:
-        """Whether such a header came before: the second is for another member, and the first lost its own."""
-        return header.typeflag in self._types
 
     def add(self, header: Header, position: int, data: bytes) -> bool:
         """Take in an extended header; returns whether a member must follow, as after all but a global one."""
@@ -240,7 +191,7 @@ class Extensions:
                 (self._globals if kind == "g" else self._pax).update(records)
         if kind == "g" and self.start is None and self.fault is None:
             return False
-        self._types.add(header.typeflag)
+        self.types.add(header.typeflag)
         self.start = position if self.start is None else self.start
         return True
 

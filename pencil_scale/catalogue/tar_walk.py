@@ -17,6 +17,19 @@ from pencil_scale.catalogue.tar_headers import BLOCK, ZERO_BLOCK, Extensions, He
 from pencil_scale.catalogue.tar_search import TarSearch
 from pencil_scale.storage.urls import Window
 
+_OTHER_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK": "zip",
+    b"<": "HTML or XML",
+}
+_KINDS = {"1": "link", "2": "link", "5": "directory"}  # by type; all others that are not files are "other"
+
+# Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
+_RECORD_BYTES = (10_240, *(BLOCK << doubled for doubled in range(12)))
+
 # Larger members than this are skipped unread, so their data are not checked for headers.
 LOOK_BYTES = 1 << 21
 
@@ -143,7 +156,7 @@ class TarWalk:
         if end > self._num_bytes:
             detail = f"an extended header of {header.size:,} bytes, which would end past the end of the file"
             return self._damaged(position, "cut_short", detail)
-        stray = self._stray_extension(position) if self._extensions.has(header) else []
+        stray = self._stray_extension(position) if header.typeflag in self._extensions.types else []
         data = self._window.at(offset, min(header.size, tar_headers.MAX_EXTENDED_BYTES))
         if self._extensions.add(header, position, data):
             self._after = end
@@ -164,7 +177,11 @@ class TarWalk:
         name, size, is_sparse = self._extensions.override(header)
         offset = position + BLOCK
         if header.typeflag == tar_headers.GNU_SPARSE:
-            offset = self._after_sparse_map(position)
+            # Skip the blocks that continue an old GNU sparse header (flagged by byte 482, then 504).
+            more = block[482]
+            while more and offset + BLOCK <= self._num_bytes:
+                more = self._window.at(offset, BLOCK)[504]
+                offset += BLOCK
         elif header.typeflag in tar_headers.WITHOUT_DATA and size and not self._has_data(offset, size):
             size = 0
         fault = self._extensions.fault
@@ -176,7 +193,10 @@ class TarWalk:
         text = name.decode("utf-8", "surrogateescape")
         end = min(offset + padded(size), self._num_bytes)
         if offset + size > self._num_bytes:
-            return self._cut(start, position, text, offset, size)
+            detail = f"a member of {size:,} bytes, of which {max(0, self._num_bytes - offset):,} are there"
+            end = self._search.after(position + BLOCK)
+            self._resume(end)
+            return Damage(start, end, "cut_short", detail, text, offset, size)
         if fault:
             detail = f"a member of {size:,} bytes whose name is uncertain: {fault}"
             return Damage(start, end, "damaged_header", detail)
@@ -185,22 +205,10 @@ class TarWalk:
             if early is not None:
                 self._resumed_at = early
                 return self._torn(Member(start, end, text, "file", offset, size), early)
-        return Member(start, end, text, tar_headers.member_kind(header, name, is_sparse), offset, size)
-
-    def _cut(self, start: int, position: int, name: str, offset: int, size: int) -> Damage:
-        detail = f"a member of {size:,} bytes, of which {max(0, self._num_bytes - offset):,} are there"
-        end = self._search.after(position + BLOCK)
-        self._resume(end)
-        return Damage(start, end, "cut_short", detail, name, offset, size)
-
-    def _after_sparse_map(self, position: int) -> int:
-        """Skip the blocks that continue an old GNU sparse header (flagged by byte 482, then 504)."""
-        more = self._window.at(position, BLOCK)[482]
-        position += BLOCK
-        while more and position + BLOCK <= self._num_bytes:
-            more = self._window.at(position, BLOCK)[504]
-            position += BLOCK
-        return position
+        kind = _KINDS.get(chr(header.typeflag), "other")
+        if header.typeflag in tar_headers.REGULAR:
+            kind = "directory" if name.endswith(b"/") else "file"
+        return Member(start, end, text, "sparse" if is_sparse else kind, offset, size)
 
     def _has_data(self, offset: int, size: int) -> bool:
         """Decide whether a link or directory that gives a size is followed by this many bytes.
@@ -226,37 +234,40 @@ class TarWalk:
         if stop - position < 2 * BLOCK:
             detail = "a single zero block where the end marker has two: cut, or written so"
             return [*pieces, *self._damage(position, stop, "odd_end", detail)]
-        return [*pieces, *self._end_or_gap(position, stop)]
-
-    def _end_or_gap(self, position: int, stop: int) -> list[Piece]:
-        """Judge two or more zero blocks by what follows them, and by their number."""
         num_zeros, following = stop - position, self._search.after(stop)
-        if following < self._num_bytes:
-            detail = "zero bytes, then more members: archives joined together, or a wiped stretch"
-            return self._damage(position, following, "data_after_end", detail)
+        records = [record for record in _RECORD_BYTES if self._num_bytes % record == 0]
         if stop < self._num_bytes:
             detail = "zero bytes as at the end, then bytes without a header"
-            return self._damage(position, self._num_bytes, "data_after_end", detail)
-        if not tar_headers.is_padding(num_zeros, self._num_bytes):
+            if following < self._num_bytes:
+                detail = "zero bytes, then more members: archives joined together, or a wiped stretch"
+            return [*pieces, *self._damage(position, following, "data_after_end", detail)]
+        if num_zeros >= max([10_240, *records]) + 2 * BLOCK:
             detail = f"{num_zeros:,} zero bytes at the end: a file created in full length, then not filled"
-            return self._damage(position, stop, "cut_short", detail)
+            return [*pieces, *self._damage(position, stop, "cut_short", detail)]
         if num_zeros % BLOCK:
             detail = f"{num_zeros:,} zero bytes at the end, which is not a multiple of 512"
-            return self._damage(position, stop, "odd_end", detail)
+            return [*pieces, *self._damage(position, stop, "odd_end", detail)]
         self._ended = True
-        return [*self._release(), Filler(position, stop)]
+        return [*pieces, *self._release(), Filler(position, stop)]
 
     def _damaged(self, position: int, kind: str = "damaged_header", detail: str = "") -> list[Piece]:
         """Find where the archive continues; everything up to there is one piece of damage."""
         early = self._search.inside(self._data_from, position)
         end = self._search.after(position + 1) if early is None else early
         if not self._has_header and end == self._num_bytes:
-            kind, detail = "not_a_tar", tar_headers.describe_file(self._window.at(0, BLOCK))
+            kind, detail = "not_a_tar", "no tar header anywhere in it"
+            for magic, name in _OTHER_MAGIC.items():
+                if self._window.at(0, BLOCK).startswith(magic):
+                    detail = f"{name} data: shards must be plain tar, so that their bytes can be addressed"
         elif early is not None or ((end - position) % BLOCK and end < self._num_bytes):
             kind, detail = "shifted_bytes", f"the next header is at byte {end:,}, {_off_by(end - position)}"
         start = self._start(position)
         self._extensions.clear()
-        detail = detail or tar_headers.describe_block(self._window.peek(position, BLOCK))
+        if not detail:
+            block, detail = self._window.peek(position, BLOCK), "no header where one should be"
+            if tar_headers.resembles_header(block):  # a name that is still legible is a hint, not more
+                text = block[:100].partition(b"\x00")[0].decode("utf-8", "backslashreplace")
+                detail = f"a header with a wrong checksum; its name looks like {text!a}"
         return self._damage(start, end, kind, detail)
 
     def _damage(self, start: int, end: int, kind: str, detail: str) -> list[Piece]:

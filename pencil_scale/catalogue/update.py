@@ -1,24 +1,23 @@
-"""Catalogue update: find the shards that changed, merge their records into the known rows, and publish.
+"""Catalogue update: find the shards that changed, and merge their records into the known rows.
 
 A shard is read when it is new, when its size or ETag changed, or when the rules for reading it changed. A
 shard that left the list but is unchanged in its store keeps its rows.
 
 New ids get new rows. A known id whose bytes are unchanged becomes an alias of its row. If its shard changed
 or vanished, the row stays and moves to where the id was found; if it was found nowhere, its status becomes
-`vanished`. All files are written under new names first; the old catalogue is complete until the manifest is
-replaced.
+`vanished`. All files are written under names that were never used before; the old catalogue is complete until
+`publish` replaces the manifest.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from pencil_scale.catalogue.catalogue import Catalogue, Segment, ShardEntry, manifest_name, read_manifest
+from pencil_scale.catalogue.catalogue import Catalogue, Segment, ShardEntry
 from pencil_scale.catalogue.duplicates import (
     ALIAS,
     MOVED,
@@ -30,16 +29,14 @@ from pencil_scale.catalogue.duplicates import (
     decide,
     hashes_of,
 )
-from pencil_scale.catalogue.files import ChangedRows, RowsWriter, TableWriter, put_table
 from pencil_scale.catalogue.rules import Overlay
-from pencil_scale.catalogue.schema import DAMAGE, ROW
+from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW, put_table
 from pencil_scale.catalogue.shard_urls import Listing, Shard
 from pencil_scale.catalogue.staging import staged_findings, staged_records
-from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.objects import open_objects
-from pencil_scale.storage.urls import versions_of
+from pencil_scale.storage.urls import filesystem_of, versions_of
 
+SEGMENT_ROWS = 64 * CHUNK_ROWS
 _STATUS = ROW.get_field_index("status")
 
 
@@ -75,6 +72,83 @@ def compare(listing: Listing, old: Catalogue | None, rules_name: str) -> Changes
     reread = [shard for shard, entry in same if entry.rules != rules_name]
     numbers = [tuple(number for number, _ in found) for found in (gone, kept)]
     return Changes(tuple(new), tuple(changed), tuple(reread), *numbers)
+
+
+class TableWriter:
+    """Takes tables in order and writes them as files of at most `SEGMENT_ROWS` rows."""
+
+    def __init__(self, store: Folder, folder: str) -> None:
+        self.num_rows = 0
+        self._store = store
+        self._folder = folder
+        self._names: list[str] = []
+        self._waiting: list[pa.Table] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Append some rows."""
+        self._waiting.append(table)
+        self.num_rows += len(table)
+        while self.num_rows >= SEGMENT_ROWS * (len(self._names) + 1):
+            self._write()
+
+    def finish(self) -> list[str]:
+        """Write the remaining rows and return the names of all files."""
+        if self.num_rows > SEGMENT_ROWS * len(self._names):
+            self._write()
+        return self._names
+
+    def _write(self) -> None:
+        table = pa.concat_tables(self._waiting).combine_chunks()
+        self._names.append(put_table(self._store, self._folder, table.slice(0, SEGMENT_ROWS)))
+        self._waiting = [table.slice(SEGMENT_ROWS)]
+
+
+class RowsWriter(TableWriter):
+    """Takes new rows, numbered consecutively from `first_row`, and writes them as segments."""
+
+    def __init__(self, store: Folder, first_row: int) -> None:
+        super().__init__(store, "segments")
+        self.first_row = first_row
+
+    @property
+    def next_row(self) -> int:
+        return self.first_row + self.num_rows
+
+    def segments(self) -> list[Segment]:
+        """Write the remaining rows and return all segments."""
+        firsts = range(self.first_row, self.next_row, SEGMENT_ROWS)
+        pairs = zip(self.finish(), firsts, strict=True)
+        return [Segment(name, first, min(SEGMENT_ROWS, self.next_row - first)) for name, first in pairs]
+
+
+class ChangedRows:
+    """Newer versions of known rows: added in any order, each row once, and read back by range.
+
+    Memory holds one segment of them; the others are kept as sorted files in the staging folder.
+    """
+
+    def __init__(self, store: Folder) -> None:
+        self._store = store
+        self._files: dict[str, tuple[int, int]] = {}  # name -> first and last row
+        self._waiting: list[pa.Table] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Take some rows."""
+        self._waiting.append(table)
+        if sum(map(len, self._waiting)) >= SEGMENT_ROWS:
+            table = pa.concat_tables(self._waiting).sort_by("row")
+            name = put_table(self._store, "staging", table)
+            self._files[name] = (table["row"][0].as_py(), table["row"][-1].as_py())
+            self._waiting = []
+
+    def between(self, first: int, stop: int) -> pa.Table:
+        """Read the rows from `first` to `stop` - 1, in any order."""
+        filesystem, root = filesystem_of(self._store.url)
+        wanted = (pc.field("row") >= first) & (pc.field("row") < stop)
+        names = [name for name, (low, high) in self._files.items() if low < stop and high >= first]
+        found = [pq.read_table(f"{root}/{name}", filesystem=filesystem, filters=wanted) for name in names]
+        found += [table.filter(wanted) for table in self._waiting]
+        return pa.concat_tables([ROW.empty_table(), *found])
 
 
 @dataclass(frozen=True)
@@ -124,13 +198,10 @@ class CatalogueUpdate:
         rows = RowsWriter(self._store, first_row)
         self._place_records(decisions, rows)
         orphans = self._keep_aliases(decisions.orphans)
-        segments = [self._updated(segment, orphans) for segment in (self._old.segments if self._old else ())]
-        return Written(
-            rows.next_row,
-            (*segments, *rows.segments()),
-            tuple(self._aliases.finish()),
-            tuple(self._write_damage(damage)),
-        )
+        old_segments = self._old.segments if self._old else ()
+        segments = [*(self._updated(segment, orphans) for segment in old_segments), *rows.segments()]
+        aliases, damaged = self._aliases.finish(), self._write_damage(damage)
+        return Written(rows.next_row, tuple(segments), tuple(aliases), tuple(damaged))
 
     def _staged_keys(self) -> Iterator[tuple[Keys, Rows]]:
         number = 0
@@ -167,10 +238,7 @@ class CatalogueUpdate:
         return pa.table([pa.array(rows, pa.int64()), shards, status, *records.columns], schema=ROW)
 
     def _keep_aliases(self, orphans: Rows) -> Rows:
-        """Carry over the aliases that are still valid; the first alias of an orphaned row takes it over.
-
-        Returns the rows that are still orphans.
-        """
+        """Carry over valid aliases; the first of an orphaned row takes it over. Returns the other orphans."""
         for table in self._old.small_tables("alias_tables") if self._old else ():
             table = table.take(np.flatnonzero(~np.isin(table["shard"].to_numpy(), self._affected)))
             status = self._overlay.statuses(table["found_status"], table["sample_key"])
@@ -231,37 +299,3 @@ def merged_entries(
         number = numbers.setdefault(entry.url, len(entries))
         entries[number : number + 1] = [entry]
     return entries, numbers
-
-
-def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
-    """Write the manifest: first under its version number, permanently, then as the newest.
-
-    A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
-    one publishes. If a job dies between the two puts, `finish_publish` does the second.
-    """
-    objects = open_objects(store.url)
-    etag = objects.etag(manifest_name())
-    newest = read_manifest(store.url)
-    found = int(newest["version"]) if newest else 0
-    data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
-    if (
-        found != old_version
-        or not objects.create(manifest_name(version), data)
-        or not objects.replace(manifest_name(), data, etag)
-    ):
-        raise PencilError(
-            f"{store.url}: another job published version {max(found, version)} while this one worked on "
-            f"{old_version}; run this one again"
-        )
-
-
-def finish_publish(store: Folder) -> None:
-    """Make a version the newest if its job died right after writing its manifest; its files are complete."""
-    objects = open_objects(store.url)
-    while True:
-        etag = objects.etag(manifest_name())
-        newest = read_manifest(store.url)
-        following = objects.read(manifest_name(int(newest["version"]) + 1 if newest else 1))
-        if following is None:
-            return
-        objects.replace(manifest_name(), following[0], etag)

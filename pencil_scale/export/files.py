@@ -65,9 +65,7 @@ def read_manifest(folder: str) -> ExportManifest | None:
     found = _read(folder, MANIFEST)
     if found is None:
         return None
-    return ExportManifest(
-        **found | {"table": tuple(found["table"]), "class_names": tuple(found["class_names"])}
-    )
+    return ExportManifest(**found | {name: tuple(found[name]) for name in ("table", "class_names")})
 
 
 def _read(folder: str, name: str) -> dict[str, Any] | None:
@@ -75,9 +73,9 @@ def _read(folder: str, name: str) -> dict[str, Any] | None:
         found = Folder(folder).read_json(name)
     except DamagedError as error:
         raise ExportError(f"{folder}/{name}: damaged; delete it and export again") from error
-    if found is None or (
-        isinstance(found, dict) and found.get("kind") == KIND and found.get("format") == FORMAT
-    ):
+    if found is None:
+        return None
+    if isinstance(found, dict) and found.get("kind") == KIND and found.get("format") == FORMAT:
         return found
     raise ExportError(
         f"export.folder: {folder}/{name} is not part of an export of format {FORMAT}; choose another folder"

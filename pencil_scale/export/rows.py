@@ -9,9 +9,10 @@ the labels; the shard.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.ranges import RangeReader
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.settings import Images
-from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Facts, Words, export_table, without
+from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Words, export_table, without
 from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
 from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
 from pencil_scale.labels.report import NEVER, LabelMoves
@@ -128,22 +129,6 @@ def stretches(source: Source) -> list[range]:
     return cuts + [range(first, min(first + STRETCH_ROWS, num_rows)) for first in newer]
 
 
-class Learned(NamedTuple):
-    """What the label table has for some rows."""
-
-    logits: npt.NDArray[np.float32]
-    pinned: npt.NDArray[np.bool_]
-    visited: npt.NDArray[np.bool_]
-    last_change: npt.NDArray[np.int32]
-
-    @staticmethod
-    def nothing(num_rows: int, num_classes: int) -> "Learned":
-        """What is known about rows that are newer than the label table."""
-        logits = np.zeros((num_rows, num_classes), np.float32)
-        pinned, visited = np.zeros((2, num_rows), np.bool_)
-        return Learned(logits, pinned, visited, np.full(num_rows, NEVER, np.int32))
-
-
 class ExportRows:
     """Reads rows for an export, one label part at a time."""
 
@@ -158,7 +143,9 @@ class ExportRows:
         known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
         layout = self._manifest.layout
         if rows.start >= layout.num_rows:
-            yield self._table(known, rows, Learned.nothing(len(rows), layout.num_classes), newer=True)
+            logits = np.zeros((len(rows), layout.num_classes), np.float32)
+            pinned, visited = np.zeros((2, len(rows)), np.bool_)
+            yield self._table(known, rows, logits, pinned, visited, np.full(len(rows), NEVER, np.int32))
             return
         given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
         visited = self._labels.last_epoch(rows) > 0
@@ -168,51 +155,48 @@ class ExportRows:
         for labels in self._labels.batches(rows):
             here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
             logits = self._source.order.logits(labels.logits).copy()
-            learned = Learned(logits, labels.pinned, visited[here], last_change[here])
-            yield self._table(known[here], labels.rows, learned, newer=False)
+            learned = logits, labels.pinned, visited[here], last_change[here]
+            yield self._table(known[here], labels.rows, *learned)
 
-    def _table(self, known: pa.Table, rows: range, learned: Learned, newer: bool) -> pa.Table:
-        kept = ~contains(self._source.excluded, hashes_of(known["sample_key"]))
+    def _table(
+        self,
+        known: pa.Table,
+        rows: range,
+        logits: npt.NDArray[np.float32],
+        pinned: npt.NDArray[np.bool_],
+        visited: npt.NDArray[np.bool_],
+        last_change: npt.NDArray[np.int32],
+    ) -> pa.Table:
+        source, is_newer = self._source, rows.start >= self._manifest.layout.num_rows
+        kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
         ok = pc.equal(known["status"], "ok").to_numpy()
         speaker = np.full(len(known), None, np.object_)
         speaker[ok] = GIVEN
-        speaker[ok & learned.visited] = LABELS
-        self._ask_model(known, kept, speaker, learned.logits, newer)
-        speaker[learned.pinned] = PERSON
-        self._unpin(rows, speaker, learned.pinned, ok)
-        self._pin(known, rows, speaker, learned)
-        facts = Facts(known.select(COLUMNS), learned.logits, speaker, learned.pinned, learned.last_change)
-        return without(export_table(facts, self._source.words).filter(pa.array(kept)), ("excluded",))
-
-    def _ask_model(self, known: pa.Table, kept: Any, speaker: Any, logits: Any, newer: bool) -> None:
-        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if newer else [])])
+        speaker[ok & visited] = LABELS
+        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
         is_wanted = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False) & kept
-        wanted, source = np.flatnonzero(is_wanted), self._source
-        if source.model is None or len(wanted) == 0:
-            return
-        found, is_readable = predict(
-            source.model, source.catalogue, known.take(pa.array(wanted)), logits.shape[1]
-        )
-        logits[wanted[is_readable]] = source.order.logits(found[is_readable])
-        speaker[wanted[is_readable]] = MODEL
-
-    def _unpin(self, rows: range, speaker: Any, pinned: Any, ok: Any) -> None:
-        """Drop an older pin if the newest one is void: the sample has the class it was given."""
-        void = self._source.pins.void["row"].to_numpy() - rows.start
+        wanted = np.flatnonzero(is_wanted)
+        if source.model is not None and len(wanted):
+            places = known.take(pa.array(wanted))
+            found, is_readable = predict(source.model, source.catalogue, places, logits.shape[1])
+            logits[wanted[is_readable]] = source.order.logits(found[is_readable])
+            speaker[wanted[is_readable]] = MODEL
+        speaker[pinned] = PERSON
+        # Drop an older pin if the newest one is void: the sample has the class it was given.
+        void = source.pins.void["row"].to_numpy() - rows.start
         void = void[(void >= 0) & (void < len(rows))]
         void = void[pinned[void]]
         speaker[void] = None
         speaker[void[ok[void]]] = GIVEN
         pinned[void] = False
-
-    def _pin(self, known: pa.Table, rows: range, speaker: Any, learned: Learned) -> None:
-        """Apply the pins that were made after these labels were published."""
-        pins = self._source.pins.between(rows)
+        # Apply the pins that were made after these labels were published.
+        pins = source.pins.between(rows)
         here = pins.rows - rows.start
         require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
-        num_classes = learned.logits.shape[1]
-        learned.logits[here] = scaled_one_hot(pins.classes, num_classes, self._manifest.scale)
-        speaker[here], learned.pinned[here] = PERSON, True
+        logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
+        speaker[here], pinned[here] = PERSON, True
+        table = export_table(known, logits, speaker, pinned, last_change, source.words)
+        return without(table.filter(pa.array(kept)), ("excluded",))
 
 
 # --- prediction --------------------------------------------------------------------------------------
@@ -230,13 +214,20 @@ def predict(
     """Return class logits, and which images could be read; the logits of the others are zeros."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
+    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
+    from pencil_scale.images.decode import UndecodableError, decode
+
+    recipe = Recipe.from_config(model.images)
     network, device = _network(model.backbone, num_classes, model.weights)
     logits = np.zeros((len(places), num_classes), np.float32)
     is_readable = np.zeros(len(places), np.bool_)
     for first in range(0, len(places), PREDICT_BATCH):
         data = read_images(catalogue, places.slice(first, PREDICT_BATCH))
-        images = {first + place: _image(one, model.images) for place, one in enumerate(data)}
-        readable = {place: image for place, image in images.items() if image is not None}
+        readable = {}
+        for place, one in enumerate(data, first):
+            with suppress(UndecodableError, ImageSizeError):
+                pixels = torch.from_numpy(decode(one, model.images.resize).copy())
+                readable[place] = centre(pixels.permute(2, 0, 1)[None], recipe)[0]
         if readable:
             with torch.no_grad():
                 found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()
@@ -252,17 +243,3 @@ def _network(backbone: str, num_classes: int, weights: str) -> tuple[Any, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return build_backbone(backbone, num_classes, weights).to(device).eval(), device
-
-
-def _image(data: bytes, images: Images) -> Any:
-    """The centre of one image, as in evaluation; None if it cannot be decoded."""
-    import torch
-
-    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
-    from pencil_scale.images.decode import UndecodableError, decode
-
-    try:
-        pixels = torch.from_numpy(decode(data, images.resize).copy())
-        return centre(pixels.permute(2, 0, 1)[None], Recipe.from_config(images))[0]
-    except (UndecodableError, ImageSizeError):
-        return None

@@ -4,9 +4,9 @@ Each sample has `given_label`, `predicted_label`, `label_score` (in [0, 1], lowe
 `is_label_issue`, with the names and meanings of cleanlab's Datalab, the names of the classes, and more. The
 Parquet files contain Hugging Face features, so that labels are loaded there as ClassLabel.
 
-    table = export_table(facts, words)               # one row per sample
+    table = export_table(rows, logits, predicted_by, pinned, last_change, words)      # one row per sample
     data = parquet_bytes(table, words.class_names)
-    digest(table)                                    # of the labels, whichever night exported them
+    digest(table)                                  # of the labels, whichever night exported them
 """
 
 import hashlib
@@ -56,7 +56,6 @@ MEANINGS = {
     "last changed its class; null: it never changed, was never trained on, or no history was kept",
 }
 ROW_GROUP = 4096
-Strings = npt.NDArray[np.object_]
 
 
 @dataclass(frozen=True)
@@ -70,31 +69,31 @@ class Words:
     top_k: int
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What is known about some rows of the catalogue."""
+def export_table(
+    rows: pa.Table,
+    logits: npt.NDArray[np.float32],
+    predicted_by: npt.NDArray[np.object_],
+    pinned: npt.NDArray[np.bool_],
+    last_change: npt.NDArray[np.int32],
+    words: Words,
+) -> pa.Table:
+    """Put what is known about some rows of the catalogue into the columns of an export.
 
-    rows: pa.Table  # row, sample_id, shard, key, noisy_class, status
-    logits: npt.NDArray[np.float32]  # [B, C], of PERSON, LABELS or MODEL; ignored for other rows
-    predicted_by: Strings  # PERSON, LABELS, MODEL, GIVEN, or None if there is no prediction
-    pinned: npt.NDArray[np.bool_]
-    last_change: npt.NDArray[np.int32]  # an epoch, from 0; -1: never, or unknown
-
-
-def export_table(facts: Facts, words: Words) -> pa.Table:
-    """Put facts into the columns of an export."""
-    given = facts.rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-    scored = np.isin(facts.predicted_by.astype(str), (PERSON, LABELS, MODEL))
-    found = decide(facts.logits[scored], given[scored])
-    predicted = np.where(facts.predicted_by == GIVEN, given, UNLABELLED)
+    `predicted_by` is PERSON, LABELS, MODEL, GIVEN, or None if there is no prediction; `logits` [B, C] count
+    for the first three. `last_change` is an epoch, from 0; -1: never, or unknown.
+    """
+    given = rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
+    scored = np.isin(predicted_by.astype(str), (PERSON, LABELS, MODEL))
+    found = decide(logits[scored], given[scored])
+    predicted = np.where(predicted_by == GIVEN, given, UNLABELLED)
     predicted[scored] = found.corrected_class
-    issue = (predicted != given) & (given != UNLABELLED) & np.isin(facts.predicted_by, (PERSON, LABELS))
-    top_labels, top_shares = _top(facts.logits[scored], found.corrected_class, words.top_k)
+    issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, (PERSON, LABELS))
+    top_labels, top_shares = _top(logits[scored], found.corrected_class, words.top_k)
     columns = {
-        "row": facts.rows["row"],
-        "sample_id": facts.rows["sample_id"],
-        "shard": _named(words.shard_urls, facts.rows["shard"].to_numpy()),
-        "key": facts.rows["key"],
+        "row": rows["row"],
+        "sample_id": rows["sample_id"],
+        "shard": _named(words.shard_urls, rows["shard"].to_numpy()),
+        "key": rows["key"],
         "given_label": pa.array(given, mask=given == UNLABELLED),
         "predicted_label": pa.array(predicted, mask=predicted == UNLABELLED),
         "label_score": _spread(found.score, scored),
@@ -105,10 +104,10 @@ def export_table(facts: Facts, words: Words) -> pa.Table:
         "margin": _spread(found.margin, scored),
         "top_labels": _lists(top_labels, scored, pa.int64()),
         "top_shares": _lists(top_shares, scored, pa.float32()),
-        "last_change_epoch": pa.array(facts.last_change, mask=facts.last_change < 0),
-        "pinned": pa.array(facts.pinned),
-        "status": facts.rows["status"],
-        "predicted_by": pa.array(facts.predicted_by, pa.string()),
+        "last_change_epoch": pa.array(last_change, mask=last_change < 0),
+        "pinned": pa.array(pinned),
+        "status": rows["status"],
+        "predicted_by": pa.array(predicted_by, pa.string()),
         "catalogue_version": pa.array(np.full(len(given), words.catalogue_version, np.int32)),
         "model_version": pa.array([words.model_version] * len(given), pa.string()),
     }
@@ -118,30 +117,27 @@ def export_table(facts: Facts, words: Words) -> pa.Table:
 def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
     """Give duplicates the label of the sample they repeat, under their own shard, key and given label."""
     known = {entry["row"]: entry for entry in labels.to_pylist()}
-    entries = [
-        known[alias["row"]] | _own_columns(alias, known[alias["row"]], words)
-        for alias in aliases.to_pylist()
-        if alias["row"] in known
-    ]
+    entries = []
+    for alias in aliases.to_pylist():
+        entry = known.get(alias["row"])
+        if entry is None:
+            continue
+        given, score = alias["noisy_class"], entry["label_score"]
+        if given != entry["given_label"]:
+            shares = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True))
+            score = shares.get(given)  # the table has only the first few classes
+        judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
+        own = {
+            "shard": words.shard_urls[alias["shard"]],
+            "key": alias["key"],
+            "given_label": given,
+            "given_class": None if given is None else words.class_names[given],
+            "label_score": score,
+            "is_label_issue": judged and entry["predicted_label"] != given,
+            "status": "duplicate" if alias["status"] == "ok" else alias["status"],
+        }
+        entries.append(entry | own)
     return pa.Table.from_pylist(entries, schema=SCHEMA)
-
-
-def _own_columns(alias: dict[str, Any], entry: dict[str, Any], words: Words) -> dict[str, Any]:
-    given, predicted = alias["noisy_class"], entry["predicted_label"]
-    score = entry["label_score"]
-    if given != entry["given_label"]:
-        shares = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True))
-        score = shares.get(given)  # the table has only the first few classes
-    judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
-    return {
-        "shard": words.shard_urls[alias["shard"]],
-        "key": alias["key"],
-        "given_label": given,
-        "given_class": None if given is None else words.class_names[given],
-        "label_score": score,
-        "is_label_issue": judged and predicted != given,
-        "status": "duplicate" if alias["status"] == "ok" else alias["status"],
-    }
 
 
 def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:

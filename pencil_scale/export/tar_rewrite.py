@@ -10,13 +10,13 @@ bytes, which cannot be assigned to a sample.
 
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from pencil_scale.catalogue.shards import split_name
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
-from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, Piece, TarWalk
+from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, TarWalk
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ByteSource, Window
 
@@ -47,10 +47,16 @@ class LabelMember:
 
     def replaced(self, data: bytes, label: NewLabel) -> bytes:
         """Write the new label in the form of the old one: as a number or as a name."""
-        if self.field is not None:
-            return _with_field(data, self.field, label)
-        is_number = data.strip().removeprefix(b"-").isdigit()
-        return str(label.number if is_number else label.name).encode("utf-8", "surrogateescape")
+        if self.field is None:
+            is_number = data.strip().removeprefix(b"-").isdigit()
+            return str(label.number if is_number else label.name).encode("utf-8", "surrogateescape")
+        fields = holder = json.loads(data)
+        name = self.field  # of a field, or a dotted path
+        while name not in holder and "." in name:
+            head, _, name = name.partition(".")
+            holder = holder[head]
+        holder[name] = label.number if isinstance(holder[name], int) else label.name
+        return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 class Rewritten(NamedTuple):
@@ -70,7 +76,12 @@ def rewrite_shard(
     current: str | None = None
     num_damaged, is_ended = 0, False
     window = Window(source)
-    for piece, key, suffix in _named_pieces(window):
+    for piece in TarWalk(window).pieces():
+        name = piece.name if isinstance(piece, Member | Damage) else None
+        if name is None or (isinstance(piece, Member) and piece.kind in ("directory", "other")):
+            key, suffix = None, ""
+        else:
+            key, suffix = split_name(name) or (None, "")
         if current is not None and key != current:
             _add_label(sink, current, labels.get(current), where, done)
         current = key
@@ -89,15 +100,6 @@ def rewrite_shard(
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)
-
-
-def _named_pieces(window: Window) -> Iterator[tuple[Piece, str | None, str]]:
-    """The pieces of an archive, with the key and suffix of those that belong to a sample."""
-    for piece in TarWalk(window).pieces():
-        name = piece.name if isinstance(piece, Member | Damage) else None
-        is_sample = not (isinstance(piece, Member) and piece.kind in ("directory", "other"))
-        split = split_name(name) if name is not None and is_sample else None
-        yield piece, *(split or (None, ""))
 
 
 def _copy(source: ByteSource, sink: IO[bytes], start: int, end: int) -> None:
@@ -128,14 +130,3 @@ def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMe
     info = tarfile.TarInfo(f"{key}.{where.suffix}")
     info.size, info.mode = len(data), 0o444
     sink.write(info.tobuf(tarfile.PAX_FORMAT) + data + bytes(padded(len(data)) - len(data)))
-
-
-def _with_field(data: bytes, field: str, label: NewLabel) -> bytes:
-    """Set one field of a JSON member, by its name or by a dotted path."""
-    fields: Any = json.loads(data)
-    holder, name = fields, field
-    while name not in holder and "." in name:
-        head, _, name = name.partition(".")
-        holder = holder[head]
-    holder[name] = label.number if isinstance(holder[name], int) else label.name
-    return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -67,7 +67,10 @@ def _batch(
                 image = image.permute(2, 0, 1)
             if resize is None:
                 check_size(tuple(image.shape[1:]), size)
-            scaled[place] = _scaled(image, size)
+            pixels = image[None].float()  # [1, 3, H, W], rounded below
+            if pixels.shape[2:] != size:  # as on the CPU
+                pixels = interpolate(pixels, size=size, mode="bilinear", antialias=True)
+            scaled[place] = pixels
         except UndecodableError as problem:
             problems[place] = str(problem)
     pixels = torch.zeros((len(images), *size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
@@ -102,11 +105,3 @@ def _with_nvjpeg(images: list[bytes], device: torch.device) -> list[Tensor | Non
             return [None]
     middle = len(images) // 2
     return _with_nvjpeg(images[:middle], device) + _with_nvjpeg(images[middle:], device)
-
-
-def _scaled(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale bilinearly with antialiasing, as on the CPU; the caller rounds.   [1, 3, H, W]"""
-    pixels = image[None].float()
-    if pixels.shape[2:] == size:
-        return pixels
-    return interpolate(pixels, size=size, mode="bilinear", antialias=True)

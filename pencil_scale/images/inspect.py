@@ -142,19 +142,16 @@ def _pil_facts(data: bytes, kind: str) -> ImageFacts:
             bits = image.tag_v2.get(258, ())
             is_rotated = image.tag_v2.get(ORIENTATION, 1) in range(2, 9)
         oddities += ["16-bit"] if 16 in bits else []
-        if _is_animated(image):
+        try:
+            is_animated = bool(getattr(image, "is_animated", False))
+        except Exception:
+            is_animated = True  # GIF: there is a second frame, but it is damaged; only the first is used
+        if is_animated:
             oddities.append("multipage" if kind == "tiff" else "animated")
         oddities += ["exif-rotated"] if is_rotated else []
         oddities += ["1x1"] if image.size == (1, 1) else []
         oddities += ["truncated"] if kind in _IS_COMPLETE and not _IS_COMPLETE[kind](data, image) else []
         return ImageFacts(kind, *image.size, image.mode, tuple(dict.fromkeys(oddities)))
-
-
-def _is_animated(image: ImageFile.ImageFile) -> bool:
-    try:
-        return bool(getattr(image, "is_animated", False))
-    except Exception:
-        return True  # GIF: there is a second frame, but it is damaged; only the first is used
 
 
 def _is_rotated(exif: bytes) -> bool:

@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.label_sources import LabelClasses
+from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.labels.working_copy import KeyBytes, key_bytes
 from pencil_scale.storage.errors import PencilError, new_id

@@ -314,7 +314,7 @@ def test_img2dataset_shards_wait_for_their_statistics_and_must_match_them(tmp_pa
     (tmp_path / "00001_stats.json").write_text(json.dumps({"successes": 12}))
     summary = bench.index(img2dataset=True)
     assert summary.catalogue.num_ok == 20
-    assert summary.catalogue.manifest["damage"] == {"cut_short": 1}
+    assert summary.catalogue.manifest["damage"] == {"count_mismatch": 1}
 
 
 def test_values_from_shards_are_escaped_on_the_page(tmp_path: Path) -> None:

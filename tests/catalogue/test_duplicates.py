@@ -43,7 +43,7 @@ def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions
     return decide(len(new), new_keys, known_rows, len(known), per_range)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ids, st.dictionaries(st.integers(0, 30), st.booleans()), st.sampled_from([1, 8, 1000]))
 def test_ranges_decide_as_a_dictionary_would(new: list[int], known: dict[int, bool], per_range: int) -> None:
     decisions = decided(new, known, per_range)
@@ -72,7 +72,7 @@ def test_a_key_that_ends_in_zeros_is_not_mistaken_for_another() -> None:
     assert contains(np.sort(keys[:2]), keys).tolist() == [True, True, False]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), max_size=60), st.sampled_from([1, 4, 1000]))
 def test_proven_noise_is_what_counting_by_hand_gives(pairs: list[tuple[int, int]], per_range: int) -> None:
     def contents() -> Iterator[tuple[Keys, np.ndarray]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shard_spoiling import Original, Spoiled, originals, spoil
 from tar_making import python_tar, simple_members
 
-from pencil_scale.catalogue.label_sources import LabelClasses
+from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
 from pencil_scale.catalogue.shards import Sample, ShardReader
@@ -72,7 +72,7 @@ def pieces(data: bytes) -> list[Piece]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([USTAR, PAX, GNU]), edits)
 def test_the_pieces_tile_any_file_whatever_was_done_to_it(data: bytes, steps: list[Edit]) -> None:
     position = 0
@@ -84,7 +84,7 @@ def test_the_pieces_tile_any_file_whatever_was_done_to_it(data: bytes, steps: li
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edits)
 def test_a_member_that_was_there_is_found_again_or_lies_in_damage(steps: list[Edit]) -> None:
     steps = [step for step in steps if step[0] in ("put", "wipe", "cut")]  # these keep offsets
@@ -99,7 +99,7 @@ def test_a_member_that_was_there_is_found_again_or_lies_in_damage(steps: list[Ed
         assert inside or (member.name, member.start, member.size) in members
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=4000))
 def test_arbitrary_bytes_are_damage_and_give_no_sample(data: bytes) -> None:
     found = list(ShardReader(MemorySource(data)).read())
@@ -108,7 +108,7 @@ def test_arbitrary_bytes_are_damage_and_give_no_sample(data: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([USTAR, PAX, GNU]), edits)
 def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> None:
     spoiled = edited(data, steps)
@@ -122,7 +122,7 @@ def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(edits)
 def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Edit]) -> None:
     spoiled = edited(REAL, [step for step in steps if step[0] in ("put", "wipe", "cut")])

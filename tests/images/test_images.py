@@ -282,13 +282,13 @@ def check_any(data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PIL's asides on broken TIFF tags
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(damaged_images())
 def test_no_damage_crashes_the_inspection(data: bytes) -> None:
     check_any(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(
         [
