@@ -35,7 +35,7 @@ def decode(data: bytes, resize: int | None = None) -> Pixels:
             try:
                 return _decode(completed, resize)
             except Exception:
-                pass  # the first error is the reason
+                pass  # the first error is reported below
         reason = " ".join(str(error).split()) or type(error).__name__
         message = f"{format_of(data)} of {len(data):,} bytes: {reason}"
         raise UndecodableError(message[:200]) from error
