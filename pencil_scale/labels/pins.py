@@ -165,7 +165,7 @@ def require_same_samples(pins: Pinned, keys: KeyBytes) -> None:
     differs = (pins.keys != keys).any(axis=1) & keys.any(axis=1)  # a table made without keys has zeros
     if differs.any():
         raise PencilError(
-            f"pins: row {pins.rows[differs][0]:,} is another sample now ({int(differs.sum()):,} of "
+            f"pins: row {pins.rows[differs][0]:,} is a different sample now ({int(differs.sum()):,} of "
             f"{len(pins.rows):,} pins); the catalogue was rebuilt since they were made: move labels/pins "
             "away and pin again"
         )

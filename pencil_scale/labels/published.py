@@ -183,7 +183,7 @@ def require_same_rows(manifest: Manifest, catalogue: Catalogue) -> None:
         differs = (found != expected).any(axis=1) & found.any(axis=1)  # a table made without keys has zeros
         if differs.any():
             raise PencilError(
-                f"{catalogue.folder}: row {rows.start + int(np.argmax(differs)):,} is another sample than "
-                "the one these labels were learned for: the catalogue was rebuilt since; train again under "
-                "another run.name, or restore the catalogue"
+                f"{catalogue.folder}: row {rows.start + int(np.argmax(differs)):,} is a different sample "
+                "from the one these labels were learned for: the catalogue was rebuilt since; train again "
+                "under another run.name, or restore the catalogue"
             )

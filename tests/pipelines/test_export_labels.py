@@ -305,7 +305,7 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
     bench.shard("a.tar", samples(range(6, 12)))  # comes first now
     bench.index()
-    with pytest.raises(PencilError, match="row 0 is another sample than the one these labels"):
+    with pytest.raises(PencilError, match="row 0 is a different sample from the one these labels"):
         bench.export()
 
 
@@ -347,7 +347,7 @@ def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_plac
     (tmp_path / "2.tar").rename(tmp_path / "1.tar")
     (tmp_path / "x.tar").rename(tmp_path / "2.tar")
     bench.index()
-    with pytest.raises(PencilError, match=r"row 1,024 is another sample"):
+    with pytest.raises(PencilError, match=r"row 1,024 is a different sample"):
         bench.export()
 
 

@@ -144,8 +144,8 @@ def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench
     bench.shard("0.tar", samples(range(6, 12)))  # comes first now
     catalogue = bench.index().catalogue
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    with pytest.raises(PencilError, match="row 1 is another sample now"):
+    with pytest.raises(PencilError, match="row 1 is a different sample now"):
         start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
-    with pytest.raises(PencilError, match="row 1 is another sample now"):
+    with pytest.raises(PencilError, match="row 1 is a different sample now"):
         bench.pin("e.csv", "sample_id,class\n000007,ant\n")  # has row 1 now
     assert [pin["sample_id"] for pin in read_pins(bench.storage).table.to_pylist()] == ["000001"]
