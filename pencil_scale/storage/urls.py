@@ -10,15 +10,23 @@ would take it for the end of the object. Passwords in URLs are masked before the
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from pencil_scale.storage.errors import PencilError
+
+# In bytes: the `far_bytes` and `chunk_bytes` of a source. On a disk seeking costs next to nothing; far away a
+# request costs about as much as reading four megabytes.
+IN_MEMORY = (1 << 16, 1 << 16)
+ON_DISK = (1 << 18, 1 << 20)
+REMOTE = (1 << 22, 1 << 23)
 
 
 class ShardVersion(NamedTuple):
@@ -28,80 +36,36 @@ class ShardVersion(NamedTuple):
     tag: str
 
 
-class ByteSource(Protocol):
+@dataclass
+class ByteSource:
     """An object of known size, of which any range of bytes can be read."""
 
     url: str
     num_bytes: int
+    read: Callable[[int, int], bytes]  # from this byte on, this many bytes
     far_bytes: int  # a wider gap is cheaper to skip than to read
     chunk_bytes: int  # read ahead at most this much in one request
 
-    def read(self, start: int, length: int) -> bytes: ...
 
-
-class MemorySource:
+class MemorySource(ByteSource):
     """Bytes in memory."""
 
-    far_bytes = 1 << 16
-    chunk_bytes = 1 << 16
-
     def __init__(self, data: bytes, url: str = "memory") -> None:
-        self.url = url
-        self.num_bytes = len(data)
-        self._data = data
-
-    def read(self, start: int, length: int) -> bytes:
-        return self._data[start : start + length]
-
-
-class FileSource:
-    """A local file, read with `pread`: seeking costs next to nothing."""
-
-    far_bytes = 1 << 18
-    chunk_bytes = 1 << 20
-
-    def __init__(self, path: str, url: str) -> None:
-        self.url = url
-        self._fd = os.open(path, os.O_RDONLY)
-        self.num_bytes = os.fstat(self._fd).st_size
-
-    def read(self, start: int, length: int) -> bytes:
-        return os.pread(self._fd, length, start)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class RemoteSource:
-    """An object read through fsspec. A request costs about as much as reading four megabytes."""
-
-    far_bytes = 1 << 22
-    chunk_bytes = 1 << 23
-
-    def __init__(self, filesystem: Any, path: str, url: str, num_bytes: int) -> None:
-        self.url = url
-        self.num_bytes = num_bytes
-        self._filesystem = filesystem
-        self._path = path
-
-    def read(self, start: int, length: int) -> bytes:
-        data: bytes = self._filesystem.cat_file(self._path, start=start, end=start + length)
-        return data
+        super().__init__(url, len(data), lambda start, length: data[start : start + length], *IN_MEMORY)
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
     """Find the fsspec filesystem of a URL and the path inside it."""
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
+        return filesystem, path
     except (ValueError, ImportError) as error:
         raise PencilError(f"{url}: cannot read this kind of URL ({error})") from error
-    return filesystem, path
 
 
 def is_local(filesystem: Any) -> bool:
     """Decide whether the paths of this filesystem are paths of this machine."""
-    protocol = filesystem.protocol
-    return bool({"file", "local"} & {protocol, *(protocol if isinstance(protocol, tuple) else ())})
+    return isinstance(filesystem, LocalFileSystem)
 
 
 @contextmanager
@@ -158,21 +122,25 @@ def open_source(url: str, num_bytes: int | None = None) -> Iterator[ByteSource]:
     A known `num_bytes` saves the request for the size of a remote object.
     """
     filesystem, path = filesystem_of(url)
-    source: FileSource | RemoteSource
-    try:
-        with store_errors(f"shard {url}: cannot be opened"):
-            if is_local(filesystem):
-                source = FileSource(path, url)
-            else:
-                size = int(filesystem.info(path)["size"]) if num_bytes is None else num_bytes
-                source = RemoteSource(filesystem, path, url, size)
-    except FileNotFoundError as error:
-        raise PencilError(f"shard {url}: it no longer exists; run again") from error
-    try:
+
+    def read_remote(start: int, length: int) -> bytes:
+        return bytes(filesystem.cat_file(path, start=start, end=start + length))
+
+    with ExitStack() as opened:
+        try:
+            with store_errors(f"shard {url}: cannot be opened"):
+                if is_local(filesystem):
+                    file = opened.enter_context(Path(path).open("rb")).fileno()
+                    num_bytes = os.fstat(file).st_size
+                    source = ByteSource(
+                        url, num_bytes, lambda start, num: os.pread(file, num, start), *ON_DISK
+                    )
+                else:
+                    num_bytes = int(filesystem.info(path)["size"]) if num_bytes is None else num_bytes
+                    source = ByteSource(url, num_bytes, read_remote, *REMOTE)
+        except FileNotFoundError as error:
+            raise PencilError(f"shard {url}: it no longer exists; run again") from error
         yield source
-    finally:
-        if isinstance(source, FileSource):
-            source.close()
 
 
 class Window:
@@ -196,9 +164,7 @@ class Window:
         """Give the bytes [offset, offset + length), fewer only at the end of the object."""
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._data):
-            length = min(length, max(0, self.source.num_bytes - offset))
-            if begin < 0 or begin + length > len(self._data):
-                return self._fill(offset, length)
+            return self._fill(offset, min(length, max(0, self.source.num_bytes - offset)))
         return self._data[begin : begin + length]
 
     def holding(self, offset: int, length: int) -> tuple[bytes, int]:

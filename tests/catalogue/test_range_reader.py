@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pencil_scale.catalogue import ranges as range_reader
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import FileSource, RemoteSource, ShardVersion, version_of
+from pencil_scale.storage.urls import ON_DISK, REMOTE, ShardVersion, version_of
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def test_far_away_fewer_and_larger_requests_are_made_than_on_a_disk() -> None:
     offset = np.arange(0, 64_000_000, 600_000)
     sizes = np.full(len(offset), 20_000)
     counts = [
-        len(coalesce(offset, sizes, np.arange(len(offset)), source.far_bytes, source.chunk_bytes))
-        for source in (FileSource, RemoteSource)
+        len(coalesce(offset, sizes, np.arange(len(offset)), *gap_and_chunk))
+        for gap_and_chunk in (ON_DISK, REMOTE)
     ]
     assert counts[0] == len(offset)
     assert counts[1] <= 10
