@@ -73,7 +73,7 @@ def run(job: ShardJob) -> Summary:
     store = Folder(job.out)
     for name in store.names(""):  # remove what killed writers of these shards left behind
         if name.startswith(f"/{job.prefix}-") and name.endswith(BESIDE):
-            store.delete_if_there(name.removeprefix("/"))
+            store.delete(name.removeprefix("/"))
     sizes = file_sizes(job.out)
     lost = [name for name in names if name not in sizes]
     if lost:

@@ -95,7 +95,7 @@ def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
         return RunSummary(run_facts(storage.url, name))
     labels = find_published(storage.url, name, held=True).manifest
     lease.put(storage.published(name), labels.encode())
-    storage.delete_if_there(storage.held(name))
+    storage.delete(storage.held(name))
     summary = RunSummary({**run_facts(storage.url, name), "status": "finished", "labels": published})
     write_facts(storage.url, name, summary.facts, lease)
     write_record(storage.url, track_released(config, record), lease, status="finished")

@@ -1,4 +1,4 @@
-"""For tests of conditional puts: what stands between a client and the S3 server, and may lose answers."""
+"""For tests of conditional puts: a layer between the client and the S3 server that can lose answers."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,12 @@ import fsspec
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 
-from pencil_scale.storage import objects
+from pencil_scale.storage import s3
+from pencil_scale.storage.folder import warn_once
 
 
 class Front:
-    """One request at a time: moto itself looks and puts in two steps, which no real store does."""
+    """Serves one request at a time, because moto compares and puts in two steps, unlike a real store."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ignores_conditions = False
@@ -39,9 +40,9 @@ class Front:
 
 
 def fresh_front(patch: pytest.MonkeyPatch) -> Front:
-    """Put a front before the server of `s3_endpoint`, with a bucket of which nothing is known yet."""
-    patch.setattr(objects, "_keeps_conditions", {})
-    patch.setattr(objects, "_warned", set())
+    """Put a front before the server of `s3_endpoint`, with a bucket that has not been probed yet."""
+    patch.setattr(s3, "_known", {})
+    warn_once.cache_clear()
     fsspec.filesystem("s3").mkdir("lake")
     return Front(patch)
 

@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import ShardVersion, filesystem_of, store_errors, version_of
 
@@ -232,15 +231,14 @@ def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
     A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
     one publishes. If a job dies between the two puts, `finish_publish` does the second.
     """
-    objects = open_objects(store.url)
-    etag = objects.etag(manifest_name())
+    etag = store.etag(manifest_name())
     newest = read_manifest(store.url)
     found = int(newest["version"]) if newest else 0
     data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
     if (
         found != old_version
-        or not objects.create(manifest_name(version), data)
-        or not objects.replace(manifest_name(), data, etag)
+        or not store.create(manifest_name(version), data)
+        or not store.replace(manifest_name(), data, etag)
     ):
         raise PencilError(
             f"{store.url}: another job published version {max(found, version)} while this one worked on "
@@ -250,11 +248,10 @@ def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
 
 def finish_publish(store: Folder) -> None:
     """Make a version the newest if its job died right after writing its manifest; its files are complete."""
-    objects = open_objects(store.url)
     while True:
-        etag = objects.etag(manifest_name())
+        etag = store.etag(manifest_name())
         newest = read_manifest(store.url)
-        following = objects.read(manifest_name(int(newest["version"]) + 1 if newest else 1))
+        following = store.read(manifest_name(int(newest["version"]) + 1 if newest else 1))
         if following is None:
             return
-        objects.replace(manifest_name(), following[0], etag)
+        store.replace(manifest_name(), following[0], etag)

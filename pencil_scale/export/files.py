@@ -115,7 +115,7 @@ def tidy(folder: str, before: ExportManifest | None, kept: set[str]) -> list[str
         outdated |= {name for name, match in found if match and match[2] in unfinished}
     swept, store = sorted(outdated - kept), Folder(folder)
     for name in (*swept, UNFINISHED):
-        store.delete_if_there(name)
+        store.delete(name)
     return swept
 
 
@@ -124,10 +124,10 @@ def remove_export(folder: str) -> bool:
     before = read_manifest(folder)
     if before is None and not _unfinished(folder):
         return False
-    Folder(folder).delete_if_there(MANIFEST)  # first, because every file it lists must exist
+    Folder(folder).delete(MANIFEST)  # first, because every file it lists must exist
     tidy(folder, before, set())
     for name in (LEASE, LOCK):
-        Folder(folder).delete_if_there(name)
+        Folder(folder).delete(name)
     filesystem, root = filesystem_of(folder.rstrip("/"))
     if is_local(filesystem):
         ours = [path for part in FOLDERS for path in (Path(root, part), *Path(root, part).glob("*/"))]

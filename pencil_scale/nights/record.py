@@ -23,9 +23,8 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import BESIDE
+from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.lease import Lease
-from pencil_scale.storage.objects import Objects, open_objects
 from pencil_scale.storage.storage import Storage
 
 CURRENT, NIGHT, LEASE = "CURRENT", "night.json", "lease"
@@ -76,9 +75,8 @@ class NightFiles:
         self._lease = lease
 
     @cached_property
-    def _objects(self) -> Objects:
-        """Opened by jobs that write alone: to open them may write to the store."""
-        return open_objects(self._store.path(self._store.nights))
+    def _objects(self) -> Folder:
+        return Folder(self._store.path(self._store.nights))
 
     @contextmanager
     def held(self) -> Iterator["NightFiles"]:

@@ -16,10 +16,6 @@ class DamagedError(PencilError):
     """A stored file is missing, cut short, or not what its name promises."""
 
 
-class StorageError(PencilError):
-    """A storage cannot be read or written as it must be."""
-
-
 def sample_key(sample_id: str) -> bytes:
     """Hash a sample id to the 128 bits that name it in tables of fixed width.
 

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.urls import without_passwords
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Journal:
         self.url = str(without_passwords(url))
         self.runs: dict[str, str] = {}  # stage -> id of its MLflow run; the receiver adds them
         self.num_lost = 0
-        self._folder, self._objects = Folder(url), open_objects(url)
+        self._folder = self._objects = Folder(url)
         self._owner, self._is_owner = uuid.uuid4().hex, True
         self._lock = threading.Lock()  # for what is in memory; never held while the storage works
         self._storing = threading.Lock()
@@ -204,7 +203,7 @@ class Journal:
             return
         self._acknowledged = number
         for name in done:
-            self._folder.delete_if_there(name)
+            self._folder.delete(name)
         with self._lock:
             self._done = self._done[len(done) :]
 

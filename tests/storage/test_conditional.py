@@ -1,4 +1,4 @@
-"""Objects that are created once and replaced only as they are known: on a disk, in memory and on S3."""
+"""Files that are created once, and replaced only by a writer that knows them: on disk, in memory, on S3."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ import fsspec
 import pytest
 from s3_front import Front, fresh_front
 
-from pencil_scale.storage.errors import StorageError
-from pencil_scale.storage.objects import open_objects
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,15 +24,15 @@ def front(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Front:
 
 @pytest.fixture(params=["disk", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage of every kind, with nothing in it."""
+    """An empty storage of each kind."""
     if request.param == "s3":
         request.getfixturevalue("front")
         return "s3://lake/clothing"
     return str(tmp_path) if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
 
 
-def test_an_object_is_created_once_and_replaced_only_by_who_knows_it(storage: str) -> None:
-    store, other = open_objects(storage), open_objects(storage)
+def test_a_file_is_created_once_and_replaced_only_by_a_writer_that_knows_it(storage: str) -> None:
+    store, other = Folder(storage), Folder(storage)
     assert store.read("nights/CURRENT") is None
     assert store.etag("nights/CURRENT") is None
     assert not store.replace("nights/CURRENT", b"0", "some etag")
@@ -51,8 +51,8 @@ def test_an_object_is_created_once_and_replaced_only_by_who_knows_it(storage: st
     assert newest[1] != found[1]
 
 
-def test_an_object_that_holds_the_bytes_of_a_refused_put_counts_as_put(storage: str) -> None:
-    store = open_objects(storage)
+def test_a_file_that_holds_the_bytes_of_a_refused_put_counts_as_put(storage: str) -> None:
+    store = Folder(storage)
     assert store.create("plan", b"mine")
     etag = store.etag("plan")
     assert store.create("plan", b"mine")
@@ -60,8 +60,8 @@ def test_an_object_that_holds_the_bytes_of_a_refused_put_counts_as_put(storage: 
     assert store.replace("plan", b"more", etag)
 
 
-def test_one_of_many_creators_at_once_wins_and_one_of_many_that_replace(storage: str) -> None:
-    store = open_objects(storage)
+def test_of_several_writers_at_once_one_creates_and_one_replaces_a_file(storage: str) -> None:
+    store = Folder(storage)
     words = [b"%d" % number for number in range(8)]
     with ThreadPoolExecutor(len(words)) as pool:
         created = list(pool.map(lambda word: store.create("runs/demo/lease", word), words))
@@ -77,15 +77,15 @@ def test_one_of_many_creators_at_once_wins_and_one_of_many_that_replace(storage:
 
 CREATE = """
 import sys
-from pencil_scale.storage.objects import open_objects
-store = open_objects(sys.argv[1])
+from pencil_scale.storage.folder import Folder
+store = Folder(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 print([store.create(f"plans/{number}", sys.argv[2].encode()) for number in range(20)].count(True))
 """
 
 
-def test_one_of_two_processes_creates_each_object(storage: str) -> None:
+def test_each_file_is_created_by_one_of_two_processes(storage: str) -> None:
     if storage.startswith("memory"):
         pytest.skip("memory belongs to one process")
     pipe = subprocess.PIPE
@@ -105,16 +105,16 @@ def test_one_of_two_processes_creates_each_object(storage: str) -> None:
     assert sum(int(process.communicate()[0]) for process in processes) == 20
 
 
-def test_a_folder_holds_nothing_but_finished_objects_and_its_lock(tmp_path: Path) -> None:
-    store = open_objects(str(tmp_path))
+def test_a_folder_contains_only_finished_files_and_its_lock(tmp_path: Path) -> None:
+    store = Folder(str(tmp_path))
     store.create("CURRENT", b"1")
     store.create("CURRENT", b"2")
     store.replace("CURRENT", b"3", store.etag("CURRENT"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "CURRENT"]
 
 
-def test_the_same_bytes_written_again_on_a_disk_are_another_version(tmp_path: Path) -> None:
-    store = open_objects(str(tmp_path))
+def test_the_same_bytes_written_again_to_a_disk_are_a_new_version(tmp_path: Path) -> None:
+    store = Folder(str(tmp_path))
     store.create("CURRENT", b"1")
     old = store.etag("CURRENT")
     os.utime(tmp_path / "CURRENT", ns=(1, 1))
@@ -122,8 +122,8 @@ def test_the_same_bytes_written_again_on_a_disk_are_another_version(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_put_whose_answer_was_lost_finds_its_own_object(front: Front) -> None:
-    store = open_objects("s3://lake/clothing")
+def test_a_put_whose_answer_was_lost_finds_its_own_file(front: Front) -> None:
+    store = Folder("s3://lake/clothing")
     front.answers_to_lose = 1
     assert store.create("plan", b"mine")
     assert front.answers_to_lose == 0
@@ -139,34 +139,35 @@ def test_a_store_that_ignores_conditions_is_reported_once(
     front: Front, capsys: pytest.CaptureFixture[str]
 ) -> None:
     front.ignores_conditions = True
-    stores = [open_objects("s3://lake/clothing") for _ in range(2)]
+    stores = [Folder("s3://lake/clothing") for _ in range(2)]
+    assert stores[0].create("plan", b"1")
+    assert not stores[1].create("plan", b"2")  # compared and put, in two steps
+    assert stores[1].replace("plan", b"3", stores[1].etag("plan"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING: s3://lake ignores conditional puts")
-    assert stores[0].create("plan", b"1")
-    assert not stores[1].create("plan", b"2")  # looked for, though not in one step
-    assert stores[1].replace("plan", b"3", stores[1].etag("plan"))
 
 
 @pytest.mark.slow
-def test_a_store_that_keeps_conditions_is_not_warned_of_and_keeps_no_probe(
+def test_a_store_that_keeps_conditions_causes_no_warning_and_no_probe_remains(
     front: Front, capsys: pytest.CaptureFixture[str]
 ) -> None:
     front.answers_to_lose = 1
-    open_objects("s3://lake/clothing")
+    assert Folder("s3://lake/clothing").read("plan") is None
     assert capsys.readouterr().err == ""
+    assert front.answers_to_lose == 0
     assert fsspec.filesystem("s3").find("lake") == []
 
 
 @pytest.mark.slow
-def test_a_large_object_is_one_conditional_put(front: Front) -> None:
-    store = open_objects("s3://lake/clothing")
-    data = b"x" * (101 * 2**20)  # s3fs cuts anything over 100 MiB into pieces, unless told otherwise
+def test_a_large_file_is_one_conditional_put(front: Front) -> None:
+    store = Folder("s3://lake/clothing")
+    data = b"x" * (101 * 2**20)  # by default s3fs splits anything over 100 MiB
     assert store.create("models/demo.pt", data)
     assert not store.create("models/demo.pt", data[1:])
-    assert "-" not in str(store.etag("models/demo.pt"))  # as that of pieces has
+    assert "-" not in str(store.etag("models/demo.pt"))  # as in the etag of an object put in several pieces
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_said_in_a_line(front: Front) -> None:
-    with pytest.raises(StorageError, match=r"s3://sea/clothing/.*check the URL, access and network"):
-        open_objects("s3://sea/clothing")
+def test_a_missing_bucket_is_reported_in_one_line(front: Front) -> None:
+    with pytest.raises(PencilError, match=r"s3://sea/clothing/.*check the URL, access and network"):
+        Folder("s3://sea/clothing").create("plan", b"1")

@@ -1,4 +1,4 @@
-"""One writer on any storage: leases held, released, taken over and lost, by real processes."""
+"""Leases are acquired, released, taken over and lost by real processes, on any storage."""
 
 import fcntl
 import os
@@ -9,30 +9,23 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from s3_front import Front, fresh_front
 
-from pencil_scale.storage import lease as holder
-from pencil_scale.storage.errors import StorageError
-from pencil_scale.storage.lease import (
-    Holder,
-    Lease,
-    LeaseHeldError,
-    LeaseLostError,
-    LeaseState,
-    is_alive,
-    this_process,
-)
-from pencil_scale.storage.objects import open_objects
+from pencil_scale.storage import lease as lease_module
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.lease import Lease, LeaseHeldError, LeaseLostError, LeaseState
 
 ROOT = Path(__file__).parents[2]
 LEASE, WHAT = "runs/demo/lease", "run demo is being trained"
 SHORT_S = 1.0
-FOREVER_S = 3600.0  # no test waits so long: what happens, happens at once
+FOREVER_S = 3600.0  # no test waits this long
 
-# Holds the lease and does as it is told, a word a line.
+# Holds the lease and obeys commands, one per line.
 HOLDER = f"""
 import os, sys
 from pencil_scale.storage.lease import Lease, LeaseLostError
@@ -114,8 +107,8 @@ def start() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process runs on another machine than those it starts, so that it sees only their lease."""
-    monkeypatch.setattr(holder, "this_machine", lambda: "another one")
+    """Make this process believe that the processes it starts run on another machine."""
+    monkeypatch.setattr(lease_module, "this_machine", lambda: "another one")
 
 
 def hold(storage: str, lease_s: float = FOREVER_S) -> AbstractContextManager[Lease]:
@@ -123,12 +116,12 @@ def hold(storage: str, lease_s: float = FOREVER_S) -> AbstractContextManager[Lea
 
 
 def state(storage: str) -> LeaseState:
-    found = open_objects(storage).read(LEASE)
+    found = Folder(storage).read(LEASE)
     assert found is not None
     return LeaseState.decode(found[0], LEASE)
 
 
-def test_a_second_process_is_refused_at_once_while_the_first_one_lives(
+def test_a_second_process_is_refused_at_once_while_the_first_is_alive(
     storage: str, start: Callable[..., Process]
 ) -> None:
     first = start(storage)
@@ -145,7 +138,7 @@ def test_a_second_process_is_refused_at_once_while_the_first_one_lives(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_lease_of_a_killed_process_is_free_at_once_on_its_own_machine(
+def test_on_the_same_machine_the_lease_of_a_killed_process_is_free_at_once(
     tmp_path: Path, start: Callable[..., Process], number: int
 ) -> None:
     start(str(tmp_path)).end(number)
@@ -154,7 +147,7 @@ def test_the_lease_of_a_killed_process_is_free_at_once_on_its_own_machine(
         assert lease.attempt == 2
 
 
-def test_attempts_are_counted_over_releases_errors_and_kills(
+def test_attempts_are_counted_across_releases_errors_and_kills(
     storage: str, start: Callable[..., Process]
 ) -> None:
     with hold(storage) as lease:
@@ -172,7 +165,7 @@ def test_attempts_are_counted_over_releases_errors_and_kills(
         assert lease.attempt == 5
 
 
-def test_from_another_machine_a_holder_that_renews_is_refused_and_a_dead_one_taken_over(
+def test_from_another_machine_a_live_holder_is_respected_and_a_dead_one_is_replaced(
     storage: str, start: Callable[..., Process], elsewhere: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = start(storage, SHORT_S)
@@ -186,7 +179,7 @@ def test_from_another_machine_a_holder_that_renews_is_refused_and_a_dead_one_tak
         assert lease.attempt == 2
 
 
-def test_a_paused_holder_that_was_taken_over_writes_nothing_more_and_learns_that_it_lost(
+def test_a_paused_holder_whose_lease_was_taken_over_cannot_write_any_more(
     storage: str, start: Callable[..., Process], elsewhere: None
 ) -> None:
     first = start(storage, SHORT_S)
@@ -199,15 +192,15 @@ def test_a_paused_holder_that_was_taken_over_writes_nothing_more_and_learns_that
         assert first.tell("put") == "lost True"
         assert first.tell("check") == "lost True"
         lease.check()
-        first.end(signal.SIGINT)  # it has nothing left to release
+        first.end(signal.SIGINT)  # it no longer has anything to release
         lease.put("runs/demo/summary.json", b"{}")
-    found = open_objects(storage).read("runs/demo/run.json")
+    found = Folder(storage).read("runs/demo/run.json")
     assert found is not None
     assert found[0] == b"by the second"
 
 
 def pause(pid: int, lock: Path) -> None:
-    """Pause a process, though not in the moment in which it holds the lock of a folder."""
+    """Pause a process at a moment when it does not hold the lock of a folder."""
     while True:
         os.kill(pid, signal.SIGSTOP)
         if not lock.exists():
@@ -220,26 +213,26 @@ def pause(pid: int, lock: Path) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_a_put_that_was_on_its_way_when_the_lease_was_lost_does_not_arrive(
+def test_a_put_in_flight_when_the_lease_is_lost_is_refused(
     storage: str, elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worst moment of all: after the old holder renewed its lease, before its put."""
+    """The worst moment: after the old holder renewed its lease, before its put."""
     with hold(storage) as old:
-        replace = old._objects.replace
+        put = old._folder.replace
 
         def paused(name: str, data: bytes, etag: str | None) -> bool:
             if name == "CURRENT":
-                monkeypatch.setattr(old._objects, "replace", replace)
-                found, known = open_objects(storage), old._objects.etag(LEASE)
-                theirs = LeaseState("another", 2, this_process(), "now", FOREVER_S)
+                monkeypatch.setattr(old._folder, "replace", put)
+                found, known = Folder(storage), old._folder.etag(LEASE)
+                theirs = LeaseState.of_this_process("another", 2, FOREVER_S)
                 assert found.replace(LEASE, theirs.encode(), known)
                 assert found.replace("CURRENT", b"by the second", found.etag("CURRENT"))
-            return replace(name, data, etag)
+            return put(name, data, etag)
 
-        monkeypatch.setattr(old._objects, "replace", paused)
+        monkeypatch.setattr(old._folder, "replace", paused)
         with pytest.raises(LeaseLostError, match="took over the lease"):
             old.put("CURRENT", b"by the first")
-    found = open_objects(storage).read("CURRENT")
+    found = Folder(storage).read("CURRENT")
     assert found is not None
     assert found[0] == b"by the second"
 
@@ -257,19 +250,19 @@ def test_a_put_is_repeated_when_another_run_changed_the_object(storage: str) -> 
 
         lease.check = check_while_the_other_writes  # type: ignore[method-assign]
         lease.put("summary.json", b"ours")
-    found = open_objects(storage).read("summary.json")
+    found = Folder(storage).read("summary.json")
     assert found is not None
     assert found[0] == b"ours"
 
 
-def test_a_release_that_did_not_reach_the_store_does_not_keep_the_same_process_out() -> None:
+def test_a_process_whose_release_did_not_reach_the_store_can_acquire_the_lease_again() -> None:
     storage = f"memory://{uuid.uuid4().hex}"
     with hold(storage) as lease:
         held = state(storage)
         with pytest.raises(LeaseHeldError), hold(storage):
             pass
         lease.check()
-    store = open_objects(storage)
+    store = Folder(storage)
     assert store.replace(LEASE, held.encode(), store.etag(LEASE))
     with hold(storage) as lease:
         assert lease.attempt == 2
@@ -290,14 +283,14 @@ def test_only_the_process_that_acquired_a_lease_uses_or_releases_it(tmp_path: Pa
         lease.check()
 
 
-def test_a_lease_that_is_removed_is_lost_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_a_removed_lease_is_lost_and_a_damaged_one_is_reported(tmp_path: Path) -> None:
     with hold(str(tmp_path)) as lease:
         (tmp_path / LEASE).unlink()
         with pytest.raises(LeaseLostError, match=r"runs/demo/lease: the lease was removed"):
             lease.check()
         assert lease.lost
     (tmp_path / LEASE).write_text("{")
-    with pytest.raises(StorageError, match=r"runs/demo/lease: not a lease .*remove it"), hold(str(tmp_path)):
+    with pytest.raises(PencilError, match=r"runs/demo/lease: not a lease .*remove it"), hold(str(tmp_path)):
         pass
 
 
@@ -308,10 +301,10 @@ def test_an_outage_longer_than_the_lease_does_not_end_its_holder(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with hold("s3://lake/clothing", 0.2) as lease:
         front.is_down = True
-        told = ""
-        while told.count("not renewed, trying again") < 3:
+        printed = ""
+        while printed.count("not renewed, trying again") < 3:
             time.sleep(0.1)
-            told += capsys.readouterr().err
+            printed += capsys.readouterr().err
         assert not lease.lost
         front.is_down = False
         before = state("s3://lake/clothing").renewed
@@ -320,42 +313,41 @@ def test_an_outage_longer_than_the_lease_does_not_end_its_holder(
         assert not lease.lost
 
 
-def test_a_process_is_dead_when_its_id_was_given_to_another_and_unknown_elsewhere() -> None:
-    ours = this_process()
-    assert is_alive(ours) is True
-    assert is_alive(Holder(ours.host, ours.pid, ours.command, ours.machine, "1")) is False
-    assert is_alive(Holder(ours.host, ours.pid, ours.command, "another boot", ours.born)) is None
-    assert is_alive(Holder(ours.host, ours.pid, ours.command, "", ours.born)) is None
+def this_process() -> LeaseState:
+    return LeaseState.of_this_process("token", 1, FOREVER_S)
 
 
-def test_a_process_is_dead_though_its_parent_has_not_taken_note(tmp_path: Path) -> None:
-    code = "from pencil_scale.storage.lease import *; print(this_process().born, flush=True); input()"
-    pipe = subprocess.PIPE
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-    assert child.stdout is not None
+def test_a_reused_process_id_is_a_dead_holder_and_another_machine_is_unknown() -> None:
     ours = this_process()
-    theirs = Holder(ours.host, child.pid, "-c", ours.machine, child.stdout.readline().strip())
-    assert is_alive(theirs) is True
-    child.kill()
+    assert ours.is_alive() is True
+    assert replace(ours, born="1").is_alive() is False
+    assert replace(ours, machine="another boot").is_alive() is None
+    assert replace(ours, machine="").is_alive() is None
+
+
+def test_a_zombie_is_a_dead_holder(tmp_path: Path, start: Callable[..., Process]) -> None:
+    child = start(str(tmp_path))
+    theirs = state(str(tmp_path))
+    assert theirs.is_alive() is True
+    os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_alive(theirs) is False
-    child.communicate()
+    assert theirs.is_alive() is False
 
 
-def test_a_suspended_process_is_not_taken_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may never wake, so its lease is watched."""
+def test_a_suspended_holder_is_neither_alive_nor_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never wake up, so its lease is watched."""
     sleeper = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr(os, "getpid", lambda: sleeper.pid)
     process = this_process()
     try:
-        assert is_alive(process)
+        assert process.is_alive()
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)  # until it has stopped
-        assert is_alive(process) is None
+        assert process.is_alive() is None
         sleeper.send_signal(signal.SIGCONT)
         os.waitpid(sleeper.pid, os.WCONTINUED)
-        assert is_alive(process)
+        assert process.is_alive()
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert is_alive(process) is False
+    assert process.is_alive() is False

@@ -310,7 +310,7 @@ def test_records_are_delivered_from_a_disk_without_locks(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("pencil_scale.storage.objects.fcntl.flock", refuse)
+    monkeypatch.setattr("pencil_scale.storage.folder.fcntl.flock", refuse)
     receiver = Receiver()
     assert delivering(journal_of(tmp_path, range(5)), receiver).finish(30) == 0
     assert receiver.got == list(range(5))
