@@ -141,10 +141,7 @@ class PencilStage(Settings):
         lt=1,
     )
     max_class_loss: float = key(
-        "hold the run if a class loses more than this share of its samples (see gate.hold)",
-        0.5,
-        ge=0,
-        le=1,
+        "hold the run if a class loses more than this share of its samples (see gate.hold)", 0.5, ge=0, le=1
     )
     allow_fixed_labels: bool = key("train even if no label can change with these settings", False)
 
@@ -263,11 +260,7 @@ class ReportJob(Settings):
     thumbnails: int = key("samples in the gallery that have a thumbnail; 0: none", 2000, ge=0, unit="samples")
     thumbnail_px: int = key("longer side of a thumbnail", 112, ge=16, le=512, unit="pixels")
     audit: int = key(
-        "changed and unchanged labels drawn for the audit, each",
-        200,
-        ge=0,
-        le=5000,
-        unit="samples",
+        "changed and unchanged labels drawn for the audit, each", 200, ge=0, le=5000, unit="samples"
     )
     judged: str | None = key(
         "file of decisions from an audit: print the estimates that follow, write no page", None
@@ -297,10 +290,7 @@ class NightlyJob(Settings):
         "hold the night if accuracy on the clean set drops by more than this", 0.02, ge=0, le=1
     )
     max_changed_share: float = key(
-        "hold it if more than this share of the old labels trained on changed",
-        0.1,
-        ge=0,
-        le=1,
+        "hold it if more than this share of the old labels trained on changed", 0.1, ge=0, le=1
     )
     max_repair_jump: float = key(
         "hold it if the share of repaired labels among new samples exceeds that among old ones by more",
@@ -309,9 +299,7 @@ class NightlyJob(Settings):
         le=1,
     )
     max_class_ratio: float = key(
-        "hold it if a class is more common or rarer among new samples by more than this factor",
-        4.0,
-        gt=1,
+        "hold it if a class is more common or rarer among new samples by more than this factor", 4.0, gt=1
     )
     keep_nights: int = key("nights to keep, in addition to CURRENT and its parent", 14, ge=1, unit="nights")
 
