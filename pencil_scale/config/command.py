@@ -97,7 +97,7 @@ def check_versions() -> None:
     """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
     require("Python", platform.python_version(), PYTHON)
     require("Ray", _installed("ray"), RAY)
-    require("MLflow", _installed("mlflow", "mlflow-skinny"), MLFLOW)
+    require("MLflow", _installed("mlflow"), MLFLOW)
 
 
 def require(thing: str, found: str | None, supported: str) -> None:
@@ -105,18 +105,14 @@ def require(thing: str, found: str | None, supported: str) -> None:
     if found is None:
         raise PencilError(f"{thing} is not installed; {thing} {supported} is needed: run 'make install'")
     if not SpecifierSet(supported).contains(found, prereleases=True):
-        raise PencilError(
-            f"{thing} {found} found; {thing} {supported} is supported: install a supported version"
-        )
+        raise PencilError(f"{thing} {found} found; {supported} is supported: install a supported version")
 
 
-def _installed(*names: str) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def refuse_lost(name: str, *paths: str | None) -> None:

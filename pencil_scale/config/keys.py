@@ -1,16 +1,17 @@
-"""The keys of a config in words: the help page, and messages about a value that is wrong.
+"""The keys of a config in words: the help page, and messages about values that are wrong.
 
-Both are generated from the models in `config.settings`.
+Both are generated from the models in `config.settings`, so a message spells a type as the help page does.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from textwrap import fill
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -20,126 +21,116 @@ from pencil_scale.config.values import Settings, Shape
 from pencil_scale.storage.urls import without_passwords
 
 KeyPath = tuple[str | int, ...]
-PLAIN = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
+Origins = dict[KeyPath, str]  # where each key was set: a line of the file, or an override
+PLAIN = {int: "whole number", float: "number", str: "text", bool: "true | false", NoneType: "null"}
 LIMITS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
 
-def known_keys(section: type[Settings] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """List every key below a section, dotted, with its field."""
+def _keys(section: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{field.alias or name}"
         yield dotted, field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield from known_keys(field.annotation, f"{dotted}.")
+        if _is_section(field.annotation):
+            yield from _keys(field.annotation, f"{dotted}.")
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[Settings]]:
+    return isinstance(annotation, type) and issubclass(annotation, Settings)
+
+
+KEYS = dict(_keys(Config))  # every section and key, dotted, with its field
 
 
 def help_page() -> str:
     """List every key with its type and limits, unit, default and meaning."""
     lines = ["config keys (in the file, or as key=value after it; a value may contain ${VARIABLE}):"]
-    for dotted, field in known_keys():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+    for dotted, field in KEYS.items():
+        if _is_section(field.annotation):
             lines += ["", f"{dotted}: {field.description}"]
         else:
+            default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
             meaning = fill(field.description or "", 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-            lines += [f"  {dotted}: {_kind(field)}", meaning]
+            lines += [f"  {dotted}: {_kind(field)}, {default}", meaning]
     return "\n".join(lines)
 
 
 def _kind(field: FieldInfo) -> str:
-    shapes = [str(item) for item in field.metadata if isinstance(item, Shape)]
-    bounds = [(word, getattr(item, name, None)) for item in field.metadata for name, word in LIMITS.items()]
-    limits = " ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+    """Spell the type, limits and unit of a key."""
     extra = field.json_schema_extra
-    unit = extra.get("unit", "") if isinstance(extra, dict) else ""
-    default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
-    parts = [
-        shapes[0] if shapes else _spelled(field.annotation),
-        limits,
-        f"in {unit}" if unit else "",
-        default,
-    ]
-    return ", ".join(part for part in parts if part)
+    unit = f", in {extra['unit']}" if isinstance(extra, dict) and extra["unit"] else ""
+    return _spelled(field.annotation, field.metadata) + unit
 
 
-def _spelled(annotation: Any) -> str:
+def _spelled(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    for shape in (item for item in metadata if isinstance(item, Shape)):
+        return shape
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return next(str(item) for item in arguments if isinstance(item, Shape))
+        limits = [limit for item in arguments[1:] for limit in getattr(item, "metadata", [item])]
+        return _spelled(arguments[0], limits)
     if origin is Literal:
         return " | ".join(arguments)
     if origin in (UnionType, Union):
-        return " | ".join(_spelled(part) for part in arguments)
-    return PLAIN[annotation]
+        return " | ".join(_spelled(item, () if item is NoneType else metadata) for item in arguments)
+    if _is_section(annotation):
+        return "section with keys"
+    bounds = [(word, getattr(item, name, None)) for item in metadata for name, word in LIMITS.items()]
+    return " ".join(
+        [PLAIN[annotation], *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)]
+    )
 
 
 # --- what is wrong -----------------------------------------------------------------------------------
 
 
-def worth_saying(error: ValidationError) -> list[Any]:
-    """All findings, except keys that are missing because they are misspelt: those are reported as unknown."""
-    findings = error.errors(include_url=False)
-    unknown = [spelt(found["loc"]) for found in findings if found["type"] == "extra_forbidden"]
+def problems(error: ValidationError, tree: Any, origins: Origins) -> list[str]:
+    """Describe what pydantic found, one line per key: where, the value, and what was expected."""
+    findings, lines = error.errors(include_url=False), []
+    unknown = {spelt(found["loc"]) for found in findings if found["type"] == "extra_forbidden"}
+    # A key that is missing because it is misspelt is reported as unknown, and not also as missing.
     meant = {key for name in unknown for key in difflib.get_close_matches(name, [_nearest(name)], cutoff=0.8)}
-    return [found for found in findings if found["type"] != "missing" or spelt(found["loc"]) not in meant]
+    for found in findings:
+        at, dotted = found["loc"], spelt(found["loc"])
+        if dotted in unknown:
+            line = f"unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
+        elif found["type"] == "missing" and dotted in KEYS:
+            if dotted in meant:
+                continue
+            line = f"'{dotted}' is missing: {KEYS[dotted].description}"
+        else:
+            at = key_of(at)
+            has_reason = found["type"] in ("value_error", "finite_number")
+            line = found["msg"].removeprefix("Value error, ") if has_reason else ""
+            if at:
+                expected = line or f"expected: {_kind(KEYS[spelt(at)])}"
+                line = f"{spelt(at)}: found {brief(reduce(getitem, at, tree))}; {expected}"
+        lines.append(f"{origin(at, origins)}: {line}")
+    return list(dict.fromkeys(lines))
 
 
-def problem(details: Any, tree: Any, places: dict[KeyPath, str]) -> str:
-    """Describe a finding of pydantic: where, what was found, what was expected."""
-    at: KeyPath = tuple(part for part in details["loc"] if not str(part).startswith("function-"))
-    where, dotted = place_of(at, places), spelt(at)
-    if details["type"] == "missing" and dotted in dict(known_keys()):
-        return f"{where}: '{dotted}' is missing: {dict(known_keys())[dotted].description}"
-    if details["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{dotted}'; the nearest known key is '{_nearest(dotted)}'"
-    if details["type"] == "missing":  # for example the third of three numbers: name the list
-        at, dotted = at[:-1], spelt(at[:-1])
-    if details["type"] in ("missing", "too_long", "tuple_type") and (listed := _list_of(dotted)):
-        return f"{where}: {dotted}: found {brief(_at(tree, at))}; {listed} were expected"
-    found = _at(tree, at)
-    if details["type"] == "model_type":
-        return f"{where}: {dotted}: found {brief(found)}; a section with keys was expected"
-    expected = re.sub(r"^Value error, ", "", details["msg"])
-    expected = re.sub(r"^Field required$", "more values were expected", expected)
-    expected = re.sub(r"^Input should be (.*)$", r"\1 was expected", expected)
-    expected = re.sub(r"^Input should (.*)$", r"it should \1", expected)
-    return f"{where}: {dotted}: found {brief(found)}; {expected}" if dotted else f"{where}: {expected}"
+def key_of(at: KeyPath) -> KeyPath:
+    """Find the key that an item of a list belongs to."""
+    return at if not at or spelt(at) in KEYS else key_of(at[:-1])
 
 
-def _at(tree: Any, at: KeyPath) -> Any:
-    for name in at:
-        tree = tree[name]
-    return tree
-
-
-def _list_of(dotted: str) -> str | None:
-    """How many values a key takes, and which; None if it does not take a list of a fixed length."""
-    field = dict(known_keys()).get(dotted)
-    kinds = (
-        [field.annotation, *get_args(field.annotation)] if field else []
-    )  # the type itself, or one of a union
-    for kind in kinds:
-        notes = field.metadata if field else []
-        if get_origin(kind) is Annotated:
-            kind, *notes = get_args(kind)
-        items = get_args(kind) if get_origin(kind) is tuple else ()
-        if items and ... not in items:
-            shape = next((f", {note}," for note in notes if isinstance(note, Shape)), "")
-            return f"{len(items)} values{shape}"
-    return None
+def takes_text(at: KeyPath) -> bool:
+    """Whether a key, or the items of its list, are text; an unknown key is refused later."""
+    key = KEYS.get(spelt(key_of(at)))
+    return key is None or bool(re.search(r"\bstr\b|Literal", str(key.annotation)))
 
 
 def _nearest(dotted: str) -> str:
     """Find a similar key in the same section, else the same name elsewhere, else the most similar key."""
-    keys = [name for name, _ in known_keys()]
     parent, _, last = dotted.rpartition(".")
-    siblings = [name for name in keys if name.rpartition(".")[0] == parent]
-    elsewhere = [name for name in keys if name.rpartition(".")[2] == last]
+    siblings = [name for name in KEYS if name.rpartition(".")[0] == parent]
+    elsewhere = [name for name in KEYS if name.rpartition(".")[2] == last]
     alike = difflib.get_close_matches(dotted, siblings, 1) or elsewhere
-    return (alike or difflib.get_close_matches(dotted, keys, 1, cutoff=0))[0]
+    return (alike or difflib.get_close_matches(dotted, KEYS, 1, cutoff=0))[0]
 
 
-def place_of(at: KeyPath, places: dict[KeyPath, str]) -> str:
-    return next(places[at[:depth]] for depth in range(len(at), -1, -1) if at[:depth] in places)
+def origin(at: KeyPath, origins: Origins) -> str:
+    """Find where a key was set, or else the section that it belongs to."""
+    return next(origins[at[:depth]] for depth in range(len(at), -1, -1) if at[:depth] in origins)
 
 
 def spelt(at: KeyPath) -> str:
@@ -147,12 +138,6 @@ def spelt(at: KeyPath) -> str:
 
 
 def brief(value: Any) -> str:
+    """Show a value in at most 80 characters, without passwords."""
     text = repr(without_passwords(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def broken_yaml(where: str | Path, error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    line = f":{mark.line + 1}" if mark is not None and not str(where).startswith("override") else ""
-    reason = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}{line}: broken YAML: {reason}"

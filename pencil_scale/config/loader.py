@@ -11,14 +11,14 @@ is read.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from pencil_scale.config.keys import KeyPath, brief, broken_yaml, place_of, problem, spelt, worth_saying
+from pencil_scale.config.keys import KeyPath, Origins, brief, origin, problems, spelt, takes_text
 from pencil_scale.config.settings import Config
 from pencil_scale.config.values import Settings
 from pencil_scale.storage.errors import PencilError
@@ -31,43 +31,46 @@ MOST_VALUES = 10_000
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file, apply the overrides, substitute variables, and check every key."""
-    tree, places = _read_file(path)
+    origins: Origins = {(): str(path)}
+    tree = _read_file(str(path), origins)
     for override in overrides:
-        _override(tree, places, override)
-    values, variables = _substitute(tree, places)
+        _override(tree, override, origins)
+    values, variables = _substitute(tree, origins)
     try:
-        config = _validated(values, variables)
+        # JSON, because a strict model takes lists for tuples only from there.
+        config = Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        problems = [problem(details, tree, places) for details in worth_saying(error)]
-        raise PencilError("\n".join(dict.fromkeys(problems))) from None
-    _remember_as_written(config, tree, variables)
+        raise PencilError("\n".join(problems(error, tree, origins))) from None
+    for at in variables:
+        section: Any = config
+        written: Any = tree
+        while isinstance(inner := getattr(section, str(at[0]), None), Settings):
+            section, written, at = inner, written[at[0]], at[1:]
+        section._written[at[0]] = str(without_passwords(written[at[0]]))
     return config
 
 
 def describe(config: Settings) -> dict[str, str]:
     """Give every key and its value as text that may be logged."""
-    shown: dict[str, str] = {}
-    for name, value in config.__repr_args__():
-        field = type(config).model_fields[name]
-        if isinstance(value, Settings):
-            shown |= {f"{name}.{inner}": text for inner, text in describe(value).items()}
-        else:
-            shown[field.alias or name] = str(value)
-    return shown
+    return {dotted: shown for dotted, _, shown in _entries(config)}
 
 
 def masked(text: str, config: Settings) -> str:
     """Replace the values of variables in a text by the variables."""
-    for name, value in config:
-        if isinstance(value, Settings):
-            text = masked(text, value)
-        elif name in config._written:
-            written = config._written[name]
-            found = value if isinstance(value, tuple) else (value,)
-            secrets = [part for part in found if isinstance(part, str) and part not in written]
-            for secret in secrets:
-                text = text.replace(secret, written if len(found) == 1 else "${...}")
+    for _, value, shown in _entries(config):
+        for secret in value if isinstance(value, tuple) else (value,):
+            if "${" in shown and isinstance(secret, str) and secret not in shown:
+                text = text.replace(secret, shown if secret is value else "${...}")
     return text
+
+
+def _entries(section: Settings, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Give every key, dotted, with its value and with the text that may be shown for it."""
+    for name, value, shown in section.entries():
+        if isinstance(value, Settings):
+            yield from _entries(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, str(shown)
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -88,98 +91,101 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
-def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def _read_file(path: str, origins: Origins) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        loader = _Loader(text)
-        root = loader.get_single_node()
-    except FileNotFoundError:
-        raise PencilError(f"{path}: no such config file in the current folder") from None
     except OSError as error:
         raise PencilError(f"{path}: cannot be read as a config file: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise PencilError(f"{path}: byte {error.start:,} is not UTF-8; save the config as UTF-8") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise PencilError(broken_yaml(path, error)) from None
-    places: dict[KeyPath, str] = {}
-    tree = _plain(loader, root, (), str(path), places) if root is not None else {}
-    places[()] = str(path)
+    tree = _parsed(text, (), path, origins)
     if not isinstance(tree, dict):
         raise PencilError(
             f"{path}: contains {brief(tree)}; sections such as 'run:' and 'data:' were expected"
         )
-    return tree, places
+    return tree
 
 
-def _plain(loader: _Loader, node: yaml.Node, at: KeyPath, file: str, places: dict[KeyPath, str]) -> Any:
-    """Turn a YAML node into dicts, lists and scalars, and record the line of every key."""
-    places[at] = place = f"{file}:{node.start_mark.line + 1}"
-    if len(at) > DEEPEST or len(places) > MOST_VALUES:
+def _parsed(text: str, at: KeyPath, source: str, origins: Origins) -> Any:
+    """Read YAML from a file or an override into dicts, lists and scalars, and note where each key is set."""
+    try:
+        node = _Loader(text).get_single_node()
+        return {} if node is None else _plain(node, at, source, origins)
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        line = _line(source, getattr(error, "problem_mark", None))
+        raise PencilError(f"{line}: broken YAML: {reason}") from None
+
+
+def _line(source: str, mark: Any) -> str:
+    return source if mark is None or source.startswith("override ") else f"{source}:{mark.line + 1}"
+
+
+def _plain(node: yaml.Node, at: KeyPath, source: str, origins: Origins) -> Any:
+    line = _line(source, node.start_mark)
+    if at:
+        origins[at] = line
+    if len(at) > DEEPEST or len(origins) > MOST_VALUES:
         raise PencilError(
-            f"{place}: nested more than {DEEPEST} levels deep, or more than {MOST_VALUES:,} values"
+            f"{line}: nested more than {DEEPEST} levels deep, or more than {MOST_VALUES:,} values"
         )
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, item, (*at, n), file, places) for n, item in enumerate(node.value)]
+        return [_plain(item, (*at, n), source, origins) for n, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        try:
-            return loader.construct_object(node)
-        except ValueError:
-            return node.value  # a number with too many digits, which the key will refuse
-        except yaml.YAMLError as error:
-            raise PencilError(broken_yaml(file, error)) from None
+        return _scalar(node)
     section: dict[str, Any] = {}
     for name, value in node.value:
-        place = f"{file}:{name.start_mark.line + 1}"
+        line = _line(source, name.start_mark)
         if not isinstance(name, yaml.ScalarNode):
-            raise PencilError(f"{place}: a key is a list or a section; a plain word was expected")
+            raise PencilError(f"{line}: a key is a list or a section; a plain word was expected")
         if name.value in section:
-            raise PencilError(f"{place}: duplicate key '{spelt((*at, name.value))}'")
-        section[name.value] = _plain(loader, value, (*at, name.value), file, places)
-        places[*at, name.value] = place
+            raise PencilError(f"{line}: duplicate key '{spelt((*at, name.value))}'")
+        section[name.value] = _plain(value, (*at, name.value), source, origins)
+        origins[*at, name.value] = line
     return section
 
 
-def _scalar(text: str) -> Any:
-    """Read a scalar as YAML does; a number with too many digits stays text."""
-    loader = _Loader("")
-    tag = yaml.SafeLoader.resolve(loader, yaml.ScalarNode, text, (True, False))
+def _scalar(node: yaml.Node) -> Any:
     try:
-        return loader.construct_object(yaml.ScalarNode(tag, text))
+        return _Loader("").construct_object(node)
     except ValueError:
-        return text
+        return node.value  # a number with too many digits, which the key will refuse
 
 
-def _override(tree: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
+def _scalar_of(text: str) -> Any:
+    """Read a text as an unquoted scalar of YAML."""
+    tag = yaml.SafeLoader.resolve(_Loader(""), yaml.ScalarNode, text, (True, False))
+    return _scalar(yaml.ScalarNode(tag, text))
+
+
+def _override(tree: dict[str, Any], override: str, origins: Origins) -> None:
     """Set one `a.b.c=value`; lists, sections and quotes are read as YAML, the rest as a scalar."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         shown = without_passwords(override)
         raise PencilError(f"override '{shown}': KEY=VALUE was expected, as in stages.pencil.epochs=2")
-    *parents, last = dotted.split(".")
-    place = f"override '{dotted}'"
-    section: Any = tree
-    for depth, name in enumerate(parents, 1):
+    at, source, section = tuple(dotted.split(".")), f"override '{dotted}'", tree
+    for depth, name in enumerate(at[:-1], 1):
         if section.get(name) is None:
             section[name] = {}
-            places[tuple(parents[:depth])] = place
+            origins[at[:depth]] = source
         section = section[name]
         if not isinstance(section, dict):
-            taken = spelt(tuple(parents[:depth]))
-            raise PencilError(f"{place}: '{taken}' is a value, not a section; set '{taken}' itself")
-    try:
-        value = _Loader(text).get_single_node() if text[:1] in tuple("[{\"'") else None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise PencilError(broken_yaml(place, error)) from None
-    path = (*parents, last)
-    places[path] = place
-    section[last] = _scalar(text) if value is None else _plain(_Loader(""), value, path, place, {})
+            taken = spelt(at[:depth])
+            raise PencilError(f"{source}: '{taken}' is a value, not a section; set '{taken}' itself")
+    origins[at] = source
+    is_yaml = text.startswith(("[", "{", '"', "'"))
+    section[at[-1]] = _parsed(text, at, source, origins) if is_yaml else _scalar_of(text)
 
 
 # --- variables ---------------------------------------------------------------------------------------
 
 
-def _substitute(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPath]]:
-    """Replace every `${VARIABLE}` by its value in the environment; also give the keys that had one."""
+def _substitute(tree: Any, origins: Origins) -> tuple[Any, list[KeyPath]]:
+    """Replace every `${VARIABLE}` by its value in the environment; also list the keys that had one.
+
+    The value is text; unless its key takes text, it is read as YAML.
+    """
     found: list[KeyPath] = []
 
     def filled(value: Any, at: KeyPath) -> Any:
@@ -189,41 +195,14 @@ def _substitute(tree: Any, places: dict[KeyPath, str]) -> tuple[Any, list[KeyPat
             return [filled(inner, (*at, n)) for n, inner in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value
+        where = f"{origin(at, origins)}: {spelt(at)}"
         if "${" in VARIABLE.sub("", value):
-            where = place_of(at, places)
-            raise PencilError(f"{where}: {spelt(at)}: found {brief(value)}; a variable is written ${{NAME}}")
-        found.append(at)
+            raise PencilError(f"{where}: found {brief(value)}; a variable is written ${{NAME}}")
         for name in VARIABLE.findall(value):
             if name not in os.environ:
-                where = place_of(at, places)
-                raise PencilError(f"{where}: {spelt(at)}: the environment variable {name} is not set")
-        return VARIABLE.sub(lambda match: os.environ[match[1]], value)
+                raise PencilError(f"{where}: the environment variable {name} is not set")
+        found.append(at)
+        text = VARIABLE.sub(lambda match: os.environ[match[1]], value)
+        return text if takes_text(at) else _scalar_of(text)
 
     return filled(tree, ()), found
-
-
-def _validated(values: Any, variables: list[KeyPath]) -> Config:
-    try:
-        return Config.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        # The value of a variable is text. Where the key takes something else, read the text as YAML.
-        wrong = [at for at in variables if any(at[: len(e["loc"])] == e["loc"] for e in error.errors())]
-        if not wrong:
-            raise
-    for at in wrong:
-        holder = values
-        for name in at[:-1]:
-            holder = holder[name]
-        holder[at[-1]] = _scalar(holder[at[-1]])
-    return Config.model_validate_json(json.dumps(values))
-
-
-def _remember_as_written(section: Settings, tree: Any, variables: list[KeyPath]) -> None:
-    for name, field in type(section).model_fields.items():
-        spoken = field.alias or name
-        within = [at[1:] for at in variables if at[0] == spoken]
-        value = getattr(section, name)
-        if within and isinstance(value, Settings):
-            _remember_as_written(value, tree[spoken], within)
-        elif within:
-            section._written[name] = str(without_passwords(tree[spoken]))

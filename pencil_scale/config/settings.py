@@ -21,26 +21,29 @@ from pencil_scale.config.values import (
     key,
 )
 
-Triple = Annotated[tuple[float, float, float], Shape("[red, green, blue]")]
+Text = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+EpochList = Annotated[tuple[Count, ...], Shape("list of whole numbers")]
+StageEpochs = Annotated[tuple[Whole, Whole, Whole], Shape("[backbone, pencil, finetune]")]
+ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null, ...}")]
+CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
+Triple = Annotated[tuple[float, float, float], Shape("[red, green, blue]")]
 PositiveTriple = Annotated[tuple[Positive, Positive, Positive], Shape("[red, green, blue], each above 0")]
 
 
 class Run(Settings):
     name: RunName = key("name of the run; the same name and storage resume it")
-    storage: str = key(
-        "local folder or URL for the catalogue, labels, checkpoints, exports and everything else",
-        min_length=1,
-    )
-    seed: int = key("seed of the sample order, augmentation, noise and subsets", 1, ge=0)
+    storage: Text = key("local folder or URL for the catalogue, labels, checkpoints, exports and all else")
+    seed: Whole = key("seed of the sample order, augmentation, noise and subsets", 1)
     deterministic: bool = key("bit-identical results on the same machine, at some cost in speed", False)
 
 
 class Data(Settings):
     shards: URLS = key("the noisy WebDataset shards: brace range, glob, list, or @FILE with one per line")
-    classes: str = key(
-        "file of class names, one per line; the line number, from 0, is the class", min_length=1
-    )
+    classes: Text = key("file of class names, one per line; the line number, from 0, is the class")
     identity: Identity = key("what identifies a sample", "key")
     label: Label = key("where to read the given label", "cls")
     clean_label: Label | None = key("where to read it in validation and test shards; null: as in label", None)
@@ -51,29 +54,24 @@ class Data(Settings):
     )
     test: URLS | None = key("clean shards for the final figure; their ids are held out of training", None)
     truth: str | None = key(
-        "true classes of some samples, used to measure and never to train: json:FIELD or table:URL#id,class",
-        None,
+        "true classes of some samples, for measuring only: json:FIELD or table:URL#id,class", None
     )
     exclude: str | None = key("file of sample ids to remove from every output, one per line", None)
-    img2dataset: bool = key(
-        "shards come from img2dataset: wait for each _stats.json and check its count", False
-    )
+    img2dataset: bool = key("shards of img2dataset: wait for each _stats.json and check its count", False)
     check_images: Literal["header", "decode"] = key(
         "whether indexing reads only the header of each image or decodes it", "header"
     )
-    max_damaged_share: float = key(
-        "share of damaged samples above which a job fails before it publishes", 0.01, ge=0, le=1
+    max_damaged_share: Share = key(
+        "fail before publishing if more than this share of samples is damaged", 0.01
     )
-    window_mb: int = key("size of the window that is shuffled as a unit, per read task", 64, ge=1, unit="MB")
+    window_mb: Count = key("size of the window that is shuffled as a unit, per read task", 64, unit="MB")
 
 
 class Images(Settings):
     decode: Literal["cpu", "gpu"] = key("where JPEGs are decoded", "cpu")
-    resize: int | None = key(
-        "scale every image to a square of this side before cropping", None, ge=1, unit="pixels"
-    )
-    crop: int = key("side of the square that the network sees", 224, ge=1, unit="pixels")
-    pad: int = key("pad every side by this much before the random crop", 0, ge=0, unit="pixels")
+    resize: Count | None = key("scale images to a square of this side before cropping", None, unit="pixels")
+    crop: Count = key("side of the square that the network sees", 224, unit="pixels")
+    pad: Whole = key("pad every side by this much before the random crop", 0, unit="pixels")
     flip: bool = key("mirror half of the training images", True)
     mean: Triple = key("subtracted from each channel, on a scale from 0 to 1", (0.485, 0.456, 0.406))
     std: PositiveTriple = key("divisor of each channel", (0.229, 0.224, 0.225))
@@ -88,44 +86,39 @@ class Images(Settings):
 
 
 class Model(Settings):
-    backbone: str = key(
-        "a torchvision classifier, preact_resnet32, cifar_resnet34, small_convnet, or package.module:factory",
-        min_length=1,
+    backbone: Text = key(
+        "a torchvision classifier, preact_resnet32, cifar_resnet34, small_convnet, or package.module:factory"
     )
     weights: str | None = key(
-        "path or URL of a state dict to start from; a head of another size is left out", None
+        "state dict to start from, path or URL; a head of another size is left out", None
     )
 
 
 class Optimizer(Settings):
-    tuned_batch: int = key("global batch for which the rates and lambda were tuned", ge=1, unit="samples")
-    batch_per_worker: int = key("samples per worker and batch", ge=1, unit="samples")
-    accumulation: int = key("batches that a worker accumulates per step", 1, ge=1, unit="batches")
+    tuned_batch: Count = key("global batch for which the rates and lambda were tuned", unit="samples")
+    batch_per_worker: Count = key("samples per worker and batch", unit="samples")
+    accumulation: Count = key("batches that a worker accumulates per step", 1, unit="batches")
     momentum: float = key("of SGD", 0.9, ge=0, lt=1)
     weight_decay: float = key("of SGD", 1e-4, ge=0)
     precision: Literal["fp32", "bf16"] = key("of the forward pass", "fp32")
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = key(
-        "mode of torch.compile", "off"
-    )
-    cuda_graph: bool = key(
-        "record a step and replay it: faster for small networks; needs a single GPU worker", False
-    )
-    warmup_steps: int = key("steps over which the learning rate rises linearly", 0, ge=0, unit="steps")
+    compile: CompileMode = key("mode of torch.compile", "off")
+    cuda_graph: bool = key("record a step and replay it: faster for small networks, on one GPU worker", False)
+    warmup_steps: Whole = key("steps over which the learning rate rises linearly", 0, unit="steps")
     sync_batch_norm: bool = key("compute batch norm over the samples of all workers", False)
 
 
 class BackboneStage(Settings):
-    epochs: int = key("length of the stage; 0 skips it", ge=0, unit="epochs")
-    rate: float = key("learning rate at tuned_batch (constant and high)", gt=0)
+    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
+    rate: Positive = key("learning rate at tuned_batch (constant and high)")
 
 
 class PencilStage(Settings):
-    epochs: int = key("length of the stage; 0 skips it", ge=0, unit="epochs")
-    rate: float = key("learning rate at tuned_batch (constant and high)", gt=0)
+    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
+    rate: Positive = key("learning rate at tuned_batch (constant and high)")
     alpha: float = key("weight of the compatibility loss, at tuned_classes", 0.1, ge=0)
     beta: float = key("weight of the entropy loss", 0.4, ge=0)
     lambda_: LambdaCurve = key(
-        "step size of the labels, at tuned_batch and tuned_classes; epochs count from the start of the stage",
+        "step size of the labels, at tuned_batch and tuned_classes; epoch 0 is the first of the stage",
         alias="lambda",
     )
     tuned_classes: int = key("number of classes for which alpha and lambda were tuned", ge=2, unit="classes")
@@ -135,23 +128,16 @@ class PencilStage(Settings):
         "released",
     )
     start_confidence: float | None = key(
-        "share that the given class has in a label at the start; null: the paper's scale of 10",
-        None,
-        gt=0,
-        lt=1,
+        "share of the given class in a label at the start; null: the paper's scale of 10", None, gt=0, lt=1
     )
-    max_class_loss: float = key(
-        "hold the run if a class loses more than this share of its samples (see gate.hold)", 0.5, ge=0, le=1
-    )
+    max_class_loss: Share = key("hold the run if a class loses more than this share of its samples", 0.5)
     allow_fixed_labels: bool = key("train even if no label can change with these settings", False)
 
 
 class FinetuneStage(Settings):
-    epochs: int = key("length of the stage; 0 skips it", ge=0, unit="epochs")
-    rate: float = key("learning rate at tuned_batch at the start of the stage", gt=0)
-    drop_after: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Shape("list of whole numbers")] = key(
-        "divide the rate after these epochs of the stage", (), unit="epochs"
-    )
+    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
+    rate: Positive = key("learning rate at tuned_batch at the start of the stage")
+    drop_after: EpochList = key("divide the rate after these epochs of the stage", (), unit="epochs")
     drop_by: float = key("divisor of the rate", 10.0, gt=1)
 
 
@@ -164,19 +150,13 @@ class Stages(Settings):
 class Workers(Settings):
     count: WorkerCount = key("training processes", (1, 1))
     in_process: bool = key(
-        "train in the process of the command: for data so small that starting a worker takes longer; an "
-        "interrupted run starts over",
-        False,
+        "train in the process of the command, for very small data; an interrupted run starts over", False
     )
     gpu: bool = key("one GPU per worker", False)
-    cpus: float = key(
-        "CPUs reserved per worker; leave at least one unreserved for reading", 1.0, gt=0, unit="CPUs"
-    )
-    scratch: str | None = key(
-        "local folder for working copies; null: the temporary folder of the system", None
-    )
-    timeout_s: int = key("how long a worker waits for the others before it fails", 600, ge=1, unit="seconds")
-    max_failures: int = key("how often workers may fail and be replaced", 3, ge=0)
+    cpus: Positive = key("CPUs reserved per worker; leave at least one for reading", 1.0, unit="CPUs")
+    scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
+    timeout_s: Count = key("how long a worker waits for the others before it fails", 600, unit="seconds")
+    max_failures: Whole = key("how often workers may fail and be replaced", 3)
 
     @model_validator(mode="after")
     def _one_in_process(self) -> Self:
@@ -186,10 +166,10 @@ class Workers(Settings):
 
 
 class Checkpoint(Settings):
-    every_steps: int | None = key(
-        "also save after this many steps; null: after epochs only", None, ge=1, unit="steps"
+    every_steps: Count | None = key(
+        "also save after this many steps; null: only after epochs", None, unit="steps"
     )
-    keep: int = key("checkpoints kept while a run trains; a finished run keeps none", 3, ge=1)
+    keep: Count = key("checkpoints kept while a run trains; a finished run keeps none", 3)
     history: bool = key("keep every label's class after each epoch that moved labels", True)
 
 
@@ -216,31 +196,22 @@ class Cost(Settings):
 
 class SubsetJob(Settings):
     name: RunName = key("name of the subset, published as <storage>/subsets/NAME", "balanced")
-    per_class: int | None = key("samples per class; set this or total", None, ge=1, unit="samples")
-    total: int | None = key("samples in total, divided equally among the classes", None, ge=1, unit="samples")
+    per_class: Count | None = key("samples per class; set this or total", None, unit="samples")
+    total: Count | None = key("samples in total, divided equally among the classes", None, unit="samples")
     by: Literal["noisy", "corrected"] = key("balance the given or the repaired classes", "noisy")
     labels: str | None = key("published labels to use: name of a run, or URL; null: this run's", None)
-    min_confidence: float = key(
-        "take only samples whose label gives their class at least this share", 0.0, ge=0, lt=1
-    )
+    min_confidence: float = key("take only samples whose label gives their class this share", 0.0, ge=0, lt=1)
     exclude: str | None = key("file of sample ids to leave out, one per line", None)
     on_shortage: Literal["error", "take_all"] = key("what to do if a class has too few samples", "error")
-    shards: Literal["never", "thin", "always"] = key(
-        "whether to copy the samples into new shards; thin: if they are thinly spread", "thin"
-    )
-    thin_share: float = key(
-        "the samples are thinly spread if they are less than this share of their shards' bytes",
-        0.05,
-        ge=0,
-        le=1,
-    )
-    samples_per_shard: int = key("samples per new shard", 1000, ge=1, unit="samples")
+    shards: Literal["never", "thin", "always"] = key("whether to copy the samples into new shards", "thin")
+    thin_share: Share = key("thin: copy if the samples are less than this share of their shards' bytes", 0.05)
+    samples_per_shard: Count = key("samples per new shard", 1000, unit="samples")
 
 
 class ExportJob(Settings):
     labels: str | None = key("published labels to export: name of a run, or URL; null: this run's", None)
     folder: str | None = key("folder of the export; null: <storage>/exports/NAME", None)
-    top_k: int = key("number of classes listed per label distribution", 5, ge=1, unit="classes")
+    top_k: Count = key("number of classes listed per label distribution", 5, unit="classes")
     predict: bool = key("let the model predict the class of unlabelled samples", True)
     corrected_shards: bool = key("also write shards that contain the repaired labels", False)
 
@@ -254,54 +225,38 @@ class ReportJob(Settings):
     labels: str | None = key("published labels to review: name of a run, or URL; null: this run's", None)
     since: str | None = key("earlier labels to compare with: name of a run, or URL", None)
     page: str | None = key("HTML file to write; null: <storage>/reports/NAME.html", None)
-    listed: int = key(
-        "samples in the gallery, those most worth reviewing", 2000, ge=0, le=100_000, unit="samples"
-    )
-    thumbnails: int = key("samples in the gallery that have a thumbnail; 0: none", 2000, ge=0, unit="samples")
+    listed: int = key("samples most worth reviewing, for the gallery", 2000, ge=0, le=100_000, unit="samples")
+    thumbnails: Whole = key("samples in the gallery that have a thumbnail; 0: none", 2000, unit="samples")
     thumbnail_px: int = key("longer side of a thumbnail", 112, ge=16, le=512, unit="pixels")
     audit: int = key(
-        "changed and unchanged labels drawn for the audit, each", 200, ge=0, le=5000, unit="samples"
+        "changed labels drawn for the audit, and as many unchanged", 200, ge=0, le=5000, unit="samples"
     )
-    judged: str | None = key(
-        "file of decisions from an audit: print the estimates that follow, write no page", None
-    )
+    judged: str | None = key("decisions from an audit: print the estimates that follow, write no page", None)
     mlflow: bool = key("attach a copy of the page to the run in MLflow", True)
-
-
-StageEpochs = Annotated[
-    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
-    Shape("[backbone, pencil, finetune]"),
-]
-ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null, ...}")]
 
 
 class NightlyJob(Settings):
     old_per_new: float = key("old samples to train on per new sample, redrawn every night", 1.0, ge=0)
     start_from: RunName | None = key("finished run that the first night continues; null: the only one", None)
     first_epochs: StageEpochs | None = key(
-        "epochs of the first night if there is no run to continue, over all samples; null: refuse",
+        "epochs of the first night, over all samples, if it continues no run; null: refuse",
         None,
         unit="epochs",
     )
-    remap: ClassMoves = key(
-        "new names of classes that were removed from data.classes; null drops a class", {}
+    remap: ClassMoves = key("new names of classes removed from data.classes; null drops a class", {})
+    max_accuracy_fall: Share = key(
+        "hold the night if accuracy on the clean set drops by more than this", 0.02
     )
-    max_accuracy_fall: float = key(
-        "hold the night if accuracy on the clean set drops by more than this", 0.02, ge=0, le=1
+    max_changed_share: Share = key(
+        "hold it if more than this share of the old labels trained on changed", 0.1
     )
-    max_changed_share: float = key(
-        "hold it if more than this share of the old labels trained on changed", 0.1, ge=0, le=1
-    )
-    max_repair_jump: float = key(
-        "hold it if the share of repaired labels among new samples exceeds that among old ones by more",
-        0.15,
-        ge=0,
-        le=1,
+    max_repair_jump: Share = key(
+        "hold it if the share of repaired labels among new samples is higher than among old by more", 0.15
     )
     max_class_ratio: float = key(
         "hold it if a class is more common or rarer among new samples by more than this factor", 4.0, gt=1
     )
-    keep_nights: int = key("nights to keep, in addition to CURRENT and its parent", 14, ge=1, unit="nights")
+    keep_nights: Count = key("nights to keep, in addition to CURRENT and its parent", 14, unit="nights")
 
 
 class Config(Settings):

@@ -1,18 +1,16 @@
 """What the models of a config are made of: a section, a key, and values that no plain type describes.
 
-Each such value (URLs, label sources, curves, worker counts) is read by a function that returns the finished
-value or says in one sentence what was expected. `Shape` is how the help page spells it.
+`Shape` is how the help page spells such a value, and how a message spells what was expected.
 
     Steps(((0, 3000.0), (5, 500.0))).at(4, num_epochs=10)    # 3000.0
     Line(3000.0, 0.0).at(9, num_epochs=10)                   # 0.0: the last epoch reaches the end
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
 
 from pencil_scale.storage.urls import without_passwords
 
@@ -49,14 +47,14 @@ Curve = Steps | Line
 
 
 class Shape(str):
-    """How the help page spells a type."""
+    """How the help page and messages spell a type."""
 
 
 def _one_or_many(value: object) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if isinstance(found, list) and found and all(isinstance(item, str) and item for item in found):
         return tuple(found)
-    raise ValueError("one URL or a list of URLs was expected")
+    raise ValueError
 
 
 def _curve(value: object) -> Curve:
@@ -70,9 +68,7 @@ def _curve(value: object) -> Curve:
         if epochs[0] == 0 and epochs == sorted(set(epochs)):
             return Steps(tuple((epoch, float(amount)) for epoch, amount in value))
         raise ValueError("the epochs of its steps must rise from 0, as in [[0, 3000], [5, 500]]")
-    raise ValueError(
-        "a number from 0, a line {start: 3000, end: 0} or steps [[0, 3000], [5, 500]] was expected"
-    )
+    raise ValueError
 
 
 def _is_amount(value: object) -> TypeGuard[int | float]:
@@ -89,40 +85,49 @@ def _worker_count(value: object) -> tuple[int, int]:
         fewest, most = bounds
         if 1 <= fewest <= most:
             return fewest, most
-    raise ValueError("a number from 1, or [fewest, most] for an elastic run, was expected")
-
-
-def _one_of(pattern: str, spelled: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(f"{spelled} was expected")
-        return value
-
-    return AfterValidator(check)
+    raise ValueError
 
 
 URLS = Annotated[tuple[str, ...], PlainValidator(_one_or_many), Shape("URL or list of URLs")]
-IDENTITY = "key | shard_key | json:FIELD | sha256"
-Identity = Annotated[str, _one_of(r"key|shard_key|sha256|json:.+", IDENTITY), Shape(IDENTITY)]
-LABEL = "cls | txt | json:FIELD | file:URL | table:URL#id,label"
-Label = Annotated[str, _one_of(r"cls|txt|json:.+|file:.+|table:.+#[^,#]+,[^,#]+", LABEL), Shape(LABEL)]
-CURVE = "number | {start: A, end: B} | [[epoch, value], ...]"
-LambdaCurve = Annotated[Curve, PlainValidator(_curve), Shape(CURVE)]
-WORKERS = "whole number | [fewest, most]"
-WorkerCount = Annotated[tuple[int, int], PlainValidator(_worker_count), Shape(WORKERS)]
-NAME = "a name of letters, digits, '.', '_' and '-'"
-RunName = Annotated[str, _one_of(r"[A-Za-z0-9][A-Za-z0-9._-]*", NAME), Shape("name")]
+Identity = Annotated[
+    str, Field(pattern=r"^(key|shard_key|sha256|json:.+)$"), Shape("key | shard_key | json:FIELD | sha256")
+]
+Label = Annotated[
+    str,
+    Field(pattern=r"^(cls|txt|json:.+|file:.+|table:.+#[^,#]+,[^,#]+)$"),
+    Shape("cls | txt | json:FIELD | file:URL | table:URL#id,label"),
+]
+LambdaCurve = Annotated[
+    Curve,
+    PlainValidator(_curve),
+    Shape("number from 0 | line {start: 3000, end: 0} | steps [[0, 3000], [5, 500]]"),
+]
+WorkerCount = Annotated[
+    tuple[int, int],
+    PlainValidator(_worker_count),
+    Shape("whole number from 1 | [fewest, most] for an elastic run"),
+]
+RunName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+    Shape("name of letters, digits, '.', '_' and '-'"),
+]
 
 
 class Settings(BaseModel):
     """One section of a config. Its repr shows variables as written, never their values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)  # the keys that had a variable
+
+    def entries(self) -> Iterator[tuple[str, Any, Any]]:
+        """Give every key with its value, and as it may be shown: with variables, without passwords."""
+        for name, field in type(self).model_fields.items():
+            key, value = field.alias or name, getattr(self, name)
+            yield key, value, self._written.get(key, without_passwords(value))
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self:
-            yield name, self._written.get(name, without_passwords(value))
+        return ((key, shown) for key, _, shown in self.entries())
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", **limits: Any) -> Any:

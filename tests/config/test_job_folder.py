@@ -1,4 +1,4 @@
-"""job_folder: what Ray will remove is refused at the door, and nothing else is."""
+"""Output paths in the folder of a submitted job, which Ray removes, are refused; other paths are not."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from pencil_scale.storage.errors import PencilError
 from pipelines import export_labels, make_shards
 
 LOST = ["runs/demo", "runs/shards/train-*.tar", "./page.html", "file://runs/demo", "sqlite:///runs/mlflow.db"]
-LASTING = ["/lake/demo", "s3://lake/demo", "~/demo", "http://mlflow:5000", "sqlite:////lake/mlflow.db", None]
+KEPT = ["/lake/demo", "s3://lake/demo", "~/demo", "http://mlflow:5000", "sqlite:////lake/mlflow.db", None]
 
 
 @pytest.fixture
 def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that Ray unpacks a job in; tests/test_job_submit.py sees that this is what it is called."""
+    """The folder that Ray unpacks a job in; tests/pipelines/test_job_submit.py checks its name."""
     folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -22,7 +22,7 @@ def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", LOST)
-def test_a_relative_path_is_refused_in_the_folder_of_a_job_alone(
+def test_a_relative_path_is_refused_only_in_the_folder_of_a_job(
     path: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PencilError, match=r"run.storage: .* an absolute path that every node can read"):
@@ -31,8 +31,8 @@ def test_a_relative_path_is_refused_in_the_folder_of_a_job_alone(
     refuse_lost("run.storage", path)
 
 
-@pytest.mark.parametrize("path", LASTING)
-def test_what_outlives_a_job_is_taken(path: str | None, job_folder: Path) -> None:
+@pytest.mark.parametrize("path", KEPT)
+def test_a_path_that_outlives_the_job_is_accepted(path: str | None, job_folder: Path) -> None:
     refuse_lost("run.storage", path)
 
 

@@ -1,4 +1,4 @@
-"""The configs we ship have the paper's numbers, in the two plain terms that matter: pull and label rate."""
+"""The shipped configs have the paper's numbers, expressed as pull and label rate."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_a_config_has_the_papers_numbers(
     assert check_outlook(found, num_classes)
 
 
-def test_rows_of_the_papers_table_are_overrides() -> None:
+def test_a_row_of_the_papers_table_is_a_set_of_overrides() -> None:
     asymmetric = ["stages.backbone.rate=0.03", "stages.pencil.rate=0.03", "stages.pencil.alpha=0"]
     found = schedule(
         "cifar10", 10, *asymmetric, "stages.pencil.beta=0.4", "stages.pencil.lambda={start: 3000, end: 0}"

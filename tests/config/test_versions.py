@@ -1,3 +1,5 @@
+"""Versions outside the tested range are refused in one line, before a job does anything."""
+
 import tomllib
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def test_the_versions_installed_here_are_supported() -> None:
 def test_a_version_outside_the_range_is_refused_in_one_line(found: str) -> None:
     with pytest.raises(PencilError) as caught:
         require("Ray", found, versions.RAY)
-    assert str(caught.value) == f"Ray {found} found; Ray >=2.60,<3 is supported: install a supported version"
+    assert str(caught.value) == f"Ray {found} found; >=2.60,<3 is supported: install a supported version"
 
 
 def test_a_missing_package_is_refused() -> None:
@@ -28,7 +30,7 @@ def test_a_missing_package_is_refused() -> None:
         require("MLflow", None, versions.MLFLOW)
 
 
-def test_a_job_stops_at_its_start(
+def test_a_job_stops_at_its_start_if_a_version_is_not_supported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(versions, "RAY", ">=99")
@@ -39,7 +41,7 @@ def test_a_job_stops_at_its_start(
     assert len(said.err.splitlines()) == 1
 
 
-def test_the_package_and_the_readme_name_the_same_ranges() -> None:
+def test_the_package_and_the_readme_state_the_same_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
     assert str(needs["ray"]) == str(Requirement(f"ray{versions.RAY}").specifier)

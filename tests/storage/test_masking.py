@@ -1,4 +1,4 @@
-"""Credentials in URLs are never shown, wherever an unescaped password seems to end."""
+"""Credentials in URLs are never shown, even if a password contains unescaped separators."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SHOWN = {
     "http://me:hu@sh@host:5000": "http://me:***@host:5000",
     "https://hu@sh@host/x": "https://***@host/x",
     "http://me:hu@s/h@host/x": "http://me:***@host/x",
-    # Where the password ends cannot be known here: the end of the path is all that is safe to show.
+    # It is unknown where this password ends, so only the end of the path is safe to show.
     "s3://id:hush@bucket/a@b/x.tar": "s3://id:***@b/x.tar",
     "https://host/x.tar?sig=hush&part=2#id,label": "https://host/x.tar?sig=***&part=2#id,label",
     "http://a:hush@h,https://hush@i,s3://b/x@y": "http://a:***@h,https://***@i,s3://b/x@y",
@@ -35,12 +35,12 @@ INTACT = [
 
 
 @pytest.mark.parametrize("text", SHOWN)
-def test_credentials_are_blanked_and_the_rest_of_the_text_stays(text: str) -> None:
+def test_credentials_are_masked_and_the_rest_of_the_text_is_kept(text: str) -> None:
     assert without_passwords(text) == SHOWN[text]
 
 
 @pytest.mark.parametrize("text", INTACT)
-def test_a_text_without_credentials_stays_as_it_is(text: str) -> None:
+def test_a_text_without_credentials_is_unchanged(text: str) -> None:
     assert without_passwords(text) == text
 
 
