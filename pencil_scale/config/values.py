@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, PrivateAttr
 
 from pencil_scale.storage.urls import without_passwords
 
@@ -50,11 +50,9 @@ class Shape(str):
     """How the help page and messages spell a type."""
 
 
-def _one_or_many(value: object) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if isinstance(found, list) and found and all(isinstance(item, str) and item for item in found):
-        return tuple(found)
-    raise ValueError
+def _or_one(times: int = 1) -> BeforeValidator:
+    """Take a single value for a list of it; a strict tuple would take neither."""
+    return BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else (value,) * times)
 
 
 def _curve(value: object) -> Curve:
@@ -79,16 +77,12 @@ def _is_step(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and _is_amount(value[1])
 
 
-def _worker_count(value: object) -> tuple[int, int]:
-    bounds = [value, value] if type(value) is int else value
-    if isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]:
-        fewest, most = bounds
-        if 1 <= fewest <= most:
-            return fewest, most
-    raise ValueError
-
-
-URLS = Annotated[tuple[str, ...], PlainValidator(_one_or_many), Shape("URL or list of URLs")]
+Text = Annotated[str, Field(min_length=1), Shape("non-empty text")]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+URLS = Annotated[tuple[Text, ...], Field(min_length=1), _or_one(), Shape("URL or list of URLs")]
 Identity = Annotated[
     str, Field(pattern=r"^(key|shard_key|sha256|json:.+)$"), Shape("key | shard_key | json:FIELD | sha256")
 ]
@@ -103,9 +97,7 @@ LambdaCurve = Annotated[
     Shape("number from 0 | line {start: 3000, end: 0} | steps [[0, 3000], [5, 500]]"),
 ]
 WorkerCount = Annotated[
-    tuple[int, int],
-    PlainValidator(_worker_count),
-    Shape("whole number from 1 | [fewest, most] for an elastic run"),
+    tuple[Count, Count], _or_one(2), Shape("whole number from 1 | [fewest, most] for an elastic run")
 ]
 RunName = Annotated[
     str,
