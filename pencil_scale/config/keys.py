@@ -48,7 +48,8 @@ def help_page() -> str:
         if _is_section(field.annotation):
             lines += ["", f"{dotted}: {field.description}"]
         else:
-            default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
+            default = json.dumps(field.default, default=str)
+            default = "required" if field.is_required() else f"default {default}"
             meaning = fill(field.description or "", 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
             lines += [f"  {dotted}: {_kind(field)}, {default}", meaning]
     return "\n".join(lines)

@@ -7,11 +7,35 @@ of a run come first, then one section per job in `pipelines/`. `config.loader` r
 
 from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from pencil_scale.config import values
-from pencil_scale.config.values import Count, Positive, Settings, Shape, Share, Text, Whole, key
+from pencil_scale.config.values import Curve, Settings, Shape, key, one_or_list, read_curve
 
+Text = Annotated[str, Field(min_length=1), Shape("non-empty text")]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+URLS = Annotated[tuple[Text, ...], Field(min_length=1), one_or_list(), Shape("URL or list of URLs")]
+Identity = Annotated[
+    str, Field(pattern=r"^(key|shard_key|sha256|json:.+)$"), Shape("key | shard_key | json:FIELD | sha256")
+]
+Label = Annotated[
+    str,
+    Field(pattern=r"^(cls|txt|json:.+|file:.+|table:.+#[^,#]+,[^,#]+)$"),
+    Shape("cls | txt | json:FIELD | file:URL | table:URL#id,label"),
+]
+LambdaCurve = Annotated[
+    Curve,
+    PlainValidator(read_curve),
+    Shape("number from 0 | line {start: 3000, end: 0} | steps [[0, 3000], [5, 500]]"),
+]
+WorkerCount = Annotated[
+    tuple[Count, Count], one_or_list(2), Shape("whole number from 1 | [fewest, most] for an elastic run")
+]
+RunName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), Shape("name of letters, digits, '.', '_' and '-'")
+]
 EpochList = Annotated[tuple[Count, ...], Shape("list of whole numbers from 1")]
 StageEpochs = Annotated[tuple[Whole, Whole, Whole], Shape("three whole numbers [backbone, pencil, finetune]")]
 ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null, ...}")]
@@ -23,30 +47,24 @@ PositiveTriple = Annotated[
 
 
 class Run(Settings):
-    name: values.RunName = key("name of the run; the same name and storage resume it")
+    name: RunName = key("name of the run; the same name and storage resume it")
     storage: Text = key("local folder or URL for the catalogue, labels, checkpoints, exports and all else")
     seed: Whole = key("seed of the sample order, augmentation, noise and subsets", 1)
     deterministic: bool = key("bit-identical results on the same machine, at some cost in speed", False)
 
 
 class Data(Settings):
-    shards: values.URLS = key(
-        "the noisy WebDataset shards: brace range, glob, list, or @FILE with one per line"
-    )
+    shards: URLS = key("the noisy WebDataset shards: brace range, glob, list, or @FILE with one per line")
     classes: Text = key("file of class names, one per line; the line number, from 0, is the class")
-    identity: values.Identity = key("what identifies a sample", "key")
-    label: values.Label = key("where to read the given label", "cls")
-    clean_label: values.Label | None = key(
-        "where to read it in validation and test shards; null: as in label", None
-    )
+    identity: Identity = key("what identifies a sample", "key")
+    label: Label = key("where to read the given label", "cls")
+    clean_label: Label | None = key("where to read it in validation and test shards; null: as in label", None)
     aliases: str | None = key("file of lines 'label text<TAB>class' that maps label texts to classes", None)
     subset: str | None = key("train only on this subset (made by pipelines.balance_subset)", None)
-    validation: values.URLS | None = key(
+    validation: URLS | None = key(
         "clean shards to evaluate on after each epoch; their ids are held out of training", None
     )
-    test: values.URLS | None = key(
-        "clean shards for the final figure; their ids are held out of training", None
-    )
+    test: URLS | None = key("clean shards for the final figure; their ids are held out of training", None)
     truth: str | None = key(
         "true classes of some samples, for measuring only: json:FIELD or table:URL#id,class", None
     )
@@ -111,7 +129,7 @@ class PencilStage(Settings):
     rate: Positive = key("learning rate at tuned_batch (constant and high)")
     alpha: float = key("weight of the compatibility loss, at tuned_classes", 0.1, ge=0)
     beta: float = key("weight of the entropy loss", 0.4, ge=0)
-    lambda_: values.LambdaCurve = key(
+    lambda_: LambdaCurve = key(
         "step size of the labels, at tuned_batch and tuned_classes; epoch 0 is the first of the stage",
         alias="lambda",
     )
@@ -142,7 +160,7 @@ class Stages(Settings):
 
 
 class Workers(Settings):
-    count: values.WorkerCount = key("training processes", (1, 1))
+    count: WorkerCount = key("training processes", (1, 1))
     in_process: bool = key(
         "train in the process of the command, for very small data; an interrupted run starts over", False
     )
@@ -191,7 +209,7 @@ class Cost(Settings):
 
 
 class SubsetJob(Settings):
-    name: values.RunName = key("name of the subset, published as <storage>/subsets/NAME", "balanced")
+    name: RunName = key("name of the subset, published as <storage>/subsets/NAME", "balanced")
     per_class: Count | None = key("samples per class; set this or total", None, unit="samples")
     total: Count | None = key("samples in total, divided equally among the classes", None, unit="samples")
     by: Literal["noisy", "corrected"] = key("balance the given or the repaired classes", "noisy")
@@ -233,9 +251,7 @@ class ReportJob(Settings):
 
 class NightlyJob(Settings):
     old_per_new: float = key("old samples to train on per new sample, redrawn every night", 1.0, ge=0)
-    start_from: values.RunName | None = key(
-        "finished run that the first night continues; null: the only one", None
-    )
+    start_from: RunName | None = key("finished run that the first night continues; null: the only one", None)
     first_epochs: StageEpochs | None = key(
         "epochs of the first night, over all samples, if it continues no run; null: refuse",
         None,

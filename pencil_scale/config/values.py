@@ -8,9 +8,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeGuard
+from typing import Any, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from pencil_scale.storage.urls import without_passwords
 
@@ -50,12 +50,12 @@ class Shape(str):
     """How the help page and messages spell a type."""
 
 
-def _or_one(times: int = 1) -> BeforeValidator:
+def one_or_list(times: int = 1) -> BeforeValidator:
     """Take a single value for a list of it; a strict tuple would take neither."""
     return BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else (value,) * times)
 
 
-def _curve(value: object) -> Curve:
+def read_curve(value: object) -> Curve:
     """Read a number, a line {start, end}, or steps [[epoch, value], ...]."""
     if _is_amount(value):
         return Steps(((0, float(value)),))
@@ -75,35 +75,6 @@ def _is_amount(value: object) -> TypeGuard[int | float]:
 
 def _is_step(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and _is_amount(value[1])
-
-
-Text = Annotated[str, Field(min_length=1), Shape("non-empty text")]
-Whole = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-URLS = Annotated[tuple[Text, ...], Field(min_length=1), _or_one(), Shape("URL or list of URLs")]
-Identity = Annotated[
-    str, Field(pattern=r"^(key|shard_key|sha256|json:.+)$"), Shape("key | shard_key | json:FIELD | sha256")
-]
-Label = Annotated[
-    str,
-    Field(pattern=r"^(cls|txt|json:.+|file:.+|table:.+#[^,#]+,[^,#]+)$"),
-    Shape("cls | txt | json:FIELD | file:URL | table:URL#id,label"),
-]
-LambdaCurve = Annotated[
-    Curve,
-    PlainValidator(_curve),
-    Shape("number from 0 | line {start: 3000, end: 0} | steps [[0, 3000], [5, 500]]"),
-]
-WorkerCount = Annotated[
-    tuple[Count, Count], _or_one(2), Shape("whole number from 1 | [fewest, most] for an elastic run")
-]
-RunName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-    Shape("name of letters, digits, '.', '_' and '-'"),
-]
 
 
 class Settings(BaseModel):
