@@ -1,8 +1,8 @@
-"""Storage: where everything of a dataset is kept, and the one place that knows every path.
+"""Storage: everything of a dataset, and the only module that knows the layout.
 
     <storage>/catalogue/            rows of the samples; validation/ and test/ in it for clean sets
     <storage>/labels/parts/ID/      label parts of the run with this id; also ledger/ID/, history/ID/
-    <storage>/labels/published/     manifests of labels that may be used; held/: of those that wait
+    <storage>/labels/published/     manifests of labels that may be used; held/: of labels that wait for a person
     <storage>/labels/pins/          labels that people decided
     <storage>/runs/NAME/            record, starting labels, summary and lease of a run
     <storage>/checkpoints/NAME/     its checkpoints, until it ends
