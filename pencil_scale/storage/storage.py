@@ -2,7 +2,7 @@
 
     <storage>/catalogue/            rows of the samples; validation/ and test/ in it for clean sets
     <storage>/labels/parts/ID/      label parts of the run with this id; also ledger/ID/, history/ID/
-    <storage>/labels/published/     manifests of labels that may be used; held/: of labels that wait for a person
+    <storage>/labels/published/     manifests of labels that may be used; held/: of labels that wait
     <storage>/labels/pins/          labels that people decided
     <storage>/runs/NAME/            record, starting labels, summary and lease of a run
     <storage>/checkpoints/NAME/     its checkpoints, until it ends
