@@ -57,7 +57,7 @@ def run(config: Config, name: str) -> "Summary | RunSummary":
         what = f"run {name} is being trained or released"
         with Lease.hold(nights.storage, Storage(nights.storage).run(name, "lease"), what=what) as lease:
             return _release(config, record, lease)
-    with nights.held() as nights:
+    with nights.leased() as nights:
         summary = _promote(config, nights, nights.must_find(name))
     print_summary(summary)
     return summary
