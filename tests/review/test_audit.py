@@ -41,7 +41,7 @@ def test_the_intervals_cover_the_truth_in_95_of_100_audits(right: float, wrong: 
     left_wrong = chance.random(4000) < wrong
     truth = (repaired_well.mean(), left_wrong.mean(), ((~repaired_well).sum() + left_wrong.sum()) / 4900)
     audits = [_audit(repaired_well, left_wrong, seed) for seed in range(300)]
-    for place, name in enumerate(("precision", "missed", "left")):
+    for place, name in enumerate(("precision", "missed", "remaining")):
         found = [getattr(audit, name) for audit in audits]
         covered = np.mean([one.low <= truth[place] <= one.high for one in found])
         assert covered >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / len(audits)), name

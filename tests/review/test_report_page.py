@@ -277,7 +277,7 @@ def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_
     assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
     findings = study(changed, unchanged)
     told = reader.page.locator(".gauge").all_inner_texts()
-    for gauge, one in zip(told, (findings.precision, findings.missed, findings.left), strict=True):
+    for gauge, one in zip(told, (findings.precision, findings.missed, findings.remaining), strict=True):
         assert f"{100 * one.share:.1f} %" in gauge.partition("95 %")[0]
         assert f"95 % interval {100 * one.low:.1f} % to {100 * one.high:.1f} %" in gauge
     reader.press("j a")
