@@ -32,19 +32,6 @@ from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
 SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
-FIGURES = (
-    "epoch",
-    "stage",
-    "corrected_share",
-    "label_entropy",
-    "label_accuracy_n",
-    "given_label_accuracy",
-    "corrected_label_accuracy",
-    "corrected_label_accuracy_low",
-    "corrected_label_accuracy_high",
-    "validation_accuracy",
-    "test_accuracy",
-)
 
 
 def samples_of(tally: Tally) -> pa.Table:
@@ -69,7 +56,7 @@ def page_data(
         "top_change": _top_change(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
-        "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
+        "epochs": [{name: _known(value) for name, value in epoch.items()} for epoch in figures],
         "num_listed": len(tally.listed),
         "samples": _columns(samples),
         "traces": {
