@@ -72,27 +72,27 @@ class Crawl:
     before: Catalogue
     after: Catalogue
     mapping: Sequence[Sequence[int]]  # the old classes of each new one
-    new_class: Int64s  # [C + 1]: the new number of each old class; -1: dropped, and of rows without a class
     fresh: pa.Table  # row, sample_key, class of every ok row that is new or starts again, ascending
     regiven: pa.Table  # known rows that start again, with or without a class
     given_counts: Int64s  # [C + 1]: new and regiven samples per given class; last: without a label
-    num_vanished: int
-    num_returned: int
+    figures: Mapping[str, int]  # how many samples are new, regiven, vanished and returned
 
 
 def find_crawl(before: Catalogue, after: Catalogue, mapping: Sequence[Sequence[int]]) -> Crawl:
     """Compare two versions; `mapping` lists the old classes of each new one."""
-    new_class = np.full(before.num_classes + 1, -1)
+    new_class = np.full(before.num_classes + 1, -1)  # of each old one; last: of rows without a class
     for number, olds in enumerate(mapping):
         new_class[list(olds)] = number
     regiven, again = [after.read(0, 0, COLUMNS)], []
-    num_vanished = num_returned = 0
+    figures = {"new_samples": after.num_rows - before.num_rows}
+    figures |= {"regiven_samples": 0, "vanished_samples": 0, "returned_samples": 0}
     for rows in after.rewritten_rows(before):  # one segment at a time
         was, now = (one.read(rows.start, rows.stop, COLUMNS) for one in (before, after))
         gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
-        num_vanished += int((gone & ~was_gone).sum())
-        num_returned += int((was_gone & ~gone).sum())
+        figures["vanished_samples"] += int((gone & ~was_gone).sum())
+        figures["returned_samples"] += int((was_gone & ~gone).sum())
         differs = (given_classes(now) != new_class[given_classes(was)]) & ~gone
+        figures["regiven_samples"] += int(differs.sum())
         usable_now = _has(now, "ok") & ~(_has(was, "ok") | was_gone)
         regiven.append(now.filter(pa.array(differs)))
         again.append(now.filter(pa.array(differs | usable_now)))
@@ -100,17 +100,8 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Sequence[Sequence[i
     ok_classes = given_classes(starting)[_has(starting, "ok")]
     counts = np.bincount(ok_classes, minlength=after.num_classes + 1)
     counts[-1] = _has(starting, *WITHOUT_LABEL).sum()
-    return Crawl(
-        before,
-        after,
-        mapping,
-        new_class,
-        fresh=_members(starting),
-        regiven=pa.concat_tables(regiven),
-        given_counts=counts,
-        num_vanished=num_vanished,
-        num_returned=num_returned,
-    )
+    fresh, known = _members(starting), pa.concat_tables(regiven)
+    return Crawl(before, after, mapping, fresh, known, counts, figures)
 
 
 def archive_counts(crawl: Crawl) -> npt.NDArray[np.float64]:
@@ -174,8 +165,8 @@ def _remapped(labels: Manifest, crawl: Crawl, scratch: str | None) -> Manifest:
     with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
         table = LabelTable.restore(labels, Path(folder) / "old")
         rows = np.arange(table.layout.num_rows)
-        freed = rows[table.read_pinned(rows) & (crawl.new_class[table.read_class(rows)] < 0)]
         remapped = remap(table, crawl.mapping, crawl.after.class_names, Path(folder) / "new")
+        freed = rows[table.read_pinned(rows) & ~remapped.read_pinned(rows)]  # their class was dropped
         moved = replace(remapped.snapshot(labels.store), catalogue=labels.catalogue)
     return regive(moved, freed, _given(crawl.after, freed))
 

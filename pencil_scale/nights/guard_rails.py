@@ -137,7 +137,7 @@ def check_night(
     parent, crawl, rows = prepared.parent, prepared.crawl, prepared.rows
     is_new = np.isin(rows, crawl.fresh["row"].to_numpy())
     moved, between = count_moves(prepared.labels, labels, rows, is_new)
-    figures = {**_crawl_figures(crawl), **moved}
+    figures: dict[str, float] = {**_shard_counts(crawl), **crawl.figures, **moved}
     if accuracy is not None:
         figures["clean_accuracy"] = accuracy
     comparable = prepared.same_classes and parent.clean == clean
@@ -158,8 +158,8 @@ def check_night(
     return Findings(figures, judge(limits, evidence), facts)
 
 
-def _crawl_figures(crawl: Crawl) -> dict[str, float]:
-    """Count the shards and samples that are new, changed and gone since the parent."""
+def _shard_counts(crawl: Crawl) -> dict[str, int]:
+    """Count the shards that are new, changed and gone since the parent."""
     before, after = (
         {entry.url: entry.version for entry in catalogue.shards if entry.state == "indexed"}
         for catalogue in (crawl.before, crawl.after)
@@ -168,10 +168,6 @@ def _crawl_figures(crawl: Crawl) -> dict[str, float]:
         "new_shards": len(after.keys() - before.keys()),
         "changed_shards": sum(before[url] != after[url] for url in before.keys() & after.keys()),
         "vanished_shards": len(before.keys() - after.keys()),
-        "new_samples": crawl.after.num_rows - crawl.before.num_rows,
-        "regiven_samples": len(crawl.regiven),
-        "vanished_samples": crawl.num_vanished,
-        "returned_samples": crawl.num_returned,
     }
 
 

@@ -32,7 +32,7 @@ from pencil_scale.labels.pins import now
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
-from pencil_scale.storage.objects import Objects, open_objects
+from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
@@ -78,11 +78,6 @@ class NightFiles:
         self._store = Storage(storage)
         self.storage = self._store.url
         self._lease = lease
-
-    @property
-    def _objects(self) -> Objects:
-        """Opened only by jobs that write: opening them may write to the store."""
-        return open_objects(self._store.path(self._store.nights))
 
     @contextmanager
     def leased(self) -> Iterator["NightFiles"]:
@@ -137,11 +132,12 @@ class NightFiles:
 
     def start(self, night: Night) -> Night:
         """Write the record of a new night; if another job was first to take its number, take the next."""
-        self._check_lease()
-        while not self._objects.create(f"{night.name}/{NIGHT}", _encoded(asdict(night))):
-            night = replace(night, name=night_name(night.number + 1), number=night.number + 1)
+        objects = open_objects(self.storage)
+        while True:
             self._check_lease()
-        return night
+            if objects.create(self._store.night(night.name, NIGHT), _encoded(asdict(night))):
+                return night
+            night = replace(night, name=night_name(night.number + 1), number=night.number + 1)
 
     def save(self, night: Night, **changes: Any) -> Night:
         """Write the record of a night, with some of it changed; what it names must be there."""
@@ -174,10 +170,11 @@ class NightFiles:
 
     def move_current(self, night: Night, expected: str | None) -> None:
         """Move CURRENT to a night, if it still points to the expected one."""
+        objects, file = open_objects(self.storage), f"{self._store.nights}/{CURRENT}"
         named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
         moved = _encoded({"night": night.name, **named, "moved": now()})
         while True:
-            before = self._objects.read(CURRENT)
+            before = objects.read(file)
             found = None if before is None else json.loads(before[0])["night"]
             if found not in (expected, night.name):
                 raise PencilError(
@@ -185,7 +182,7 @@ class NightFiles:
                     f"it stays there. Run reclean_nightly again, or promote {night.name}"
                 )
             self._check_lease()  # between reading and replacing, as in Lease.put
-            if self._objects.replace(CURRENT, moved, before and before[1]):
+            if objects.replace(file, moved, before and before[1]):
                 return
 
 
@@ -223,7 +220,9 @@ def remove_made(nights: NightFiles, night: Night) -> None:
     run, labels = read_record(storage.url, name), Manifest.find(storage.path(storage.published(name)))
     run_id = None if run is None else run.id
     made = []
-    if night.id == (run_id if labels is None else labels.run):  # the labels go after the model they show
+    if night.id == (
+        run_id if labels is None else labels.run
+    ):  # the labels show whose they are, so they go last
         made += [storage.model(name), storage.published(name)]
     checkpoints = storage.names(storage.checkpoints(name))
     made += [folder for folder in checkpoints if PurePosixPath(folder).name.startswith(f"{night.id}-")]

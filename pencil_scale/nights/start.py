@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,6 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import versions_of
 from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Weights = Mapping[str, Tensor]
 
 ROWS, WEIGHTS = "rows", "start.pt"
 
@@ -256,7 +251,9 @@ def _weights(parent: Night, crawl: Crawl, folder: Folder) -> str:
     return folder.path(WEIGHTS)
 
 
-def remapped_head(weights: "Weights", mapping: Sequence[Sequence[int]], num_old: int) -> "Weights":
+def remapped_head(
+    weights: Mapping[str, Any], mapping: Sequence[Sequence[int]], num_old: int
+) -> dict[str, Any]:
     """Give the last layer the new classes: a merged class is the mean of the old ones, a new one is zeros."""
     head = list(weights)[-1].rpartition(".")[0] + "."
     moved = dict(weights)

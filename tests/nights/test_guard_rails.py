@@ -6,10 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from catalogue_making import samples
-from night_making import Nights
+from night_making import Nights, started
 
+from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import NightlyJob
-from pencil_scale.nights.guard_rails import Evidence, count_moves, judge
+from pencil_scale.labels.published import published_url
+from pencil_scale.nights.guard_rails import Evidence, check_night, count_moves, judge
+from pencil_scale.nights.record import Night
+from pencil_scale.nights.start import prepare
 
 LIMITS = NightlyJob()
 
@@ -36,6 +40,35 @@ def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinne
         "new_repaired": 1,
     }
     assert between == {(0, 1): 1}
+
+
+def test_a_night_is_compared_with_its_parent(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    labels = published_url(bench.storage, "first")
+    bench.labels(before).save(labels)
+    made = {"class_names": before.class_names, "labels": labels, "model": f"{bench.storage}/models/first.pt"}
+    figures = {"clean_accuracy": 0.9}
+    bench.nights.save(Night("first", 0, None, 1, status="passed", figures=figures, clean="test a1", **made))
+    bench.shard("b.tar", samples(range(6, 9)))
+    started_night = started(1, "first", bench.version().version)
+    prepared = prepare(load_config(bench.folder / "config.yaml"), bench.nights, started_night)
+    assert prepared is not None
+    findings = check_night(LIMITS, prepared, prepared.labels, 0.8, "test a1")
+    assert findings.reasons == (
+        "accuracy on the clean set fell from 0.9000 to 0.8000 (nightly.max_accuracy_fall 0.02)",
+    )
+    assert findings.facts == {
+        "shards": "1 new, 0 changed, 0 vanished",
+        "samples": "3 new, 0 regiven, 0 vanished",
+        "new labels repaired": "0 of 3 trained on",
+        "old labels changed": "0 of 3 trained on again",
+        "clean accuracy": "0.8000, 0.9000 the night before",
+    }
+    assert (findings.figures["new_samples"], findings.figures["returned_samples"]) == (3, 0)
+    on_other_samples = check_night(LIMITS, prepared, prepared.labels, 0.8, "test b2")
+    assert on_other_samples.reasons == ()
+    assert on_other_samples.facts["clean accuracy"].startswith("0.8000, not compared")
 
 
 CALM = {"old_trained": 100, "old_changed": 1, "old_repaired": 20, "new_trained": 100, "new_repaired": 25}

@@ -66,10 +66,22 @@ def test_a_vanished_sample_is_counted_and_keeps_its_row_until_it_returns(bench: 
     path.unlink()
     without = bench.version()
     crawl = find_crawl(before, without, SAME)
-    assert (found(crawl), crawl.num_vanished, crawl.num_returned) == (([], []), 3, 0)
+    assert found(crawl) == ([], [])
+    assert crawl.figures == {
+        "new_samples": 0,
+        "vanished_samples": 3,
+        "returned_samples": 0,
+        "regiven_samples": 0,
+    }
     path.write_bytes(kept)
     back = find_crawl(without, bench.version(), SAME)
-    assert (found(back), back.num_vanished, back.num_returned) == (([], []), 0, 3)
+    assert found(back) == ([], [])
+    assert back.figures == {
+        "new_samples": 0,
+        "vanished_samples": 0,
+        "returned_samples": 3,
+        "regiven_samples": 0,
+    }
 
 
 def test_labels_that_match_no_class_are_counted_separately(bench: Nights) -> None:
