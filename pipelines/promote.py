@@ -65,7 +65,8 @@ def run(config: Config, name: str) -> "Summary | RunSummary":
 
 def _held_run(nights: NightFiles, name: str) -> RunRecord | None:
     """Find the held run of a name, or one whose release was interrupted; None if it names a night."""
-    record, night = read_record(nights.storage, name), nights.find(name)
+    record = read_record(nights.storage, name)
+    night = next((night for night in nights.nights() if night.name == name), None)
     is_held = record is not None and record.status == "held"
     if night is not None and is_held:
         raise PencilError(f"{name}: both a night and a held run of {nights.storage}; {_known(nights)}")

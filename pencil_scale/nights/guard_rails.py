@@ -25,6 +25,12 @@ from pencil_scale.nights.start import Prepared
 
 SURELY = 3.0  # standard deviations that chance is allowed
 SHOWN = 3  # classes in a reason, and changes from class to class in the summary
+FACTS = {  # of figures, in the summary
+    "shards": "{new_shards:,} new, {changed_shards:,} changed, {vanished_shards:,} vanished",
+    "samples": "{new_samples:,} new, {regiven_samples:,} regiven, {vanished_samples:,} vanished",
+    "new labels repaired": "{new_repaired:,} of {new_trained:,} trained on",
+    "old labels changed": "{old_changed:,} of {old_trained:,} trained on again",
+}
 Int64s = npt.NDArray[np.int64]
 Figures = Mapping[str, float]
 
@@ -145,16 +151,10 @@ def check_night(
     evidence = Evidence(figures, names, archive_counts(crawl), crawl.given_counts, before)
     than = "" if comparable else ", not compared: classes or clean set have changed"
     than = than if before is None else f", {before:.4f} the night before"
-    facts = {
-        "shards": _spelled(figures, "shards", ("new", "changed", "vanished")),
-        "samples": _spelled(figures, "samples", ("new", "regiven", "vanished")),
-        "new labels repaired": f"{figures['new_repaired']:,} of {figures['new_trained']:,} trained on",
-        "old labels changed": f"{figures['old_changed']:,} of {figures['old_trained']:,} trained on again",
-        **{f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in between.most_common(SHOWN)},
-        "clean accuracy": "not known: no validation or test shards"
-        if accuracy is None
-        else f"{accuracy:.4f}{than}",
-    }
+    known = "not known: no validation or test shards" if accuracy is None else f"{accuracy:.4f}{than}"
+    facts = {name: text.format_map(figures) for name, text in FACTS.items()}
+    facts |= {f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in between.most_common(SHOWN)}
+    facts["clean accuracy"] = known
     return Findings(figures, judge(limits, evidence), facts)
 
 
@@ -169,7 +169,3 @@ def _shard_counts(crawl: Crawl) -> dict[str, int]:
         "changed_shards": sum(before[url] != after[url] for url in before.keys() & after.keys()),
         "vanished_shards": len(before.keys() - after.keys()),
     }
-
-
-def _spelled(figures: Figures, what: str, kinds: Sequence[str]) -> str:
-    return ", ".join(f"{figures[f'{kind}_{what}']:,} {kind}" for kind in kinds)

@@ -116,15 +116,10 @@ class NightFiles:
         lists = {name: tuple(found[name]) for name in ("class_names", "reasons")}
         return Night(**{**found, **lists})
 
-    def find(self, name: str) -> Night | None:
-        """Read the record of a night that is made; None if it is not, or not there."""
-        night = self.record(name)
-        return night if night is not None and night.is_made else None
-
     def must_find(self, name: str) -> Night:
         """Read the record of a night that a person or CURRENT names."""
-        night = self.find(name)
-        if night is None:
+        night = self.record(name)
+        if night is None or not night.is_made:
             kept = ", ".join(night.name for night in self.nights())
             advice = f"kept are {kept}: promote one of them" if kept else "run reclean_nightly first"
             raise PencilError(f"{self.path(name)}: no finished night of this name; {advice}")
