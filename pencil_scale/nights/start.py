@@ -5,7 +5,7 @@
     prepared = prepare(config, nights, night)        # what is new, labels carried over, rows, weights
     train(night_config(config, night, prepared), labels=prepared.labels)
 
-All of it is made once, and found again after a kill.
+Labels and rows are made once, and found again after a kill.
 """
 
 import io
@@ -240,14 +240,13 @@ def _weights(parent: Night, crawl: Crawl, folder: Folder) -> str:
     """The parent's network; if the class list has changed, with a last layer to match."""
     if parent.class_names == crawl.after.class_names:
         return parent.model
-    if folder.find(WEIGHTS) is None:
-        import torch  # takes seconds to import
+    import torch  # takes seconds to import
 
-        home, _, name = parent.model.rpartition("/")
-        found = torch.load(io.BytesIO(Folder(home).get(name)), map_location="cpu", weights_only=True)
-        sink = io.BytesIO()
-        torch.save(remapped_head(found, crawl.mapping, len(parent.class_names)), sink)
-        folder.put(WEIGHTS, sink.getvalue())
+    home, _, name = parent.model.rpartition("/")
+    found = torch.load(io.BytesIO(Folder(home).get(name)), map_location="cpu", weights_only=True)
+    sink = io.BytesIO()
+    torch.save(remapped_head(found, crawl.mapping, len(parent.class_names)), sink)
+    folder.put(WEIGHTS, sink.getvalue())
     return folder.path(WEIGHTS)
 
 

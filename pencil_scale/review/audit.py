@@ -14,7 +14,7 @@ true share in at least 95 % of all draws, however small the share or the stratum
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, lgamma, nan
+from math import exp, isnan, lgamma, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        middle = "unknown" if self.share != self.share else f"{100 * self.share:.1f} %"
+        middle = "unknown" if isnan(self.share) else f"{100 * self.share:.1f} %"
         return f"{middle} (95 % interval {100 * self.low:.1f} % to {100 * self.high:.1f} %)"
 
 

@@ -77,9 +77,8 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
         yield "  listed in data.exclude: not used for training, and not in any output made since"
         return
     yield from _catalogue_lines(storage, catalogue, row)
-    yield from list(_label_lines(storage, number)) or [
-        "labels       none published for this sample yet; train first"
-    ]
+    labels = [*_label_lines(storage, number)]
+    yield from labels or ["labels       none published for this sample yet; train first"]
     pins = read_pins(storage.url).table
     pinned = pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()
     for pin in pinned:  # at most one
@@ -89,9 +88,8 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
         yield "pin          none: the label may change"
     shard = catalogue.shards[row["shard"]].url
     urls = dict.fromkeys(Folder(one).url for one in (*map(storage.path, storage.names("exports")), *folders))
-    yield from [line for url in urls for line in _export_lines(url, number, shard)] or [
-        "exports      none yet"
-    ]
+    exports = [line for url in urls for line in _export_lines(url, number, shard)]
+    yield from exports or ["exports      none yet"]
 
 
 def find_row(catalogue: Catalogue, sample_id: str) -> int:
