@@ -144,9 +144,6 @@ def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
 
-# --- carrying labels over ---------------------------------------------------------------------------
-
-
 def carry_over(parent: Manifest, crawl: Crawl, pins: Pinned, run: str, scratch: str | None) -> Manifest:
     """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
     labels, after = parent.for_new_run(run), crawl.after

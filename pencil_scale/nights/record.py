@@ -90,8 +90,6 @@ class NightFiles:
         """The URL of a night's folder, or of a file in it."""
         return self._store.path(self._store.night(name, file))
 
-    # -- records ------------------------------------------------------------------------------------
-
     def records(self) -> list[Night]:
         """Every night that was started, and the run that the first one continued, in order."""
         names = [PurePosixPath(name).name for name in self._store.names(self._store.nights)]
@@ -155,8 +153,6 @@ class NightFiles:
     def _check_lease(self) -> None:
         if self._lease is not None:
             self._lease.check()
-
-    # -- CURRENT ------------------------------------------------------------------------------------
 
     def current(self) -> Night | None:
         """The night in use; None before the first."""

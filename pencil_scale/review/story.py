@@ -139,9 +139,6 @@ def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> s
     return storage.path(name)
 
 
-# --- runs and nights ---------------------------------------------------------------------------------
-
-
 def _label_lines(storage: Storage, row: int) -> Iterator[str]:
     """The labels of a row in every run that includes it, then in every night, oldest first."""
     files = NightFiles(storage.url)
