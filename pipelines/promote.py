@@ -57,7 +57,7 @@ def run(config: Config, name: str) -> "Summary | RunSummary":
         what = f"run {name} is being trained or released"
         with Lease.hold(nights.storage, Storage(nights.storage).run(name, "lease"), what=what) as lease:
             return _release(config, record, lease)
-    with nights.held() as nights:
+    with nights.leased() as nights:
         summary = _promote(config, nights, nights.must_find(name))
     print_summary(summary)
     return summary
@@ -65,7 +65,8 @@ def run(config: Config, name: str) -> "Summary | RunSummary":
 
 def _held_run(nights: NightFiles, name: str) -> RunRecord | None:
     """Find the held run of a name, or one whose release was interrupted; None if it names a night."""
-    record, night = read_record(nights.storage, name), nights.find(name)
+    record = read_record(nights.storage, name)
+    night = next((night for night in nights.nights() if night.name == name), None)
     is_held = record is not None and record.status == "held"
     if night is not None and is_held:
         raise PencilError(f"{name}: both a night and a held run of {nights.storage}; {_known(nights)}")

@@ -17,20 +17,29 @@ from typing import TYPE_CHECKING, Literal
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
 from pencil_scale.config.command import HELD, run_job, say
+from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import now
 from pencil_scale.labels.published import held_names
 from pencil_scale.labels.run_record import read_record, results_of
 from pencil_scale.nights.crawl import class_mapping
-from pencil_scale.nights.record import CARRIED, Night, NightFiles, night_name, now
+from pencil_scale.nights.record import (
+    CARRIED,
+    Night,
+    NightFiles,
+    night_name,
+    remove_old,
+    remove_taken_down,
+)
 from pencil_scale.nights.start import (
+    Prepared,
     abandon,
     adopt,
     clean_accuracy,
     clean_set,
-    decisive_settings,
-    remove_old,
-    remove_taken_down,
+    night_config,
+    prepare,
     resumable,
     run_facts,
 )
@@ -42,7 +51,6 @@ from pipelines.tasks import print_table
 
 if TYPE_CHECKING:
     from pencil_scale.nights.guard_rails import Findings
-    from pencil_scale.nights.prepare import Prepared
 
 Status = Literal["current", "held", "kept", "nothing new"]
 
@@ -75,7 +83,7 @@ def run(config: Config) -> Summary:
         raise PencilError("data.subset: a night chooses its rows itself; leave it out")
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
-    with nights.held() as nights:
+    with nights.leased() as nights:
         summary = _night(config, nights)
     print_summary(summary)
     return summary
@@ -83,7 +91,7 @@ def run(config: Config) -> Summary:
 
 def _night(config: Config, nights: NightFiles) -> Summary:
     current, class_names = nights.current(), read_class_names(config.data.classes)
-    passed = [night.name for night in nights.nights() if night.number and not night.held]
+    passed = [night.name for night in nights.nights() if night.number and night.status == "passed"]
     if current is None and passed:
         raise PencilError(
             f"{nights.storage}/nights/CURRENT is gone, but {passed[-1]} is there; the next night would start "
@@ -92,13 +100,13 @@ def _night(config: Config, nights: NightFiles) -> Summary:
         )
     if current is not None:  # before indexing with a class list that cannot be followed
         class_mapping(current.class_names, class_names, config.nightly.remap)
-    night = resumable(nights, decisive_settings(config), class_names, say)
+    night = resumable(nights, describe(config), class_names)
     catalogue = None
     if night is not None and night.status == "refused":
         # It would be refused again, unless something is new: that makes another night.
         catalogue = index_shards.run(config).catalogue
         if catalogue.version != night.catalogue_version:
-            abandon(nights, night, "it was refused, and the crawl has changed since", say)
+            abandon(nights, night, "it was refused, and the crawl has changed since")
             night = None
     if night is None:
         catalogue = catalogue or index_shards.run(config).catalogue
@@ -106,7 +114,7 @@ def _night(config: Config, nights: NightFiles) -> Summary:
         known = [night for night in nights.nights() if night.catalogue_version == catalogue.version]
         if known:
             name = None if current is None else current.name
-            waits = known[-1].held and known[-1].name != name
+            waits = known[-1].status == "held" and known[-1].name != name
             return Summary("held" if waits else "nothing new", known[-1], name)
         night = nights.start(_new_night(config, nights, catalogue, current))
     facts: Mapping[str, str] = {}
@@ -140,14 +148,13 @@ def _new_night(config: Config, nights: NightFiles, catalogue: Catalogue, parent:
         parent=None if parent is None else parent.name,
         catalogue_version=catalogue.version,
         id=new_id(),
-        settings=decisive_settings(config),
+        settings=describe(config),
     )
 
 
 def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapping[str, str]]:
     """Train, check, export and show one night; its record is written last."""
     # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
-    from pencil_scale.nights.prepare import prepare
     from pipelines.night_outputs import export_night, report_night
 
     prepared = prepare(config, nights, night)
@@ -177,9 +184,8 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
     return made, findings.facts
 
 
-def _learn(config: Config, nights: NightFiles, night: Night, prepared: "Prepared | None") -> None:
+def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared | None) -> None:
     """Train on what is new; if nothing is, the night has its parent's model and labels."""
-    from pencil_scale.nights.prepare import night_config
     from pencil_scale.train.run import Start, train
 
     storage, name = Storage(nights.storage), night.name
@@ -201,7 +207,7 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: "Prepared
     nights.put(storage.published(name), prepared.labels.encode())
 
 
-def _check(config: Config, nights: NightFiles, night: Night, prepared: "Prepared | None") -> "Findings":
+def _check(config: Config, nights: NightFiles, night: Night, prepared: Prepared | None) -> "Findings":
     from pencil_scale.nights.guard_rails import Findings, check_night
 
     storage = Storage(nights.storage)
@@ -218,7 +224,7 @@ def _check(config: Config, nights: NightFiles, night: Night, prepared: "Prepared
     return replace(findings, reasons=(*findings.reasons, *reasons))
 
 
-def _clean(nights: NightFiles, night: Night, prepared: "Prepared | None") -> str:
+def _clean(nights: NightFiles, night: Night, prepared: Prepared | None) -> str:
     """The clean set on which the accuracy of a night was measured; its parent's, if it trained nothing."""
     record = read_record(nights.storage, night.name)
     if record is None:
@@ -231,7 +237,7 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
     from pipelines.night_outputs import track_current, track_night
 
     current = nights.current()
-    status: Status = "held" if night.held else "current"
+    status: Status = "held" if night.status == "held" else "current"
     if current is not None and current.name not in (night.parent, night.name):
         say(f"CURRENT is {current.name} and stays: {night.name} started from {night.parent}")
         status = "kept"

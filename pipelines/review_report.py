@@ -28,7 +28,7 @@ from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.review.audit import Findings, read_judged, study
-from pencil_scale.review.page import Heading, headline, notes, page_data, review_page, samples_of
+from pencil_scale.review.page import page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.storage.errors import PencilError
@@ -134,15 +134,14 @@ def _page(
     classes = source.order.classes(found.classes[back]).astype(np.uint16)
     traces = Traces(found.epochs, classes, found.confidence[back])
     data = page_data(source.words, tally, traces, thumbnails, figures)
-    heading = Heading(
+    return review_page(
+        data,
         run=name,
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         catalogue_version=source.catalogue.version,
-        facts=headline(source.words, tally, figures),
         since=rules.since.name if rules.since else None,
-        notes=(*warnings, *notes(tally, thumbnails)),
+        warnings=warnings,
     )
-    return review_page(data, heading)
 
 
 def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:
@@ -183,7 +182,7 @@ def _print_audit(url: str) -> Summary:
         f"{changed.num_right:,} of {changed.num_judged:,} judged; {changed.num_all:,} changed",
         "missed noise": f"{findings.missed}\n"
         f"{wrong:,} of {unchanged.num_judged:,} judged; {unchanged.num_all:,} unchanged",
-        "remaining noise": str(findings.left),
+        "remaining noise": str(findings.remaining),
     }
     print_table(f"audit {without_passwords(url)}", rows)
     return Summary(None, {}, findings=findings)

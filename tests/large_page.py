@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
-from pencil_scale.review.page import Fact, Heading, page_data, review_page
-from pencil_scale.review.scan import DRAWN, LISTED, SCORE_BINS, Cells, Tally
+from pencil_scale.review.page import page_data, review_page
+from pencil_scale.review.scan import SCORE_BINS, Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
 
 NUM_EPOCHS = 10
@@ -25,17 +25,16 @@ def large_page(path: Path, num_samples: int = 100_000, num_classes: int = 1000) 
     table = _table(given, suggested, chance)
     kept = np.arange(num_classes)
     transitions = Cells.of(np.r_[given, kept], np.r_[suggested, kept], np.r_[np.ones_like(given), kept + 100])
-    drawn = table.slice(0, 400).append_column(DRAWN.field("stratum"), pa.array(["changed"] * 400))
     counts = Counter(labels=1_300_000, changed=num_samples, learned_changed=num_samples, rows=1_300_000)
     none = Cells.of(given[:0], given[:0])
     scores = np.full((2, SCORE_BINS), 1000)
-    tally = Tally(counts, transitions, none, scores, none, table, drawn)
+    tally = Tally(counts, transitions, none, scores, none, table, table.slice(0, 400))
     moves = (chance.random((num_samples, NUM_EPOCHS)) < 0.5).cumsum(1) > 2
     classes = np.where(moves, suggested[:, None], given[:, None]).astype(np.uint16)
     traces = Traces(tuple(range(NUM_EPOCHS)), classes, chance.random(classes.shape).astype(np.float16))
     words = Words(names, ("s3://crawl/0.tar",), 7, "large", TOP_K)
-    heading = Heading("large", "2026-01-01", 7, (Fact("labels studied", "1,300,000", "of many"),))
-    path.write_text(review_page(page_data(words, tally, traces, Thumbnails(), []), heading))
+    data = page_data(words, tally, traces, Thumbnails(), [])
+    path.write_text(review_page(data, "large", created="2026-01-01", catalogue_version=7))
     return path
 
 
@@ -59,4 +58,4 @@ def _table(given: np.ndarray, suggested: np.ndarray, chance: np.random.Generator
         "last_change_epoch": chance.integers(0, NUM_EPOCHS, num).astype(np.int32),
         "before": np.full(num, -1),
     }
-    return pa.table(columns, schema=LISTED)
+    return pa.table(columns)

@@ -1,11 +1,16 @@
-"""Crawl: what is new since the night before, in samples and in classes, and which rows a night trains on.
+"""Crawl: what changed since the parent night, in samples and in classes, and what a night makes of it.
 
 Rows that the catalogue gained are new; so are known rows whose given class has changed, or is usable for the
-first time. All others keep their labels. Besides the new rows a night trains on some old ones, in proportion,
-so that its cost grows with the crawl and not with the archive.
+first time. Besides these a night trains on some old rows, in proportion, so that its cost grows with the
+crawl and not with the archive.
 
     crawl = find_crawl(before, after, mapping)            # two versions of the catalogue
-    rows = crawl.fresh["row"], old_rows(after, crawl, num=5000, key=mixed_key(seed, night))
+    rows = crawl.fresh["row"], old_rows(crawl, num=5000, key=mixed_key(seed, night))
+    labels = carry_over(labels_of_the_parent, crawl, pins, run_id, scratch)
+
+Labels are carried over: every known row keeps its logits bit for bit, whatever shard it is in now. New rows
+start as given; rows whose given class has changed start again; pins that people made since then come last. A
+row pinned to a class that has left the list gets the class that the catalogue gives.
 
 A mapping lists the old classes of each new one. Classes are matched by name, so a list may be reordered. A
 class that left the list must be accounted for: a mistyped name must not cost its samples their labels.
@@ -13,8 +18,10 @@ class that left the list must be accounted for: a mistyped name must not cost it
     mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
 """
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,26 +30,21 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS
+from pencil_scale.export.rows import FOR_THE_MODEL
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import Pinned
+from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
+from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.stream.plan import shuffled
 from pencil_scale.subset.files import MEMBERS
 
-Classes = Sequence[Sequence[int]]
 Int64s = npt.NDArray[np.int64]
 COLUMNS = ["row", "sample_key", "noisy_class", "status"]
-REGIVEN = pa.schema([("row", pa.int64()), ("class", pa.int32())])
 SPREAD = 4  # old rows are drawn out of this many times more: neighbouring rows are too similar
-
 # A sample whose label cannot be used, as after a crawler has renamed a class.
-WITHOUT_LABEL = (
-    "unlabelled",
-    "several_labels",
-    "unknown_class",
-    "label_not_a_number",
-    "label_out_of_range",
-    "label_unreadable",
-)
+WITHOUT_LABEL = tuple(status for status in FOR_THE_MODEL if status != "held_out")
 
 
 def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, str | None]) -> list[list[int]]:
@@ -57,95 +59,78 @@ def class_mapping(old: Sequence[str], new: Sequence[str], moved: Mapping[str, st
             f"what it became, as in nightly.remap={{{lost[0]}: {new[0]}}} (null: dropped), or put it back"
         )
     became = {name: name if name in new else moved[name] for name in old}
-    odd = [(name, to) for name, to in became.items() if to is not None and to not in new]
-    if odd:
-        name, to = odd[0]
-        raise PencilError(f"nightly.remap: {name!r} became {to!r}, which data.classes does not name")
+    for name, to in became.items():
+        if to is not None and to not in new:
+            raise PencilError(f"nightly.remap: {name!r} became {to!r}, which data.classes does not name")
     return [[number for number, name in enumerate(old) if became[name] == to] for to in new]
-
-
-def new_numbers(mapping: Classes, num_old: int) -> list[int]:
-    """The new number of every old class, -1 if it was dropped; the last entry is for rows without a class."""
-    found = [-1] * (num_old + 1)
-    for number, olds in enumerate(mapping):
-        for old in olds:
-            found[old] = number
-    return found
 
 
 @dataclass(frozen=True)
 class Crawl:
-    """What is new since a version of the catalogue."""
+    """What changed between two versions of the catalogue."""
 
-    first_row: int  # rows from here on are new
+    before: Catalogue
+    after: Catalogue
+    mapping: Sequence[Sequence[int]]  # the old classes of each new one
     fresh: pa.Table  # row, sample_key, class of every ok row that is new or starts again, ascending
-    regiven: pa.Table  # row, class of known rows that start again; -1: no usable label any more
+    regiven: pa.Table  # known rows that start again, with or without a class
     given_counts: Int64s  # [C + 1]: new and regiven samples per given class; last: without a label
-    num_new: int
-    num_vanished: int
-    num_returned: int
-
-    def is_fresh(self, rows: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of these rows are new or start again tonight."""
-        return np.isin(rows, self.fresh["row"].to_numpy())
+    figures: Mapping[str, int]  # how many samples are new, regiven, vanished and returned
 
 
-def find_crawl(before: Catalogue, after: Catalogue, mapping: Classes) -> Crawl:
+def find_crawl(before: Catalogue, after: Catalogue, mapping: Sequence[Sequence[int]]) -> Crawl:
     """Compare two versions; `mapping` lists the old classes of each new one."""
-    renamed = np.array(new_numbers(mapping, before.num_classes))
-    fresh: list[pa.Table] = []  # changed rows that start again, then all new ones
-    regiven = [REGIVEN.empty_table()]
-    num_vanished = num_returned = 0
+    new_class = np.full(before.num_classes + 1, -1)  # of each old one; last: of rows without a class
+    for number, olds in enumerate(mapping):
+        new_class[list(olds)] = number
+    regiven, again = [after.read(0, 0, COLUMNS)], []
+    figures = {"new_samples": after.num_rows - before.num_rows}
+    figures |= {"regiven_samples": 0, "vanished_samples": 0, "returned_samples": 0}
     for rows in after.rewritten_rows(before):  # one segment at a time
         was, now = (one.read(rows.start, rows.stop, COLUMNS) for one in (before, after))
         gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
-        num_vanished += int((gone & ~was_gone).sum())
-        num_returned += int((was_gone & ~gone).sum())
-        differs = (_classes(now) != renamed[_classes(was)]) & ~gone
+        figures["vanished_samples"] += int((gone & ~was_gone).sum())
+        figures["returned_samples"] += int((was_gone & ~gone).sum())
+        differs = (given_classes(now) != new_class[given_classes(was)]) & ~gone
+        figures["regiven_samples"] += int(differs.sum())
         usable_now = _has(now, "ok") & ~(_has(was, "ok") | was_gone)
-        fresh.append(now.filter(pa.array(differs | usable_now)))
-        some = now.filter(pa.array(differs))
-        regiven.append(pa.table([some["row"], pa.array(_classes(some), pa.int32())], schema=REGIVEN))
-    step = 64 * CHUNK_ROWS
-    for first in range(before.num_rows, after.num_rows, step):
-        fresh.append(after.read(first, min(first + step, after.num_rows), COLUMNS))
-    counts = np.zeros(after.num_classes + 1, np.int64)
-    for table in fresh:
-        counts += np.bincount(_classes(table)[_has(table, "ok")], minlength=len(counts))
-        counts[-1] += _has(table, *WITHOUT_LABEL).sum()
-    return Crawl(
-        first_row=before.num_rows,
-        fresh=pa.concat_tables([MEMBERS.empty_table(), *map(_members, fresh)]).combine_chunks(),
-        regiven=pa.concat_tables(regiven).combine_chunks(),
-        given_counts=counts,
-        num_new=after.num_rows - before.num_rows,
-        num_vanished=num_vanished,
-        num_returned=num_returned,
-    )
+        regiven.append(now.filter(pa.array(differs)))
+        again.append(now.filter(pa.array(differs | usable_now)))
+    starting = pa.concat_tables([*again, after.read(before.num_rows, after.num_rows, COLUMNS)])
+    ok_classes = given_classes(starting)[_has(starting, "ok")]
+    counts = np.bincount(ok_classes, minlength=after.num_classes + 1)
+    counts[-1] = _has(starting, *WITHOUT_LABEL).sum()
+    fresh, known = _members(starting), pa.concat_tables(regiven)
+    return Crawl(before, after, mapping, fresh, known, counts, figures)
 
 
-def archive_counts(before: Catalogue, mapping: Classes) -> Int64s:
-    """Samples per given class before, in the new classes; last: without a usable label."""
-    old = np.array(before.manifest["class_counts"], np.int64)
-    statuses = before.manifest["status"]
-    without = sum(statuses.get(status, 0) for status in WITHOUT_LABEL)
-    return np.array([*(int(old[list(olds)].sum()) for olds in mapping), without], np.int64)
+def archive_counts(crawl: Crawl) -> npt.NDArray[np.float64]:
+    """Samples per given class before, in the new classes, nan for an added one; last: without a label."""
+    old, statuses = np.array(crawl.before.manifest["class_counts"]), crawl.before.manifest["status"]
+    counts = [old[list(olds)].sum() if olds else np.nan for olds in crawl.mapping]
+    return np.array([*counts, sum(statuses.get(status, 0) for status in WITHOUT_LABEL)])
 
 
-def old_rows(after: Catalogue, crawl: Crawl, num: int, key: int) -> pa.Table:
+def old_rows(crawl: Crawl, num: int, key: int) -> pa.Table:
     """Draw ok rows that were known before, different ones for each key, from as few chunks as possible."""
-    chunks = np.arange(-(-crawl.first_row // CHUNK_ROWS))
+    after, num_known = crawl.after, crawl.before.num_rows
+    chunks = np.arange(-(-num_known // CHUNK_ROWS))
     num_ok = after.chunks().num_ok[: len(chunks)]
     order = chunks[np.argsort(hashes(chunks, ~key), kind="stable")]
     enough = int(np.searchsorted(np.cumsum(num_ok[order]), SPREAD * num)) + 1
-    found = [MEMBERS.empty_table()]
-    for chunk in sorted(order[:enough].tolist() if num else []):
-        stop = min((chunk + 1) * CHUNK_ROWS, crawl.first_row)
-        found.append(_members(after.read(chunk * CHUNK_ROWS, stop, COLUMNS)))
-    table = pa.concat_tables(found).combine_chunks()
-    table = table.filter(pa.array(~crawl.is_fresh(table["row"].to_numpy())))
-    drawn = np.sort(shuffled(table["row"].to_numpy(), key)[:num])
+    tables = [MEMBERS.empty_table()]
+    for first in sorted((CHUNK_ROWS * order[:enough]).tolist() if num else []):
+        tables.append(_members(after.read(first, min(first + CHUNK_ROWS, num_known), COLUMNS)))
+    table = pa.concat_tables(tables)
+    table = table.filter(pc.invert(pc.is_in(table["row"], crawl.fresh["row"])))
+    drawn = shuffled(table["row"].to_numpy(), key)[:num]
     return table.filter(pc.is_in(table["row"], pa.array(drawn)))
+
+
+def given_classes(table: pa.Table) -> npt.NDArray[np.int32]:
+    """The given class of some rows of the catalogue; -1: no usable label."""
+    found: npt.NDArray[np.int32] = table["noisy_class"].fill_null(-1).to_numpy()
+    return found
 
 
 def _members(table: pa.Table) -> pa.Table:
@@ -154,11 +139,36 @@ def _members(table: pa.Table) -> pa.Table:
     return ok.select(["row", "sample_key", "noisy_class"]).rename_columns(MEMBERS.names).cast(MEMBERS)
 
 
-def _classes(table: pa.Table) -> npt.NDArray[np.int32]:
-    found: npt.NDArray[np.int32] = table["noisy_class"].fill_null(-1).to_numpy()
-    return found
-
-
 def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
     found = pc.is_in(table["status"], pa.array(statuses))
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+
+
+def carry_over(parent: Manifest, crawl: Crawl, pins: Pinned, run: str, scratch: str | None) -> Manifest:
+    """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
+    labels, after = parent.for_new_run(run), crawl.after
+    if labels.class_names != after.class_names:
+        labels = _remapped(labels, crawl, scratch)
+    new = after.read(crawl.before.num_rows, after.num_rows, ["noisy_class", "sample_key"])
+    if len(new):
+        labels = grow(labels, given_classes(new), new["sample_key"])
+    labels = regive(labels, crawl.regiven["row"].to_numpy(), given_classes(crawl.regiven))
+    void = np.sort(pins.void["row"].to_numpy())
+    return release(pin(labels, pins), void, _given(after, void))
+
+
+def _remapped(labels: Manifest, crawl: Crawl, scratch: str | None) -> Manifest:
+    """The only step that reads every label: a new class list changes the width of all of them."""
+    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
+        table = LabelTable.restore(labels, Path(folder) / "old")
+        rows = np.arange(table.layout.num_rows)
+        remapped = remap(table, crawl.mapping, crawl.after.class_names, Path(folder) / "new")
+        freed = rows[table.read_pinned(rows) & ~remapped.read_pinned(rows)]  # their class was dropped
+        moved = replace(remapped.snapshot(labels.store), catalogue=labels.catalogue)
+    return regive(moved, freed, _given(crawl.after, freed))
+
+
+def _given(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:
+    """The classes that the catalogue gives some rows; -1 if it gives none."""
+    found = [given_classes(catalogue.read(row, row + 1, ["noisy_class"]))[0] for row in rows.tolist()]
+    return np.array(found, np.int32)

@@ -4,7 +4,8 @@
     findings.reasons                                             # none: CURRENT may move
 
 Changes are counted only in the parts of the label table that the night wrote. Old rows that were trained on
-again are a fair sample of the archive, so new samples are compared with them.
+again are a fair sample of the archive, so new samples are compared with them. Each check takes the limits and
+the evidence, and returns a reason to hold the night, or an empty text; `judge` lists the checks.
 """
 
 import math
@@ -17,181 +18,154 @@ import numpy.typing as npt
 
 from pencil_scale.config.settings import NightlyJob
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.published import LabelRows, PublishedLabels
-from pencil_scale.labels.report import Share
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.decisions import decide
-from pencil_scale.nights.crawl import archive_counts
-from pencil_scale.nights.prepare import Prepared
+from pencil_scale.nights.crawl import Crawl, archive_counts
+from pencil_scale.nights.start import Prepared
 
 SURELY = 3.0  # standard deviations that chance is allowed
 SHOWN = 3  # classes in a reason, and changes from class to class in the summary
-NONE = Share(0, 0)
+FACTS = {  # of figures, in the summary
+    "shards": "{new_shards:,} new, {changed_shards:,} changed, {vanished_shards:,} vanished",
+    "samples": "{new_samples:,} new, {regiven_samples:,} regiven, {vanished_samples:,} vanished",
+    "new labels repaired": "{new_repaired:,} of {new_trained:,} trained on",
+    "old labels changed": "{old_changed:,} of {old_trained:,} trained on again",
+}
 Int64s = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Moves:
-    """The label changes of the rows that a night trained on, without pinned ones."""
+class Evidence:
+    """What a night is judged by. The last count per class is of samples without a usable label."""
 
-    old_changed: Share = NONE  # old rows whose label differs from that of the night before
-    old_repaired: Share = NONE  # old rows whose label differed from the given one the night before
-    new_repaired: Share = NONE  # new rows whose label differs from the given one
-    between: Mapping[tuple[int, int], int] = field(default_factory=dict)  # old rows, from class to class
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Samples per given class, before and tonight; the last count is of those without a usable label."""
-
+    figures: Figures
     class_names: Sequence[str]
-    before: Int64s  # [C + 1]
-    tonight: Int64s  # [C + 1]
-    added: frozenset[int] = frozenset()  # classes that are new in the list, with nothing to compare
-
-
-def count_moves(carried: Manifest, labels: Manifest, rows: Int64s, is_new: Mask) -> Moves:
-    """Compare the labels that a night started and ended with, over the rows it trained on."""
-    counts: Counter[str] = Counter()
-    between: Counter[tuple[int, int]] = Counter()
-    parts = (PublishedLabels(manifest).parts_with(rows) for manifest in (carried, labels))
-    for before, after in zip(*parts, strict=True):
-        some = slice(*np.searchsorted(rows, [after.rows.start, after.rows.stop]).tolist())
-        places, new = rows[some] - after.rows.start, is_new[some]
-        given, was, free = _decided(before, places)
-        _, now, _ = _decided(after, places)
-        moved = free & ~new & (was != now)
-        counts["old"] += int((free & ~new).sum())
-        counts["old changed"] += int(moved.sum())
-        counts["old repaired"] += int((free & ~new & (was != given)).sum())
-        counts["new"] += int((free & new).sum())
-        counts["new repaired"] += int((free & new & (now != given)).sum())
-        between.update(zip(was[moved].tolist(), now[moved].tolist(), strict=True))
-    return Moves(
-        Share(counts["old changed"], counts["old"]),
-        Share(counts["old repaired"], counts["old"]),
-        Share(counts["new repaired"], counts["new"]),
-        dict(between.most_common()),
-    )
-
-
-def _decided(labels: LabelRows, places: Int64s) -> tuple[Int64s, Int64s, Mask]:
-    """Of some rows of a part: the given class, the class now, and which are not pinned."""
-    given = labels.noisy_class[places].astype(np.int64)
-    return given, decide(labels.logits[places], given).corrected_class, ~labels.pinned[places]
-
-
-def judge(
-    limits: NightlyJob, moves: Moves, balance: Balance, before: float | None, tonight: float | None
-) -> tuple[str, ...]:
-    """The reasons to hold a night; none if it may be used. The last two are accuracies on the clean set."""
-    found = []
-    limit = limits.max_accuracy_fall
-    if before is not None and tonight is not None and before - tonight > limit:
-        found.append(
-            f"accuracy on the clean set fell from {before:.4f} to {tonight:.4f} "
-            f"(nightly.max_accuracy_fall {limit:g})"
-        )
-    changed, limit = moves.old_changed, limits.max_changed_share
-    if changed.num > limit * changed.of + SURELY * math.sqrt(limit * changed.of):
-        found.append(
-            f"{changed.num:,} of {changed.of:,} old labels changed since the night before, "
-            f"{changed.share:.1%} (nightly.max_changed_share {limit:g})"
-        )
-    new, old, limit = moves.new_repaired, moves.old_repaired, limits.max_repair_jump
-    allowed = min(old.share + limit, 1.0) if old.of else 1.0  # without old ones there is nothing to compare
-    if new.num > allowed * new.of + SURELY * math.sqrt(allowed * (1 - allowed) * new.of):
-        found.append(
-            f"{new.share:.1%} of {new.of:,} new labels were repaired, of old ones {old.share:.1%} "
-            f"(nightly.max_repair_jump {limit:g})"
-        )
-    unbalanced = _unbalanced(limits.max_class_ratio, balance)
-    return (*found, unbalanced) if unbalanced else tuple(found)
-
-
-def _unbalanced(limit: float, balance: Balance) -> str:
-    """Compare the share of each class with its share before, times or divided by the limit, and chance."""
-    num_before, num = int(balance.before.sum()), int(balance.tonight.sum())
-    if not num_before or not num:
-        return ""
-    names = [*balance.class_names, "no usable label"]
-    # One more than was seen: a class without samples so far may get one or two.
-    expected = (balance.before + 1) / (num_before + len(names)) * num
-    odd: list[str] = []
-    for number, (mean, found) in enumerate(zip(expected.tolist(), balance.tonight.tolist(), strict=True)):
-        most = limit * mean + SURELY * math.sqrt(limit * mean) + 1
-        fewest = mean / limit - SURELY * math.sqrt(mean / limit)
-        if number not in balance.added and not fewest <= found <= most:
-            odd.append(f"{names[number]} {found:,} where about {mean:,.0f} were expected")
-    if not odd:
-        return ""
-    more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-    return f"the class balance jumped: {', '.join(odd[:SHOWN])}{more} (nightly.max_class_ratio {limit:g})"
+    archive: npt.NDArray[np.float64]  # [C + 1]: samples per given class before; nan: a class that is new
+    tonight: Int64s  # [C + 1]: of the samples that are new or start again
+    parent_accuracy: float | None = None  # on the clean set; None if it cannot be compared
 
 
 @dataclass(frozen=True)
 class Findings:
     """The figures of a night, why it must be held, and what changed, as text for its summary."""
 
-    figures: Mapping[str, float]
+    figures: Figures
     reasons: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def count_moves(
+    carried: Manifest, labels: Manifest, rows: Int64s, is_new: npt.NDArray[np.bool_]
+) -> tuple[dict[str, int], Counter[tuple[int, int]]]:
+    """Compare the labels that a night started and ended with, over the rows it trained on.
+
+    Return the figures, and how many old labels went from one class to another. Pinned rows do not count.
+    """
+    found = [np.empty((4, 0), np.int64)]
+    parts = (PublishedLabels(manifest).parts_with(rows) for manifest in (carried, labels))
+    for before, after in zip(*parts, strict=True):
+        some = slice(*np.searchsorted(rows, [after.rows.start, after.rows.stop]).tolist())
+        slots = rows[some] - after.rows.start
+        given = before.noisy_class[slots]
+        was, now = (decide(one.logits[slots], given).corrected_class for one in (before, after))
+        found.append(np.stack([given, was, now, is_new[some]])[:, ~before.pinned[slots]])
+    given, was, now, new = np.concatenate(found, axis=1)
+    changed = (new == 0) & (was != now)
+    figures = {
+        "old_trained": int((new == 0).sum()),
+        "old_changed": int(changed.sum()),
+        "old_repaired": int(((new == 0) & (was != given)).sum()),  # before the night
+        "new_trained": int((new == 1).sum()),
+        "new_repaired": int(((new == 1) & (now != given)).sum()),
+    }
+    return figures, Counter(zip(was[changed].tolist(), now[changed].tolist(), strict=True))
+
+
+def judge(limits: NightlyJob, evidence: Evidence) -> tuple[str, ...]:
+    """The reasons to hold a night; none if it may be used."""
+    checks = (_accuracy, _old_labels, _repairs, _class_balance)
+    return tuple(reason for check in checks if (reason := check(limits, evidence)))
+
+
+def _accuracy(limits: NightlyJob, evidence: Evidence) -> str:
+    before, tonight = evidence.parent_accuracy, evidence.figures.get("clean_accuracy")
+    if before is None or tonight is None or before - tonight <= limits.max_accuracy_fall:
+        return ""
+    limit = f"nightly.max_accuracy_fall {limits.max_accuracy_fall:g}"
+    return f"accuracy on the clean set fell from {before:.4f} to {tonight:.4f} ({limit})"
+
+
+def _old_labels(limits: NightlyJob, evidence: Evidence) -> str:
+    num, of = evidence.figures["old_changed"], evidence.figures["old_trained"]
+    limit = limits.max_changed_share
+    if num <= limit * of + SURELY * math.sqrt(limit * of):
+        return ""
+    return (
+        f"{num:,} of {of:,} old labels changed since the night before, {num / of:.1%} "
+        f"(nightly.max_changed_share {limit:g})"
+    )
+
+
+def _repairs(limits: NightlyJob, evidence: Evidence) -> str:
+    num, of = evidence.figures["new_repaired"], evidence.figures["new_trained"]
+    num_old, limit = evidence.figures["old_trained"], limits.max_repair_jump
+    of_old = evidence.figures["old_repaired"] / num_old if num_old else 1.0  # 1: nothing to compare with
+    allowed = min(of_old + limit, 1.0)
+    if num <= allowed * of + SURELY * math.sqrt(allowed * (1 - allowed) * of):
+        return ""
+    return (
+        f"{num / of:.1%} of {of:,} new labels were repaired, of old ones {of_old:.1%} "
+        f"(nightly.max_repair_jump {limit:g})"
+    )
+
+
+def _class_balance(limits: NightlyJob, evidence: Evidence) -> str:
+    """Compare the share of each class with its share before, times or divided by the limit, and chance."""
+    limit, archive, tonight = limits.max_class_ratio, evidence.archive, evidence.tonight
+    # One more than was seen: a class without samples so far may get one or two.
+    expected = (archive + 1) / (np.nansum(archive) + len(archive)) * tonight.sum()
+    most = limit * expected + SURELY * np.sqrt(limit * expected) + 1
+    fewest = expected / limit - SURELY * np.sqrt(expected / limit)
+    odd = np.flatnonzero((tonight < fewest) | (tonight > most)).tolist()  # never a class that is new
+    if not odd or not np.nansum(archive):
+        return ""
+    names = [*evidence.class_names, "no usable label"]
+    shown = [f"{names[c]} {tonight[c]:,} where about {expected[c]:,.0f} were expected" for c in odd[:SHOWN]]
+    more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+    return f"the class balance jumped: {', '.join(shown)}{more} (nightly.max_class_ratio {limit:g})"
 
 
 def check_night(
     limits: NightlyJob, prepared: Prepared, labels: Manifest, accuracy: float | None, clean: str
 ) -> Findings:
     """Compare a night with its parent; `clean` names the set on which accuracy was measured."""
-    parent, crawl, mapping = prepared.parent, prepared.crawl, prepared.mapping
-    moves = count_moves(prepared.labels, labels, prepared.rows, crawl.is_fresh(prepared.rows))
-    comparable = prepared.same_classes and parent.clean == clean
-    before = parent.figures.get("clean_accuracy") if comparable else None
-    names = tuple(prepared.catalogue.manifest["classes"])
-    added = frozenset(number for number, olds in enumerate(mapping) if not olds)
-    balance = Balance(names, archive_counts(prepared.before, mapping), crawl.given_counts, added)
-    figures: dict[str, float] = {
-        **_shard_counts(prepared),
-        "new_samples": crawl.num_new,
-        "regiven_samples": len(crawl.regiven),
-        "vanished_samples": crawl.num_vanished,
-        "returned_samples": crawl.num_returned,
-        "old_trained": moves.old_changed.of,
-        "old_changed": moves.old_changed.num,
-        "new_trained": moves.new_repaired.of,
-        "new_repaired": moves.new_repaired.num,
-    }
-    facts = _summary(figures, moves, names)
-    if accuracy is None:
-        facts["clean accuracy"] = "not known: no validation or test shards"
-    else:
+    parent, crawl, rows = prepared.parent, prepared.crawl, prepared.rows
+    is_new = np.isin(rows, crawl.fresh["row"].to_numpy())
+    moved, between = count_moves(prepared.labels, labels, rows, is_new)
+    figures: dict[str, float] = {**_shard_counts(crawl), **crawl.figures, **moved}
+    if accuracy is not None:
         figures["clean_accuracy"] = accuracy
-        than = "" if comparable else ", not compared: classes or clean set have changed"
-        than = than if before is None else f", {before:.4f} the night before"
-        facts["clean accuracy"] = f"{accuracy:.4f}{than}"
-    return Findings(figures, judge(limits, moves, balance, before, accuracy), facts)
+    comparable = prepared.same_classes and parent.clean == clean
+    before, names = parent.figures.get("clean_accuracy") if comparable else None, crawl.after.class_names
+    evidence = Evidence(figures, names, archive_counts(crawl), crawl.given_counts, before)
+    than = "" if comparable else ", not compared: classes or clean set have changed"
+    than = than if before is None else f", {before:.4f} the night before"
+    known = "not known: no validation or test shards" if accuracy is None else f"{accuracy:.4f}{than}"
+    facts = {name: text.format_map(figures) for name, text in FACTS.items()}
+    facts |= {f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in between.most_common(SHOWN)}
+    facts["clean accuracy"] = known
+    return Findings(figures, judge(limits, evidence), facts)
 
 
-def _shard_counts(prepared: Prepared) -> dict[str, int]:
-    """Count the shards that are new, changed and gone between two versions of the catalogue."""
+def _shard_counts(crawl: Crawl) -> dict[str, int]:
+    """Count the shards that are new, changed and gone since the parent."""
     before, after = (
         {entry.url: entry.version for entry in catalogue.shards if entry.state == "indexed"}
-        for catalogue in (prepared.before, prepared.catalogue)
+        for catalogue in (crawl.before, crawl.after)
     )
     return {
         "new_shards": len(after.keys() - before.keys()),
         "changed_shards": sum(before[url] != after[url] for url in before.keys() & after.keys()),
         "vanished_shards": len(before.keys() - after.keys()),
-    }
-
-
-def _summary(figures: Mapping[str, float], moves: Moves, names: Sequence[str]) -> dict[str, str]:
-    new, old = moves.new_repaired, moves.old_changed
-    shards = [f"{figures[f'{what}_shards']:,} {what}" for what in ("new", "changed", "vanished")]
-    samples = [f"{figures[f'{what}_samples']:,} {what}" for what in ("new", "regiven", "vanished")]
-    return {
-        "shards": ", ".join(shards),
-        "samples": ", ".join(samples),
-        "new labels repaired": f"{new.num:,} of {new.of:,} trained on",
-        "old labels changed": f"{old.num:,} of {old.of:,} trained on again",
-        **{f"  {names[a]} -> {names[b]}": f"{num:,}" for (a, b), num in [*moves.between.items()][:SHOWN]},
     }

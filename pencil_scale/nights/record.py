@@ -7,25 +7,33 @@
 A record is written when a night starts, so a killed job finds it again, and once more when all it names is
 there. A night names its parent, and CURRENT moves to it only from there, by compare-and-swap.
 
+The night in use and its parent are never removed. Only what a night itself made is removed, which its id
+shows: a run, a model or labels that another job called `night-0007` stay, and so do other files in the folder
+of its export.
+
     nights = NightFiles("s3://lake/clothing1m")
     night = nights.current()                    # None before the first
-    with nights.held() as nights:
+    with nights.leased() as nights:
         nights.move_current(night, expected=night.parent)
+        remove_old(nights, keep=14)                  # CURRENT, its parent, and the newest 14 stay
+        remove_taken_down(nights, overlay)           # exports and pages that still show excluded ids
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from pencil_scale.export.files import remove_export
+from pencil_scale.labels.manifest import Manifest, sweep_run
+from pencil_scale.labels.pins import now
+from pencil_scale.labels.run_record import read_record
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
+from pencil_scale.storage.urls import filesystem_of
 
 CURRENT, NIGHT, LEASE = "CURRENT", "night.json", "lease"
 CARRIED = "carried.json"  # the labels a night starts with
@@ -41,10 +49,10 @@ class Night:
     parent: str | None
     catalogue_version: int
     id: str = ""  # random; of its run, and of all label parts it writes
-    settings: Mapping[str, str] = field(default_factory=dict)  # those that decide what it computes
+    settings: Mapping[str, str] = field(default_factory=dict)  # of its config
     status: Literal["started", "refused", "passed", "held", "abandoned"] = "started"
     reasons: tuple[str, ...] = ()  # why it was refused, or is held
-    closed: bool = False  # CURRENT has moved to it, or stays elsewhere for good; or it was abandoned
+    closed: bool = False  # CURRENT has moved to it, or will never move to it; or it was abandoned
     class_names: tuple[str, ...] = ()
     labels: str = ""
     model: str = ""
@@ -61,10 +69,6 @@ class Night:
     def is_made(self) -> bool:
         return self.status in ("passed", "held")
 
-    @property
-    def held(self) -> bool:
-        return self.status == "held"
-
 
 class NightFiles:
     """The nights of one storage; with a lease, nothing is written once another job has taken it over."""
@@ -74,12 +78,8 @@ class NightFiles:
         self.storage = self._store.url
         self._lease = lease
 
-    @cached_property
-    def _objects(self) -> Folder:
-        return Folder(self._store.path(self._store.nights))
-
     @contextmanager
-    def held(self) -> Iterator["NightFiles"]:
+    def leased(self) -> Iterator["NightFiles"]:
         """Hold the nights for a job that changes them, or refuse: there is one such job at a time."""
         what = f"the nights of {self.storage} are being changed"
         with Lease.hold(self.storage, f"{self._store.nights}/{LEASE}", what) as lease:
@@ -89,16 +89,10 @@ class NightFiles:
         """The URL of a night's folder, or of a file in it."""
         return self._store.path(self._store.night(name, file))
 
-    # -- records ------------------------------------------------------------------------------------
-
-    def names(self) -> list[str]:
-        """Every night that was started, and the run that the first one continued."""
-        found = [PurePosixPath(name).name for name in self._store.names(self._store.nights)]
-        return [name for name in found if name not in (CURRENT, LEASE) and not name.endswith(BESIDE)]
-
     def records(self) -> list[Night]:
-        """Every night that was started, in order."""
-        found = [night for name in self.names() if (night := self.record(name))]
+        """Every night that was started, and the run that the first one continued, in order."""
+        names = [PurePosixPath(name).name for name in self._store.names(self._store.nights)]
+        found = [night for name in names if (night := self.record(name))]  # CURRENT and lease have none
         return sorted(found, key=lambda night: night.number)
 
     def nights(self) -> list[Night]:
@@ -119,28 +113,21 @@ class NightFiles:
         lists = {name: tuple(found[name]) for name in ("class_names", "reasons")}
         return Night(**{**found, **lists})
 
-    def find(self, name: str) -> Night | None:
-        """Read the record of a night that is made; None if it is not, or not there."""
-        night = self.record(name)
-        return night if night is not None and night.is_made else None
-
     def must_find(self, name: str) -> Night:
-        """Read the record of a night that a person named."""
-        night = self.find(name)
-        if night is None:
-            raise PencilError(f"{self.path(name)}: no finished night of this name; {self._known()}")
+        """Read the record of a night that a person or CURRENT names."""
+        night = self.record(name)
+        if night is None or not night.is_made:
+            kept = ", ".join(night.name for night in self.nights())
+            advice = f"kept are {kept}: promote one of them" if kept else "run reclean_nightly first"
+            raise PencilError(f"{self.path(name)}: no finished night of this name; {advice}")
         return night
-
-    def _known(self) -> str:
-        names = [night.name for night in self.nights()]
-        return f"kept are {', '.join(names)}" if names else "run reclean_nightly first"
 
     def start(self, night: Night) -> Night:
         """Write the record of a new night; if another job was first to take its number, take the next."""
+        objects = self._store
         while True:
-            if self._lease is not None:
-                self._lease.check()
-            if self._objects.create(f"{night.name}/{NIGHT}", _encoded(asdict(night))):
+            self._check_lease()
+            if objects.create(self._store.night(night.name, NIGHT), _encoded(asdict(night))):
                 return night
             night = replace(night, name=night_name(night.number + 1), number=night.number + 1)
 
@@ -156,44 +143,37 @@ class NightFiles:
 
     def unclosed(self) -> Night | None:
         """The newest night, if it has not come to its end."""
-        newest = next(reversed(self.records()), None)
-        return None if newest is None or newest.closed else newest
+        return next((night for night in self.records()[-1:] if not night.closed), None)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object of the storage, unless another job has taken over the nights."""
         (self._lease or self._store).put(name, data)
 
-    # -- CURRENT ------------------------------------------------------------------------------------
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
     def current(self) -> Night | None:
         """The night in use; None before the first."""
         found = self._store.read_json(f"{self._store.nights}/{CURRENT}")
-        if found is None:
-            return None
-        night = self.find(found["night"])
-        if night is None:
-            raise PencilError(f"{self.path(CURRENT)} names {found['night']}, which is gone; {self._known()}")
-        return night
+        return None if found is None else self.must_find(found["night"])
 
     def move_current(self, night: Night, expected: str | None) -> None:
         """Move CURRENT to a night, if it still points to the expected one."""
-        before = self._objects.read(CURRENT)
-        self._require_current(night, expected, before)
-        if self._lease is not None:
-            self._lease.check()  # between reading and replacing, as in Lease.put
+        objects, file = self._store, f"{self._store.nights}/{CURRENT}"
         named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
         moved = _encoded({"night": night.name, **named, "moved": now()})
-        if not self._objects.replace(CURRENT, moved, before and before[1]):
-            self._require_current(night, expected, self._objects.read(CURRENT))
-            raise PencilError(f"{self.path(CURRENT)} was written by another job; run this again")
-
-    def _require_current(self, night: Night, expected: str | None, read: tuple[bytes, str] | None) -> None:
-        found = None if read is None else json.loads(read[0])["night"]
-        if found not in (expected, night.name):
-            raise PencilError(
-                f"{self.path(CURRENT)} was moved to {found} while {night.name} was made from {expected}; it "
-                f"stays there. Run reclean_nightly again, or promote {night.name}"
-            )
+        while True:
+            before = objects.read(file)
+            found = None if before is None else json.loads(before[0])["night"]
+            if found not in (expected, night.name):
+                raise PencilError(
+                    f"{self.path(CURRENT)} was moved to {found} while {night.name} was made from {expected}; "
+                    f"it stays there. Run reclean_nightly again, or promote {night.name}"
+                )
+            self._check_lease()  # between reading and replacing, as in Lease.put
+            if objects.replace(file, moved, before and before[1]):
+                return
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:
@@ -205,6 +185,63 @@ def night_name(number: int) -> str:
     return f"night-{number:04d}"
 
 
-def now() -> str:
-    """The time, as files record it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+# --- removing ----------------------------------------------------------------------------------------
+
+
+def remove_old(nights: NightFiles, keep: int) -> list[str]:
+    """Remove the nights that need not be kept, also abandoned ones; return their names."""
+    current = nights.current()
+    in_use = {current.name, current.parent} if current else set()
+    started = [night for night in nights.records() if night.number]
+    old = [night for night in started[:-keep] if night.name not in in_use]
+    for night in old:
+        # First the status, for what a finished night names must be there; its record goes last, so that an
+        # interrupted removal is repeated.
+        nights.save(night, status="abandoned", closed=True)
+        remove_made(nights, night)
+        _remove(nights.path(night.name))
+    return [night.name for night in old]
+
+
+def remove_made(nights: NightFiles, night: Night) -> None:
+    """Remove all that a night made but its record; label parts last, when nothing names them any more."""
+    storage, name = Storage(nights.storage), night.name
+    remove_shown(storage, name)
+    run, labels = read_record(storage.url, name), Manifest.find(storage.path(storage.published(name)))
+    run_id = None if run is None else run.id
+    made = []
+    if night.id == (
+        run_id if labels is None else labels.run
+    ):  # the labels show whose they are, so they go last
+        made += [storage.model(name), storage.published(name)]
+    checkpoints = storage.names(storage.checkpoints(name))
+    made += [folder for folder in checkpoints if PurePosixPath(folder).name.startswith(f"{night.id}-")]
+    if run_id == night.id:
+        made.append(storage.run(name))
+    for file in (*made, storage.history(night.id), storage.night(name, CARRIED)):
+        _remove(storage.path(file))
+    sweep_run(storage.url, night.id)
+
+
+def remove_taken_down(nights: NightFiles, overlay: str) -> list[str]:
+    """Remove exports and pages made before ids were excluded or included again; return of which nights."""
+    current, storage = nights.current(), Storage(nights.storage)
+    others = [night for night in nights.nights() if current is None or night.name != current.name]
+    outdated = [night.name for night in others if night.number and night.overlay != overlay]
+    return [name for name in outdated if remove_shown(storage, name)]
+
+
+def remove_shown(storage: Storage, name: str) -> bool:
+    """Remove the export and the page of a night; return whether there were any."""
+    exported = remove_export(storage.path(storage.export(name)))
+    return _remove(storage.path(storage.report(name))) or exported
+
+
+def _remove(url: str) -> bool:
+    """Remove a file or folder; return whether it was there."""
+    filesystem, path = filesystem_of(url)
+    filesystem.invalidate_cache()
+    if not filesystem.exists(path):
+        return False
+    filesystem.rm(path, recursive=True)
+    return True

@@ -1,72 +1,69 @@
 """How a night starts: from the night in use, from a finished training run, or where a killed job left it.
 
     parent = nights.current() or adopt(nights, named=None)       # None: nothing was trained here yet
-    night = resumable(nights, settings, class_names, say) or nights.start(...)
+    night = resumable(nights, settings, class_names) or nights.start(...)
+    prepared = prepare(config, nights, night)        # what is new, labels carried over, rows, weights
+    train(night_config(config, night, prepared), labels=prepared.labels)
 
-And how it is removed: never the night in use, nor its parent. Only what a night itself made is removed, which
-its id shows: a run, a model or labels that somebody else called `night-0007` stay, and so do other files in
-the folder of its export.
-
-    removed = remove_old(nights, keep=14)          # CURRENT, its parent, and the newest 14 stay
-    remove_taken_down(nights, overlay)             # exports and pages that still show excluded ids
+Labels and rows are made once, and found again after a kill.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.config.loader import describe
+from pencil_scale.catalogue.rules import newly_excluded
+from pencil_scale.config.command import say
 from pencil_scale.config.settings import Config
-from pencil_scale.export.files import remove_export
-from pencil_scale.labels.manifest import Manifest, sweep_run
-from pencil_scale.labels.run_record import FREE, RunRecord, read_record, why_held
-from pencil_scale.nights.record import CARRIED, CURRENT, LEASE, Night, NightFiles, now
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import now, read_pins
+from pencil_scale.labels.published import require_same_rows
+from pencil_scale.labels.report import START, history_file, study_labels
+from pencil_scale.labels.run_record import FREE, read_record, why_held
+from pencil_scale.nights.crawl import Crawl, carry_over, class_mapping, find_crawl, old_rows
+from pencil_scale.nights.record import CARRIED, Night, NightFiles, remove_made
 from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of, versions_of
+from pencil_scale.storage.urls import versions_of
+from pencil_scale.stream.plan import mixed_key
+from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
 
-Say = Callable[[str], None]
-
-
-def decisive_settings(config: Config) -> dict[str, str]:
-    """The settings that decide what a night computes: a night is not resumed with others."""
-    return {name: text for name, text in describe(config).items() if not name.startswith(FREE)}
+ROWS, WEIGHTS = "rows", "start.pt"
 
 
 def adopt(nights: NightFiles, named: str | None) -> Night | None:
-    """Make a finished training run the night before the first; None if no run is finished.
+    """Make a finished training run the parent of the first night; None if no run is finished.
 
     A held run is not finished: a person must promote it before nights start from it.
     """
     storage = Storage(nights.storage)
     names = [PurePosixPath(name).name for name in storage.names("runs")]
-    runs = [run for name in names if (run := read_record(storage.url, name)) is not None]
-    numbers = {night.name: night.number for night in nights.records()}
-    finished = {run.name: run for run in runs if run.status == "finished" and not numbers.get(run.name)}
-    known = f"finished are {', '.join(sorted(finished))}" if finished else "none is finished"
+    runs = {name: run for name in names if (run := read_record(storage.url, name))}
+    of_nights = {night.name for night in nights.records() if night.number}
+    finished = [name for name, run in runs.items() if run.status == "finished" and name not in of_nights]
+    known = f"finished are {', '.join(finished)}" if finished else "none is finished"
+    if named in runs and runs[named].status == "held":
+        reason = why_held(named, runs[named].held_because)
+        raise PencilError(f"nightly.start_from: {named} is held: {reason}")
     if named is not None and named not in finished:
-        held = next((run for run in runs if run.name == named and run.status == "held"), None)
-        if held is not None:
-            raise PencilError(f"nightly.start_from: {named} is held: {why_held(named, held.held_because)}")
-        raise PencilError(f"nightly.start_from: {named} is no finished run of {storage.url}; {known}")
+        raise PencilError(f"nightly.start_from: {named} is not a finished run of {storage.url}; {known}")
     if named is None and len(finished) > 1:
         raise PencilError(f"nightly.start_from: which run? {known}")
     if not finished:
         return None
-    run = finished[named or next(iter(finished))]
-    if run.name in (CURRENT, LEASE):
-        raise PencilError(f"nightly.start_from: a run called {run.name} cannot be followed by nights")
-    night = nights.save(_as_night(storage, run))
-    nights.move_current(night, expected=None)
-    return night
-
-
-def _as_night(storage: Storage, run: RunRecord) -> Night:
+    run = runs[named or finished[0]]
     catalogue = Catalogue.open(storage.url, run.catalogue_version)
-    return Night(
+    night = Night(
         name=run.name,
         number=0,
         parent=None,
@@ -82,26 +79,26 @@ def _as_night(storage: Storage, run: RunRecord) -> Night:
         overlay=catalogue.manifest["overlay"],
         finished=now(),
     )
+    nights.move_current(nights.save(night), expected=None)
+    return night
 
 
 # --- after a kill ------------------------------------------------------------------------------------
 
 
-def resumable(
-    nights: NightFiles, settings: Mapping[str, str], class_names: Sequence[str], say: Say
-) -> Night | None:
+def resumable(nights: NightFiles, settings: Mapping[str, str], class_names: Sequence[str]) -> Night | None:
     """Find the night that was started and not closed; one that can no longer be finished is abandoned."""
     night = nights.unclosed()
     if night is None:
         return None
     if reason := _outdated(nights, night, settings, class_names):
-        abandon(nights, night, reason, say)
+        abandon(nights, night, reason)
         return None
     say(f"{night.name} resumes")
     return night
 
 
-def abandon(nights: NightFiles, night: Night, reason: str, say: Say) -> None:
+def abandon(nights: NightFiles, night: Night, reason: str) -> None:
     """Give up a night that was not finished, and remove all it made; its number is not given again."""
     say(f"{night.name} was not finished, and is abandoned: {reason}")
     remove_made(nights, night)
@@ -117,9 +114,9 @@ def _outdated(
     name = None if current is None else current.name
     if name != night.parent:
         return f"it started from {night.parent}, and CURRENT is {name} now"
-    changed = [key for key in {**night.settings, **settings} if night.settings.get(key) != settings.get(key)]
+    changed = {key for key, _ in settings.items() ^ night.settings.items() if not key.startswith(FREE)}
     if changed:
-        return f"{sorted(changed)[0]} has changed"
+        return f"{min(changed)} has changed"
     catalogue = Catalogue.open(nights.storage, night.catalogue_version)
     if differs := difference(class_names, catalogue.class_names):
         return f"the class list has changed: it {differs}"
@@ -136,10 +133,10 @@ def _outdated(
 
 def run_facts(storage: str, name: str) -> dict[str, Any]:
     """The summary of a finished run."""
-    store = Storage(storage)
-    facts: dict[str, Any] | None = store.read_json(store.run(name, "summary.json"))
+    store, file = Storage(storage), Storage(storage).run(name, "summary.json")
+    facts: dict[str, Any] | None = store.read_json(file)
     if facts is None:
-        raise DamagedError(f"{store.path(store.run(name, 'summary.json'))}: missing; restore it")
+        raise DamagedError(f"{store.path(file)}: missing; restore it")
     return facts
 
 
@@ -154,76 +151,131 @@ def clean_set(storage: str, versions: Mapping[str, int]) -> str:
 
     `versions` are the catalogue versions of the clean sets that the run was evaluated on.
     """
-    part = next((part for part in ("validation", "test") if part in versions), "")
-    if not part:
-        return ""
-    # Not by its version: a takedown from the training shards gives the clean set a new version too, and that
-    # night would not be compared. The segments hold all that is known of the rows.
-    segments = Catalogue.open(storage, versions[part], part).manifest["segments"]
-    files = "\n".join(segment["file"] for segment in segments)
-    return f"{part} {sha256(files.encode()).hexdigest()[:16]}"
+    for name in ("validation", "test"):
+        if name in versions:
+            # Not by its version: a takedown from the training shards gives the clean set a new version too,
+            # and that night would not be compared. The segments hold all that is known of the rows.
+            files = "\n".join(one.file for one in Catalogue.open(storage, versions[name], name).segments)
+            return f"{name} {sha256(files.encode()).hexdigest()[:16]}"
+    return ""
 
 
-# --- removing ----------------------------------------------------------------------------------------
+# --- what a night starts with ---------------------------------------------------------------------------
 
 
-def remove_old(nights: NightFiles, keep: int) -> list[str]:
-    """Remove the nights that need not be kept, also abandoned ones; return their names."""
-    current = nights.current()
-    in_use = {current.name, current.parent} if current else set()
-    started = [night for night in nights.records() if night.number]
-    old = [night for night in started[:-keep] if night.name not in in_use]
-    for night in old:
-        # First the status, for what a finished night names must be there; its record goes last, so that an
-        # interrupted removal is repeated.
-        nights.save(night, status="abandoned", closed=True)
-        remove_made(nights, night)
-        _remove(nights.path(night.name))
-    return [night.name for night in old]
+@dataclass(frozen=True)
+class Prepared:
+    """What a night starts with that has a parent."""
+
+    parent: Night
+    crawl: Crawl
+    labels: Manifest
+    rows: npt.NDArray[np.int64]  # to train on, in ascending order
+    subset: str  # the same rows, as the trainer takes them
+    weights: str
+
+    @property
+    def same_classes(self) -> bool:
+        return self.parent.class_names == self.crawl.after.class_names
 
 
-def remove_made(nights: NightFiles, night: Night) -> None:
-    """Remove all that a night made but its record; label parts last, when nothing names them any more."""
-    storage, name = Storage(nights.storage), night.name
-    remove_shown(storage, name)
-    run = read_record(storage.url, name)
-    is_its_run = run is not None and run.id == night.id
-    try:
-        is_its_labels = Manifest.load(storage.path(storage.published(name))).run == night.id
-    except DamagedError:  # there are none, perhaps because an earlier removal was interrupted
-        is_its_labels = is_its_run
-    if is_its_labels:
-        _remove(storage.path(storage.published(name)))
-        _remove(storage.path(storage.model(name)))
-    for folder in storage.names(storage.checkpoints(name)):
-        if PurePosixPath(folder).name.startswith(f"{night.id}-"):
-            _remove(storage.path(folder))
-    if is_its_run:
-        _remove(storage.path(storage.run(name)))
-    _remove(storage.path(storage.history(night.id)))
-    _remove(nights.path(name, CARRIED))
-    sweep_run(storage.url, night.id)
+def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None:
+    """Make what a night starts with; None for a first night, which starts from nothing."""
+    if night.parent is None:
+        return None
+    parent = nights.must_find(night.parent)
+    before, after = (Catalogue.open(nights.storage, one.catalogue_version) for one in (parent, night))
+    old = Manifest.load(parent.labels)
+    if (old.layout.num_rows, old.class_names) != (before.num_rows, before.class_names):
+        raise PencilError(
+            f"{parent.labels}: labels of {old.layout.num_rows:,} rows and {len(old.class_names)} classes; "
+            f"catalogue version {before.version} of {parent.name} has {before.num_rows:,} rows and "
+            f"{before.num_classes} classes, or other class names; promote another night"
+        )
+    mapping = class_mapping(old.class_names, after.class_names, config.nightly.remap)
+    crawl = find_crawl(before, after, mapping)
+    labels = Manifest.find(nights.path(night.name, CARRIED)) or _carry(config, nights, night, old, crawl)
+    subset = nights.path(night.name, ROWS)
+    rows = _rows(config, night, crawl, subset)
+    rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # excluded since it started
+    weights = _weights(parent, crawl, Folder(nights.path(night.name)))
+    return Prepared(parent, crawl, labels, rows, subset, weights)
 
 
-def remove_taken_down(nights: NightFiles, overlay: str) -> list[str]:
-    """Remove exports and pages made before ids were excluded or included again; return of which nights."""
-    current, storage = nights.current(), Storage(nights.storage)
-    others = [night for night in nights.nights() if current is None or night.name != current.name]
-    outdated = [night.name for night in others if night.number and night.overlay != overlay]
-    return [name for name in outdated if remove_shown(storage, name)]
+def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
+    """The config that a night trains with: its own name, rows and weights."""
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"name": night.name},
+        "tracking": {"experiment": config.tracking.experiment or config.run.name},
+    }
+    if prepared is None:
+        stages, epochs = ("backbone", "pencil", "finetune"), config.nightly.first_epochs or ()
+        changes["stages"] = {
+            name: getattr(config.stages, name).model_copy(update={"epochs": num})
+            for name, num in zip(stages, epochs, strict=True)
+        }
+    else:
+        changes |= {"data": {"subset": prepared.subset}, "model": {"weights": prepared.weights}}
+    sections = {name: getattr(config, name).model_copy(update=some) for name, some in changes.items()}
+    return config.model_copy(update=sections)
 
 
-def remove_shown(storage: Storage, name: str) -> bool:
-    """Remove the export and the page of a night; return whether there were any."""
-    exported = remove_export(storage.path(storage.export(name)))
-    return _remove(storage.path(storage.report(name))) or exported
+def _rows(config: Config, night: Night, crawl: Crawl, folder: str) -> npt.NDArray[np.int64]:
+    """Draw the rows to train on, and keep them as a subset; no row if nothing is new."""
+    words, after = read_words(folder), crawl.after
+    if words is None:
+        num_old = round(config.nightly.old_per_new * len(crawl.fresh))
+        drawn = old_rows(crawl, num_old, mixed_key(config.run.seed, night.number))
+        members = pa.concat_tables([crawl.fresh, drawn]).sort_by("row")
+        counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
+        how = {"seed": config.run.seed, "night": night.number, "new": len(crawl.fresh), "old": len(drawn)}
+        drawn_from = config.run.storage, after.id, after.version
+        words = SubsetWords(*drawn_from, len(members), after.class_names, tuple(counts), how)
+        words = write_subset(folder, words, members)
+    rows: npt.NDArray[np.int64] = read_table(folder, words)["row"].to_numpy()
+    return rows
 
 
-def _remove(url: str) -> bool:
-    """Remove a file or folder; return whether it was there."""
-    filesystem, path = filesystem_of(url)
-    filesystem.invalidate_cache()
-    if not filesystem.exists(path):
-        return False
-    filesystem.rm(path, recursive=True)
-    return True
+def _weights(parent: Night, crawl: Crawl, folder: Folder) -> str:
+    """The parent's network; if the class list has changed, with a last layer to match."""
+    if parent.class_names == crawl.after.class_names:
+        return parent.model
+    import torch  # takes seconds to import
+
+    home, _, name = parent.model.rpartition("/")
+    found = torch.load(io.BytesIO(Folder(home).get(name)), map_location="cpu", weights_only=True)
+    sink = io.BytesIO()
+    torch.save(remapped_head(found, crawl.mapping, len(parent.class_names)), sink)
+    folder.put(WEIGHTS, sink.getvalue())
+    return folder.path(WEIGHTS)
+
+
+def remapped_head(
+    weights: Mapping[str, Any], mapping: Sequence[Sequence[int]], num_old: int
+) -> dict[str, Any]:
+    """Give the last layer the new classes: a merged class is the mean of the old ones, a new one is zeros."""
+    head = list(weights)[-1].rpartition(".")[0] + "."
+    moved = dict(weights)
+    for name, old in weights.items():
+        if name.startswith(head) and old.ndim and len(old) == num_old:
+            moved[name] = old.new_zeros(len(mapping), *old.shape[1:])
+            for number, olds in enumerate(mapping):
+                if olds:
+                    moved[name][number] = old[list(olds)].mean(0)
+    return moved
+
+
+def _carry(config: Config, nights: NightFiles, night: Night, old: Manifest, crawl: Crawl) -> Manifest:
+    """Carry the parent's labels over, and keep them; the manifest is written last."""
+    storage, after = Storage(nights.storage), crawl.after
+    require_same_rows(old, after)
+    pins = read_pins(storage.url).resolve(after.class_names, config.nightly.remap)
+    if warning := pins.void_warning():
+        say(f"WARNING: {warning}")
+    carried = carry_over(old, crawl, pins, night.id, config.workers.scratch)
+    if config.checkpoint.history:
+        # Every label as it was before the night: its history shows only its own changes.
+        with history_file(f"{storage.path(storage.history(night.id))}/{START}") as writer:
+            study_labels(carried, after, history=writer)
+    nights.put(storage.night(night.name, CARRIED), carried.encode())
+    return carried

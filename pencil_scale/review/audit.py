@@ -14,7 +14,8 @@ true share in at least 95 % of all draws, however small the share or the stratum
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, lgamma
+from math import exp, isnan, lgamma, nan
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,7 @@ class Stratum:
     num_all: int  # labels of this stratum in the dataset
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A share of some labels, with its 95 % confidence interval."""
 
     share: float  # nan if nothing was judged
@@ -46,7 +46,7 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        middle = "unknown" if self.share != self.share else f"{100 * self.share:.1f} %"
+        middle = "unknown" if isnan(self.share) else f"{100 * self.share:.1f} %"
         return f"{middle} (95 % interval {100 * self.low:.1f} % to {100 * self.high:.1f} %)"
 
 
@@ -56,38 +56,34 @@ class Findings:
 
     precision: Estimate  # of the changed labels, those whose new class is right
     missed: Estimate  # of the unchanged labels, those that are wrong
-    left: Estimate  # of all labels, those that are wrong after the repair
+    remaining: Estimate  # of all labels, those that are wrong after the repair
 
 
 def draw(rows: npt.NDArray[np.int64], seed: int, num: int) -> npt.NDArray[np.int64]:
     """Choose `num` rows at random; return their positions in random order.
 
-    Draws of parts can be merged by drawing again from their union: a row's place in the order depends only on
-    the row and the seed.
+    Draws of several stretches can be merged by drawing again from their union: the position of a row in the
+    order depends only on the row and the seed.
     """
-    places = seeded_order(rows.astype(np.uint64), seed)
-    return np.argsort(places, kind="stable")[:num]
+    return np.argsort(seeded_order(rows.astype(np.uint64), seed), kind="stable")[:num]
 
 
 def study(changed: Stratum, unchanged: Stratum) -> Findings:
     """Estimate shares of all labels from the judged samples."""
-    bad_repairs = Stratum(changed.num_judged - changed.num_right, changed.num_judged, changed.num_all)
-    missed = Stratum(unchanged.num_judged - unchanged.num_right, unchanged.num_judged, unchanged.num_all)
-    # Each interval of `left` errs in at most 2.5 % of all draws, so their sum errs in at most 5 %.
-    parts = [part for part in (bad_repairs, missed) if part.num_all]
-    total = max(sum(part.num_all for part in parts), 1)
-    wide = [(part.num_all, _estimate(part, (1 + CONFIDENCE) / 2)) for part in parts]
-    left = Estimate(
-        sum(num * one.share for num, one in wide) / total,
-        sum(num * one.low for num, one in wide) / total,
-        sum(num * one.high for num, one in wide) / total,
-    )
-    return Findings(_estimate(changed), _estimate(missed), left)
+    # Each of these intervals errs in at most 2.5 % of all draws, so their sum errs in at most 5 %.
+    strata = [stratum for stratum in (changed, unchanged) if stratum.num_all]
+    wrong = [_wrong(stratum, (1 + CONFIDENCE) / 2) for stratum in strata]
+    remaining = np.average(wrong, axis=0, weights=[stratum.num_all for stratum in strata])
+    return Findings(_estimate(changed.num_right, changed), _wrong(unchanged), Estimate(*remaining.tolist()))
 
 
-def _estimate(stratum: Stratum, confidence: float = CONFIDENCE) -> Estimate:
-    share = stratum.num_right / stratum.num_judged if stratum.num_judged else float("nan")
-    return Estimate(share, *interval(stratum.num_right, stratum.num_judged, stratum.num_all, confidence))
+def _wrong(stratum: Stratum, confidence: float = CONFIDENCE) -> Estimate:
+    return _estimate(stratum.num_judged - stratum.num_right, stratum, confidence)
+
+
+def _estimate(num: int, stratum: Stratum, confidence: float = CONFIDENCE) -> Estimate:
+    judged = stratum.num_judged
+    return Estimate(num / judged if judged else nan, *interval(num, judged, stratum.num_all, confidence))
 
 
 def interval(num: int, judged: int, of: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -124,9 +120,6 @@ def _chance_of_at_least(num: int, judged: int, having: int, of: int) -> float:
 
 def _log_choose(n: int, k: int) -> float:
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
-
-
-# --- from a saved file -------------------------------------------------------------------------------
 
 
 def read_judged(url: str) -> tuple[Stratum, Stratum]:

@@ -2,17 +2,17 @@
 
 A content security policy allows only this script and this style, by their hashes, and pictures inside the
 page. Text from shards is data to the script, which only ever sets it as text. Columns of numbers are packed,
-so that 100,000 samples with their traces are a few megabytes, not a few hundred.
+so that 100,000 samples with their traces are a few megabytes, not a few hundred. The figures at the top and
+all sentences are in `assets/page.html`.
 
     data = page_data(words, tally, traces, thumbnails, figures)
-    html = review_page(data, Heading(...))
+    html = review_page(data, run="night-0012", created="2026-01-01", catalogue_version=7)
 """
 
 import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
@@ -20,50 +20,43 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from markupsafe import Markup
 
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
-from pencil_scale.review.scan import LISTED, Cells, Tally
+from pencil_scale.review.scan import Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
 from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
 SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
-FIGURES = (
-    "epoch",
-    "stage",
-    "corrected_share",
-    "label_entropy",
-    "given_label_accuracy",
-    "corrected_label_accuracy",
-    "corrected_label_accuracy_low",
-    "corrected_label_accuracy_high",
-    "validation_accuracy",
-    "test_accuracy",
-)
 
 
 def samples_of(tally: Tally) -> pa.Table:
     """All samples of the page, each once: the listed ones, then those drawn only for the audit."""
-    listed = tally.listed
-    more = tally.drawn.filter(pa.array(~np.isin(tally.drawn["row"].to_numpy(), listed["row"].to_numpy())))
-    return pa.concat_tables([listed, more.select(LISTED.names)]).combine_chunks()
+    only_drawn = pc.invert(pc.is_in(tally.drawn["row"], tally.listed["row"]))
+    return pa.concat_tables([tally.listed, tally.drawn.filter(only_drawn)]).combine_chunks()
 
 
 def page_data(
-    words: Words, tally: Tally, traces: Traces, thumbnails: Thumbnails, figures: Sequence[dict[str, Any]]
+    words: Words, tally: Tally, traces: Traces, thumbnails: Thumbnails, figures: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Put together what the page shows; `traces` are those of `samples_of(tally)`, in the same order."""
     samples = samples_of(tally)
+    pictures = {
+        row: f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        for row, (kind, data) in thumbnails.pictures.items()
+    }
     return {
         "classes": words.class_names,
-        "counts": dict(tally.counts),
+        "counts": tally.counts,
         "transitions": _cells(tally.transitions),
+        "top_change": _top_change(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
-        "epochs": [{name: _known(figure.get(name)) for name in FIGURES} for figure in figures],
+        "epochs": [{name: _known(value) for name, value in epoch.items()} for epoch in figures],
         "num_listed": len(tally.listed),
         "samples": _columns(samples),
         "traces": {
@@ -71,7 +64,9 @@ def page_data(
             "classes": packed(traces.classes.ravel(), "u2"),
             "confidence": packed(np.rint(traces.confidence.astype(np.float32) * 255).ravel(), "u1"),
         },
-        "thumbnails": [thumbnails.pictures.get(row) for row in samples["row"].to_pylist()],
+        "thumbnails": [pictures.get(row) for row in samples["row"].to_pylist()],
+        "num_unreadable": len(thumbnails.problems),
+        "unreadable": without_passwords(next(iter(thumbnails.problems.values()), "")),
         "audit": _audit(tally, samples),
     }
 
@@ -87,12 +82,12 @@ def _known(value: Any) -> Any:
 
 
 def _columns(samples: pa.Table) -> dict[str, Any]:
-    ids, keys = samples["sample_id"].to_pylist(), samples["key"].to_pylist()
     shards = samples["shard"].combine_chunks().dictionary_encode()
-    top_k = max((len(labels) for labels in samples["top_labels"].to_pylist()), default=0)
+    is_id = pc.equal(samples["key"], samples["sample_id"])
+    top_labels, top_shares = (samples[name].combine_chunks() for name in ("top_labels", "top_shares"))
     return {
-        "id": ids,
-        "key": [None if key == sample_id else key for sample_id, key in zip(ids, keys, strict=True)],
+        "id": samples["sample_id"].to_pylist(),
+        "key": pc.if_else(is_id, None, samples["key"]).to_pylist(),
         "shards": [without_passwords(url) for url in shards.dictionary.to_pylist()],
         "shard": packed(shards.indices.to_numpy(), "u4"),
         "row": samples["row"].to_pylist(),
@@ -100,9 +95,9 @@ def _columns(samples: pa.Table) -> dict[str, Any]:
         **{name: _shares(samples[name].to_numpy()) for name in ("label_score", "confidence", "margin")},
         "last_change_epoch": packed(samples["last_change_epoch"].fill_null(-1).to_numpy(), "i4"),
         "before": packed(samples["before"].fill_null(-1).to_numpy(), "i4"),
-        "top_k": top_k,
-        "top_labels": packed(samples["top_labels"].combine_chunks().flatten().to_numpy(), "u4"),
-        "top_shares": _shares(samples["top_shares"].combine_chunks().flatten().to_numpy()),
+        "top_k": pc.max(pc.list_value_length(top_labels)).as_py() or 0,
+        "top_labels": packed(top_labels.flatten().to_numpy(), "u4"),
+        "top_shares": _shares(top_shares.flatten().to_numpy()),
     }
 
 
@@ -113,63 +108,51 @@ def _shares(values: npt.NDArray[np.floating]) -> dict[str, str]:
 def _cells(cells: Cells) -> dict[str, Any]:
     """The largest cells in descending order, and how many are left out."""
     order = np.argsort(-cells.num, kind="stable")[:MOST_CELLS]
-    return {
-        **{name: packed(getattr(cells, name)[order], "u4") for name in ("first", "second", "num")},
-        "num_left_out": len(cells.num) - len(order),
-    }
+    columns = {name: packed(column[order], "u4") for name, column in cells._asdict().items()}
+    return {**columns, "num_left_out": len(cells.num) - len(order)}
+
+
+def _top_change(cells: Cells) -> dict[str, int] | None:
+    """The most frequent change, and how many labels were given its first class; None if none changed."""
+    num = np.where(cells.first != cells.second, cells.num, 0)
+    if not num.any():
+        return None
+    given, now = cells.first[num.argmax()], cells.second[num.argmax()]
+    of = cells.num[cells.first == given].sum()
+    return {"given": int(given), "now": int(now), "num": int(num.max()), "of": int(of)}
 
 
 def _audit(tally: Tally, samples: pa.Table) -> dict[str, Any]:
     """The samples drawn for the audit, in an order that mixes the two strata evenly."""
-    place_of = {row: place for place, row in enumerate(samples["row"].to_pylist())}
-    strata, rows = tally.drawn["stratum"].to_pylist(), tally.drawn["row"].to_pylist()
-    seen = {CHANGED: 0, UNCHANGED: 0}
-    total = {stratum: max(strata.count(stratum), 1) for stratum in seen}
-    turns = []
-    for stratum, row in zip(strata, rows, strict=True):
-        turns.append((seen[stratum] / total[stratum], stratum, place_of[row]))
-        seen[stratum] += 1
-    turns.sort()
+    positions = pc.index_in(tally.drawn["row"], samples["row"]).to_numpy()
+    changed = pc.not_equal(tally.drawn["given_label"], tally.drawn["predicted_label"]).to_numpy()
+    sizes = np.bincount(~changed, minlength=2)
+    order = np.argsort(np.concatenate([np.arange(num) / max(num, 1) for num in sizes]), kind="stable")
     return {
-        "order": [place for _, _, place in turns],
-        "stratum": [stratum for _, stratum, _ in turns],
+        "order": positions[order].tolist(),
+        "stratum": np.where(changed, CHANGED, UNCHANGED)[order].tolist(),
         CHANGED: tally.counts["learned_changed"],
         UNCHANGED: tally.counts["learned_unchanged"],
     }
 
 
-# --- the page ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One of the figures at the top."""
-
-    name: str
-    value: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Heading:
-    """What the page shows without its script."""
-
-    run: str
-    created: str
-    catalogue_version: int
-    facts: tuple[Fact, ...]
-    since: str | None = None  # the labels to compare with
-    notes: tuple[str, ...] = ()
-
-
-def review_page(data: dict[str, Any], heading: Heading) -> str:
-    """Render the page."""
+def review_page(
+    data: dict[str, Any],
+    run: str,
+    created: str,
+    catalogue_version: int,
+    since: str | None = None,
+    warnings: Sequence[str] = (),
+) -> str:
+    """Render the page; `since` names the labels to compare with."""
     style = _read("page.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_read(name) for name in SCRIPTS) + "\n})();\n"
-    known = {"run": heading.run, "created": heading.created, "since": heading.since}
+    known = {"run": run, "created": created, "since": since}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_read("page.html")).render(
-        **asdict(heading),
+        data | known,
+        catalogue_version=catalogue_version,
+        warnings=warnings,
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
@@ -184,61 +167,13 @@ def as_json(data: dict[str, Any]) -> Markup:
 
 def content_policy(style: str, script: str) -> str:
     """Allow this style, this script, and pictures inside the page; nothing else."""
+    style_hash, script_hash = (hashlib.sha256(text.encode()).digest() for text in (style, script))
     return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{base64.b64encode(script_hash).decode()}'; "
+        f"style-src 'sha256-{base64.b64encode(style_hash).decode()}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
 def _read(name: str) -> str:
     return (resources.files("pencil_scale.review") / "assets" / name).read_text()
-
-
-# --- the figures at the top --------------------------------------------------------------------------
-
-
-def headline(words: Words, tally: Tally, figures: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
-    """The most important figures; unknown ones are left out."""
-    counts, last = tally.counts, figures[-1] if figures else {}
-    labels, changed = counts["labels"], counts["changed"]
-    facts = [
-        Fact("labels", f"{labels:,}", f"of {counts['rows']:,} samples in the catalogue"),
-        Fact("changed", _percent(changed, labels), f"{changed:,} labels have a new class"),
-    ]
-    before, after = last.get("given_label_accuracy"), last.get("corrected_label_accuracy")
-    if before is not None and after is not None:
-        known = f"{int(last['label_accuracy_n']):,}"
-        detail = f"{100 * before:.1f} % before; the true class is known for {known} labels"
-        facts.append(Fact("correct after repair", f"{100 * after:.1f} %", detail))
-    given, now, num = tally.transitions
-    moved = np.flatnonzero(given != now)
-    if len(moved):
-        top = moved[num[moved].argmax()]
-        names = f"{words.class_names[given[top]]} → {words.class_names[now[top]]}"
-        share = _percent(num[top], num[given == given[top]].sum())
-        facts.append(Fact("most frequent change", names, f"{num[top]:,} labels, {share} of their class"))
-    if counts["pinned"]:
-        facts.append(Fact("decided by people", f"{counts['pinned']:,}", "labels are pinned and never change"))
-    return tuple(facts)
-
-
-def notes(tally: Tally, thumbnails: Thumbnails) -> tuple[str, ...]:
-    """What a person should know before trusting the page."""
-    found = []
-    if tally.counts["untouched"]:
-        found.append(
-            f"{tally.counts['untouched']:,} usable samples were not trained on: they keep the given labels, "
-            "and are not counted here."
-        )
-    if thumbnails.problems:
-        reason = next(iter(thumbnails.problems.values()))
-        found.append(f"{len(thumbnails.problems):,} pictures cannot be shown; the first one: {reason}")
-    return tuple(found)
-
-
-def _percent(num: int, of: int) -> str:
-    return f"{100 * num / of:.1f} %" if of else "none"

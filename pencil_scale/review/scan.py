@@ -1,4 +1,4 @@
-"""Review scan: one pass over the labels that counts all of them, and keeps the few samples to look at.
+"""Review scan: one pass over the labels that counts all of them, and keeps the few samples worth a look.
 
 Any stretch of rows can be scanned alone, by any process, and the results of two scans can be added up.
 
@@ -26,26 +26,11 @@ from pencil_scale.export.rows import ExportRows, Source
 from pencil_scale.export.table import LABELS, PERSON, SCHEMA
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
-from pencil_scale.review.audit import CHANGED, UNCHANGED, draw
+from pencil_scale.review.audit import draw
 
 DOUBT = 0.5  # an unchanged label is in doubt below this margin over the second class
 SCORE_BINS = 20
-KEPT = [
-    "row",
-    "sample_id",
-    "shard",
-    "key",
-    "given_label",
-    "predicted_label",
-    "label_score",
-    "confidence",
-    "margin",
-    "top_labels",
-    "top_shares",
-    "last_change_epoch",
-]
-LISTED = pa.schema([*(SCHEMA.field(name) for name in KEPT), ("before", pa.int64())])
-DRAWN = LISTED.append(pa.field("stratum", pa.string()))
+SAMPLES = SCHEMA.append(pa.field("before", pa.int64()))  # as exported, and the class to compare with
 Int64s = npt.NDArray[np.int64]
 
 
@@ -60,7 +45,7 @@ def pick(
 ) -> Int64s:
     """Rank candidates and take the first ones; `size` is the number of candidates in each one's transition.
 
-    Picks of parts can be merged by picking again from their union, with the sizes in all rows.
+    Picks of stretches can be merged by picking again from their union, with the sizes in all rows.
     """
     cell, changed = given << 32 | suggested, given != suggested
     order = np.lexsort((margin, cell))
@@ -93,9 +78,8 @@ class Cells(NamedTuple):
     @staticmethod
     def of(first: Int64s, second: Int64s, num: Int64s | None = None) -> "Cells":
         """Count pairs, or add up counts of pairs."""
-        pairs, where = np.unique(first.astype(np.int64) << 32 | second, return_inverse=True)
-        total = np.zeros(len(pairs), np.int64)
-        np.add.at(total, where, 1 if num is None else num)
+        pairs, where = np.unique(first << 32 | second, return_inverse=True)
+        total = np.bincount(where, num, len(pairs)).astype(np.int64)
         return Cells(pairs >> 32, pairs & 0xFFFFFFFF, total)
 
 
@@ -109,14 +93,18 @@ class Tally:
     scores: Int64s  # [2, SCORE_BINS], label scores of unchanged and changed labels
     candidates: Cells  # given -> corrected, of the labels that may be listed
     listed: pa.Table
-    drawn: pa.Table
+    drawn: pa.Table  # for the audit: the changed labels, then the unchanged ones
 
 
 def scan(source: Source, rules: Rules, rows: range) -> Tally:
     """Scan some rows of an export, with the labels to compare with in the column `before`."""
-    before = np.full(len(rows), UNLABELLED)
+    before = np.full(len(rows), UNLABELLED, np.int64)
     if rules.since is not None:
-        before = _classes(rules.since, rows, source.words.class_names)
+        manifest, name = rules.since.manifest, f"labels {rules.since.name}"
+        for labels in PublishedLabels(manifest).batches(rows):
+            found = decide(labels.logits, labels.noisy_class).corrected_class
+            before[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
+        before = ClassOrder.between(manifest.class_names, source.words.class_names, name).classes(before)
     tallies = []
     for table in ExportRows(source).tables(rows):
         here = before[table["row"].to_numpy() - rows.start]
@@ -128,13 +116,15 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
 def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
     """Add up the counts, and choose again among the samples that were chosen."""
     counts: Counter[str] = sum((tally.counts for tally in tallies), Counter())
-    listed = pa.concat_tables([LISTED.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
-    drawn = pa.concat_tables([DRAWN.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
+    listed = pa.concat_tables([SAMPLES.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
+    drawn = pa.concat_tables([SAMPLES.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
     sizes = _added([tally.candidates for tally in tallies])
     given, now = (_numbers(listed[name]) for name in ("given_label", "predicted_label"))
     size = sizes.num[np.searchsorted(sizes.first << 32 | sizes.second, given << 32 | now)]
     picked = pick(given, now, listed["margin"].fill_null(0.0).to_numpy(), size, rules.listed)
-    strata = [drawn.filter(pc.equal(drawn["stratum"], stratum)) for stratum in (CHANGED, UNCHANGED)]
+    is_changed = pc.not_equal(drawn["given_label"], drawn["predicted_label"])
+    strata = [drawn.filter(is_changed), drawn.filter(pc.invert(is_changed))]
+    chosen = [some.take(pa.array(draw(some["row"].to_numpy(), rules.seed, rules.audit))) for some in strata]
     return Tally(
         counts,
         _added([tally.transitions for tally in tallies]),
@@ -142,9 +132,7 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
         sum((tally.scores for tally in tallies), np.zeros((2, SCORE_BINS), np.int64)),
         sizes,
         listed.take(pa.array(picked)),
-        pa.concat_tables(
-            here.take(pa.array(draw(here["row"].to_numpy(), rules.seed, rules.audit))) for here in strata
-        ),
+        pa.concat_tables(chosen),
     )
 
 
@@ -169,38 +157,22 @@ def _of_table(table: pa.Table, rules: Rules) -> Tally:
     )
     score, margin = (table[name].fill_null(0.0).to_numpy() for name in ("label_score", "margin"))
     worth = learned & candidates(given, now, margin)
-    drawn = table.append_column("stratum", pa.array(np.where(changed, CHANGED, UNCHANGED), pa.string()))
+    scores = [np.histogram(score[some], SCORE_BINS, (0.0, 1.0))[0] for some in (judged & ~changed, changed)]
     return Tally(
         counts,
         Cells.of(given[judged], now[judged]),
         Cells.of(before[moved], now[moved]),
-        np.stack([_bins(score[judged & ~changed]), _bins(score[changed])]),
+        np.array(scores, np.int64),
         Cells.of(given[worth], now[worth]),
-        table.select(LISTED.names).filter(pa.array(worth)),
-        drawn.select(DRAWN.names).filter(pa.array(learned)),
+        table.filter(pa.array(worth)),
+        table.filter(pa.array(learned)),
     )
 
 
-def _classes(published: Published, rows: range, class_names: Sequence[str]) -> Int64s:
-    """The classes of published labels in the numbers of a class list; -1 for rows without a label."""
-    order = ClassOrder.between(published.manifest.class_names, class_names, f"labels {published.name}")
-    classes = np.full(len(rows), UNLABELLED, np.int64)
-    for labels in PublishedLabels(published.manifest).batches(rows):
-        found = decide(labels.logits, labels.noisy_class).corrected_class
-        classes[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
-    return order.classes(classes)
-
-
 def _added(cells: Sequence[Cells]) -> Cells:
-    empty = np.zeros(0, np.int64)
-    columns = [np.concatenate([empty, *(one[place] for one in cells)]) for place in range(3)]
-    return Cells.of(*columns)
+    return Cells.of(*np.hstack([np.zeros((3, 0), np.int64), *cells]))
 
 
 def _numbers(column: Any) -> Int64s:
     numbers: Int64s = column.fill_null(UNLABELLED).to_numpy().astype(np.int64)
     return numbers
-
-
-def _bins(scores: npt.NDArray[np.float32]) -> Int64s:
-    return np.histogram(scores, SCORE_BINS, (0.0, 1.0))[0].astype(np.int64)

@@ -1,16 +1,16 @@
-"""Thumbnails: small pictures of samples, as data URLs that a page can contain.
+"""Thumbnails: small pictures of samples.
 
 found = make_thumbnails(catalogue, rows, side=112)          # rows in ascending order
-found.pictures, found.problems                              # by row: a data URL, or why there is none
+found.pictures, found.problems                              # by row: kind and bytes, or why there is none
 """
 
-import base64
 import io
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from pencil_scale.catalogue.catalogue import Catalogue
@@ -26,9 +26,9 @@ QUALITY = 62
 
 @dataclass
 class Thumbnails:
-    """Pictures by row, and the reason by row if there is none."""
+    """Pictures by row, as ("png" or "webp", bytes), and the reason by row if there is none."""
 
-    pictures: dict[int, str] = field(default_factory=dict)
+    pictures: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
 
 
@@ -39,36 +39,30 @@ def make_thumbnails(catalogue: Catalogue, rows: npt.NDArray[np.int64], side: int
         first = chunk * CHUNK_ROWS
         here = rows[slice(*np.searchsorted(rows, [first, first + CHUNK_ROWS]))]
         table = catalogue.read(first, min(first + CHUNK_ROWS, catalogue.num_rows), columns)
-        places = table.take(pa.array(here - first))
-        for start in range(0, len(places), BATCH):
-            _add(found, catalogue, places.slice(start, BATCH), side)
+        table = table.take(pa.array(here - first))
+        for shard in table["shard"].unique():
+            of_shard = table.filter(pc.equal(table["shard"], shard))
+            for start in range(0, len(of_shard), BATCH):
+                _add(found, catalogue, of_shard.slice(start, BATCH), side)
     return found
 
 
-def thumbnail(data: bytes, side: int) -> tuple[str, bytes]:
-    """Make a picture no larger than `side`; return its kind, "png" or "webp", and its bytes."""
-    picture = Image.fromarray(decode(data))
-    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-    sink = io.BytesIO()
-    kind = "png" if max(picture.size) <= SMALL else "webp"
-    picture.save(sink, kind, **({"optimize": True} if kind == "png" else {"quality": QUALITY, "method": 4}))
-    return kind, sink.getvalue()
-
-
-def _add(found: Thumbnails, catalogue: Catalogue, places: pa.Table, side: int) -> None:
+def _add(found: Thumbnails, catalogue: Catalogue, some: pa.Table, side: int) -> None:
+    rows = some["row"].to_pylist()
     try:
-        images = read_images(catalogue, places)
+        images = read_images(catalogue, some)
     except PencilError as error:
-        if len(places) == 1:
-            found.problems[places["row"][0].as_py()] = str(error)
-            return
-        half = len(places) // 2  # find the shard that causes the error
-        _add(found, catalogue, places.slice(0, half), side)
-        _add(found, catalogue, places.slice(half), side)
+        found.problems |= dict.fromkeys(rows, str(error))
         return
-    for row, data in zip(places["row"].to_pylist(), images, strict=True):
+    for row, data in zip(rows, images, strict=True):
         try:
-            kind, small = thumbnail(data, side)
-            found.pictures[row] = f"data:image/{kind};base64,{base64.b64encode(small).decode()}"
+            picture = Image.fromarray(decode(data))
         except UndecodableError as error:
             found.problems[row] = str(error)
+            continue
+        picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+        kind = "png" if max(picture.size) <= SMALL else "webp"
+        options = {"optimize": True} if kind == "png" else {"quality": QUALITY, "method": 4}
+        sink = io.BytesIO()
+        picture.save(sink, kind, **options)
+        found.pictures[row] = kind, sink.getvalue()

@@ -1,4 +1,4 @@
-"""Guard rails: what moved in a night is counted, and one that went beyond the limits is held."""
+"""Guard rails: label changes of a night are counted, and a night beyond the limits is held."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from catalogue_making import samples
-from night_making import Nights
+from night_making import Nights, started
 
+from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import NightlyJob
-from pencil_scale.labels.report import Share
-from pencil_scale.nights.guard_rails import Balance, Moves, count_moves, judge
+from pencil_scale.labels.published import published_url
+from pencil_scale.nights.guard_rails import Evidence, check_night, count_moves, judge
+from pencil_scale.nights.record import Night
+from pencil_scale.nights.start import prepare
 
 LIMITS = NightlyJob()
 
@@ -20,7 +23,7 @@ def bench(tmp_path: Path) -> Nights:
     return Nights(tmp_path)
 
 
-def test_moves_are_counted_apart_for_old_and_new_rows_and_never_for_pinned_ones(bench: Nights) -> None:
+def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinned_ones(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     table = bench.table(bench.labels(bench.version()))
     table.pin([5], [0])
@@ -28,53 +31,72 @@ def test_moves_are_counted_apart_for_old_and_new_rows_and_never_for_pinned_ones(
     table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), epoch=0)
     labels = table.snapshot(f"{bench.storage}/labels")
     rows, is_new = np.array([0, 1, 4, 5]), np.array([False, False, True, False])
-    moves = count_moves(carried, labels, rows, is_new)
-    assert (moves.old_changed, moves.old_repaired) == (Share(1, 2), Share(0, 2))
-    assert moves.new_repaired == Share(1, 1)
-    assert moves.between == {(0, 1): 1}
+    figures, between = count_moves(carried, labels, rows, is_new)
+    assert figures == {
+        "old_trained": 2,
+        "old_changed": 1,
+        "old_repaired": 0,
+        "new_trained": 1,
+        "new_repaired": 1,
+    }
+    assert between == {(0, 1): 1}
 
 
-EVEN = Balance(("a", "b"), np.array([500, 500, 0]), np.array([50, 50, 0]))
-CALM = Moves(Share(1, 100), Share(20, 100), Share(25, 100))
+def test_a_night_is_compared_with_its_parent(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    before = bench.version()
+    labels = published_url(bench.storage, "first")
+    bench.labels(before).save(labels)
+    made = {"class_names": before.class_names, "labels": labels, "model": f"{bench.storage}/models/first.pt"}
+    figures = {"clean_accuracy": 0.9}
+    bench.nights.save(Night("first", 0, None, 1, status="passed", figures=figures, clean="test a1", **made))
+    bench.shard("b.tar", samples(range(6, 9)))
+    started_night = started(1, "first", bench.version().version)
+    prepared = prepare(load_config(bench.folder / "config.yaml"), bench.nights, started_night)
+    assert prepared is not None
+    findings = check_night(LIMITS, prepared, prepared.labels, 0.8, "test a1")
+    assert findings.reasons == (
+        "accuracy on the clean set fell from 0.9000 to 0.8000 (nightly.max_accuracy_fall 0.02)",
+    )
+    assert findings.facts == {
+        "shards": "1 new, 0 changed, 0 vanished",
+        "samples": "3 new, 0 regiven, 0 vanished",
+        "new labels repaired": "0 of 3 trained on",
+        "old labels changed": "0 of 3 trained on again",
+        "clean accuracy": "0.8000, 0.9000 the night before",
+    }
+    assert (findings.figures["new_samples"], findings.figures["returned_samples"]) == (3, 0)
+    on_other_samples = check_night(LIMITS, prepared, prepared.labels, 0.8, "test b2")
+    assert on_other_samples.reasons == ()
+    assert on_other_samples.facts["clean accuracy"].startswith("0.8000, not compared")
+
+
+CALM = {"old_trained": 100, "old_changed": 1, "old_repaired": 20, "new_trained": 100, "new_repaired": 25}
+EVEN = Evidence(CALM, ("a", "b"), np.array([500.0, 500, 0]), np.array([50, 50, 0]))
+
+
+def night(parent_accuracy: float | None = None, **figures: float) -> Evidence:
+    """A calm night, but for these figures."""
+    return replace(EVEN, figures=CALM | figures, parent_accuracy=parent_accuracy)
 
 
 @pytest.mark.parametrize(
-    ("moves", "balance", "accuracy", "said"),
+    ("evidence", "reason"),
     [
-        (CALM, EVEN, (0.9, 0.89), None),
-        (CALM, EVEN, (None, 0.1), None),
-        (CALM, EVEN, (0.9, 0.8), "accuracy on the clean set fell from 0.9000 to 0.8000"),
-        (
-            replace(CALM, old_changed=Share(40, 100)),
-            EVEN,
-            (None, None),
-            "40 of 100 old labels changed",
-        ),
-        (replace(CALM, new_repaired=Share(80, 100)), EVEN, (None, None), "80.0% of 100 new labels"),
-        (
-            CALM,
-            replace(EVEN, tonight=np.array([500, 0, 0])),
-            (None, None),
-            "b 0 where about 250 were",
-        ),
-        (
-            CALM,
-            replace(EVEN, tonight=np.array([50, 0, 50])),
-            (None, None),
-            "no usable label 50 where",
-        ),
-        (CALM, replace(EVEN, tonight=np.array([2, 0, 0])), (None, None), None),  # chance, of so few
-        (
-            CALM,
-            Balance(("a", "b"), np.array([900, 0, 0]), np.array([50, 50, 0]), frozenset({1})),
-            (None, None),
-            None,  # a class that the list has only now
-        ),
+        (night(0.9, clean_accuracy=0.89), None),
+        (night(None, clean_accuracy=0.1), None),
+        (night(0.9, clean_accuracy=0.8), "accuracy on the clean set fell from 0.9000 to 0.8000"),
+        (night(old_changed=40), "40 of 100 old labels changed"),
+        (night(new_repaired=80), "80.0% of 100 new labels were repaired, of old ones 20.0%"),
+        (night(new_repaired=80, old_trained=0, old_changed=0, old_repaired=0), None),  # nothing to compare
+        (replace(EVEN, tonight=np.array([500, 0, 0])), "b 0 where about 250 were"),
+        (replace(EVEN, tonight=np.array([50, 0, 50])), "no usable label 50 where"),
+        (replace(EVEN, tonight=np.array([2, 0, 0])), None),  # too few to tell from chance
+        (replace(EVEN, archive=np.array([900, np.nan, 0])), None),  # b is new in the list
+        (replace(EVEN, archive=np.zeros(3)), None),  # nothing to compare
     ],
 )
-def test_a_night_is_held_for_what_is_beyond_the_limits_and_for_nothing_else(
-    moves: Moves, balance: Balance, accuracy: tuple[float | None, float | None], said: str | None
-) -> None:
-    reasons = judge(LIMITS, moves, balance, *accuracy)
-    assert len(reasons) == (said is not None)
-    assert said is None or reasons[0].startswith(said) or said in reasons[0]
+def test_a_night_is_held_only_for_what_is_beyond_the_limits(evidence: Evidence, reason: str | None) -> None:
+    reasons = judge(LIMITS, evidence)
+    assert len(reasons) == (reason is not None)
+    assert reason is None or reason in reasons[0]

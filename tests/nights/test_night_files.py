@@ -1,4 +1,4 @@
-"""Nights and CURRENT: started, found again or abandoned, used, rolled back, and removed when they are old."""
+"""Nights and CURRENT: nights are started, resumed or abandoned, used, rolled back, and removed when old."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +12,9 @@ from night_making import Nights, started
 
 from pencil_scale.export.files import MANIFEST, ExportManifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
-from pencil_scale.nights import start
-from pencil_scale.nights.record import Night, night_name
-from pencil_scale.nights.start import adopt, remove_old, resumable
+from pencil_scale.nights import record
+from pencil_scale.nights.record import Night, night_name, remove_old
+from pencil_scale.nights.start import adopt, resumable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import LeaseHeldError, LeaseLostError
@@ -62,13 +62,13 @@ def test_two_nights_started_at_once_get_different_numbers(bench: Nights) -> None
     assert bench.nights.next_number() == 5
 
 
-def test_current_that_another_job_moved_between_the_look_and_the_move_stays_there(
+def test_current_stays_where_another_job_moved_it_between_our_read_and_our_write(
     bench: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, parent in ((1, None), (2, "night-0001"), (3, "night-0001")):
         bench.nights.save(night(number, parent))
     bench.nights.move_current(bench.nights.must_find("night-0001"), expected=None)
-    with bench.nights.held() as nights:
+    with bench.nights.leased() as nights:
 
         def overtaken() -> None:
             bench.nights.move_current(nights.must_find("night-0002"), expected="night-0001")
@@ -83,12 +83,12 @@ def test_current_that_another_job_moved_between_the_look_and_the_move_stays_ther
     assert current.name == "night-0002"
 
 
-def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
+def test_a_job_that_lost_its_lease_writes_nothing_more(bench: Nights) -> None:
     first = night(1, None)
-    with bench.nights.held() as nights:
+    with bench.nights.leased() as nights:
         nights.save(first)
-        Folder(f"{bench.storage}/nights").delete("lease")  # another job takes over
-        with bench.nights.held():
+        Folder(f"{bench.storage}/nights").delete("lease")  # as if another job took over
+        with bench.nights.leased():
             for write in (
                 lambda: nights.start(started(2)),
                 lambda: nights.save(first, model="another"),
@@ -97,51 +97,55 @@ def test_a_job_that_lost_the_nights_writes_nothing_more(bench: Nights) -> None:
                 with pytest.raises(LeaseLostError):
                     write()
     assert bench.nights.nights() == [first]
-    assert bench.nights.names() == ["night-0001"]
+    assert bench.nights.records() == [first]
     assert bench.nights.current() is None
 
 
-def test_the_nights_have_one_job_at_a_time(bench: Nights) -> None:
+def test_only_one_job_at_a_time_may_change_the_nights(bench: Nights) -> None:
     refused = pytest.raises(LeaseHeldError, match=r"the nights of memory:.* are being changed by another")
-    with bench.nights.held(), refused, bench.nights.held():
+    with bench.nights.leased(), refused, bench.nights.leased():
         pass
-    with bench.nights.held():
+    with bench.nights.leased():
         pass
 
 
-def test_a_night_that_was_started_is_found_again_until_it_is_closed(bench: Nights) -> None:
+def test_a_night_that_was_started_resumes_until_it_is_closed(
+    bench: Nights, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.shard("a.tar", samples(range(3)))
     bench.version()
-    nights, said = bench.nights, []
+    nights = bench.nights
     first = nights.start(started(1, settings={"run.seed": "1"}))
-    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) == first
-    assert "night-0001 resumes" in said[-1]
-    assert nights.find("night-0001") is None  # it has made nothing that could be used
+    assert resumable(nights, {"run.seed": "1"}, CLASSES) == first
+    assert "night-0001 resumes" in capsys.readouterr().out
+    assert nights.nights() == []  # it has made nothing yet
     made = nights.save(first, status="passed", labels="labels")
-    assert resumable(nights, {"run.seed": "2"}, CLASSES, said.append) == made  # its last step is missing
+    assert resumable(nights, {"run.seed": "2"}, CLASSES) == made  # its last step is missing
     nights.save(made, closed=True)
-    assert resumable(nights, {"run.seed": "1"}, CLASSES, said.append) is None
+    assert resumable(nights, {"run.seed": "1"}, CLASSES) is None
     assert nights.next_number() == 2
 
 
 @pytest.mark.parametrize("why", ["settings", "parent", "shard", "classes"])
-def test_a_night_that_cannot_be_finished_as_it_was_started_is_abandoned(bench: Nights, why: str) -> None:
+def test_a_night_is_abandoned_if_what_it_was_started_with_has_changed(
+    bench: Nights, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.shard("a.tar", samples(range(3)))
     bench.version()
-    nights, said = bench.nights, []
+    nights = bench.nights
     nights.move_current(nights.save(night(1, None, closed=True)), expected=None)
     nights.start(started(2, "night-0001" if why != "parent" else None, settings={"run.seed": "1"}))
     if why == "shard":
         bench.shard("a.tar", samples(range(4)))
     names = CLASSES[::-1] if why == "classes" else CLASSES
-    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, names, said.append) is None
-    assert "abandoned" in said[-1]
+    assert resumable(nights, {"run.seed": "2" if why == "settings" else "1"}, names) is None
+    assert "night-0002 was not finished, and is abandoned" in capsys.readouterr().out
     assert nights.unclosed() is None
     assert [one.status for one in nights.records()] == ["passed", "abandoned"]
-    assert nights.next_number() == 3  # no name means two nights
+    assert nights.next_number() == 3  # a number is never used twice
 
 
-def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) -> None:
+def test_old_nights_are_removed_but_never_current_or_its_parent(bench: Nights) -> None:
     nights = bench.nights
     for number in range(1, 8):
         nights.save(night(number, night_name(number - 1)))
@@ -159,7 +163,7 @@ def test_old_nights_go_but_never_the_one_in_use_nor_its_parent(bench: Nights) ->
     assert remove_old(nights, keep=2) == []
 
 
-def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nights) -> None:
+def test_files_of_another_run_with_the_name_of_an_old_night_stay(bench: Nights) -> None:
     nights, theirs = bench.nights, RunRecord("night-0001", "theirs", {}, 1, ("a", "b"), {}, "")
     nights.start(started(1))
     nights.start(started(2))
@@ -177,7 +181,7 @@ def test_what_somebody_else_called_by_the_name_of_an_old_night_stays(bench: Nigh
     assert Folder(bench.storage).names("exports/night-0001") == ["exports/night-0001/notes.txt"]
 
 
-def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -> None:
+def test_the_first_night_starts_from_a_finished_run(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     bench.version()
     nights = bench.nights
@@ -188,7 +192,7 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
         )
         facts = json.dumps({"test_accuracy": 0.75}).encode()
         Folder(f"{bench.storage}/runs/{name}").put("summary.json", facts)
-    with pytest.raises(PencilError, match=r"half is no finished run of .*; finished are big"):
+    with pytest.raises(PencilError, match=r"half is not a finished run of .*; finished are big"):
         adopt(nights, "half")
     taken = adopt(nights, None)
     assert taken is not None
@@ -205,7 +209,7 @@ def test_a_finished_run_is_taken_for_the_night_before_the_first(bench: Nights) -
         adopt(nights, None)
 
 
-def test_a_removal_that_was_interrupted_is_repeated_and_its_night_is_never_used(
+def test_an_interrupted_removal_is_repeated_and_its_night_is_never_used(
     bench: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nights = bench.nights
@@ -217,16 +221,16 @@ def test_a_removal_that_was_interrupted_is_repeated_and_its_night_is_never_used(
         raise OSError("the store is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(start, "sweep_run", interrupt)
+        patch.setattr(record, "sweep_run", interrupt)
         with pytest.raises(OSError, match="the store is gone"):
             remove_old(nights, keep=1)
     assert [one.name for one in nights.nights()] == ["night-0002", "night-0003"]
     assert remove_old(nights, keep=1) == ["night-0001"]
-    assert nights.names() == ["night-0002", "night-0003"]
+    assert [one.name for one in nights.records()] == ["night-0002", "night-0003"]
 
 
 @pytest.mark.parametrize("text", [b"[]", b'{"format": 1}'])
-def test_a_record_of_another_format_is_refused(bench: Nights, text: bytes) -> None:
+def test_a_record_in_another_format_is_refused(bench: Nights, text: bytes) -> None:
     Folder(bench.storage).put("nights/night-0001/night.json", text)
     with pytest.raises(PencilError, match=r"night-0001/night.json: a night of format .* reads format 2"):
         bench.nights.nights()

@@ -1,4 +1,4 @@
-"""Nights without their training: what is new, and what is carried over, also to another class list."""
+"""Nights without training: what is new, and what is carried over, also to a new class list."""
 
 import io
 from pathlib import Path
@@ -17,10 +17,9 @@ from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.labels.start_labels import pin, regive, start_labels
-from pencil_scale.nights.crawl import Crawl, archive_counts, class_mapping, find_crawl, old_rows
-from pencil_scale.nights.prepare import carry_over, prepare, remapped_head
+from pencil_scale.nights.crawl import Crawl, archive_counts, carry_over, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.record import Night
-from pencil_scale.nights.start import adopt, clean_set
+from pencil_scale.nights.start import adopt, clean_set, prepare, remapped_head
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 
@@ -39,7 +38,7 @@ def found(crawl: Crawl) -> tuple[list[int], list[int]]:
 # --- what is new -------------------------------------------------------------------------------------
 
 
-def test_rows_that_the_catalogue_gained_are_new_and_no_other(bench: Nights) -> None:
+def test_only_rows_that_the_catalogue_gained_are_new(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version()
     bench.shard("b.tar", samples(range(4, 9)))  # two of them are known
@@ -48,18 +47,18 @@ def test_rows_that_the_catalogue_gained_are_new_and_no_other(bench: Nights) -> N
     assert crawl.given_counts.tolist() == [1, 1, 1, 0]
 
 
-def test_a_known_sample_starts_again_if_it_was_given_another_class_or_a_first_one(bench: Nights) -> None:
+def test_a_known_sample_starts_again_if_its_given_class_changed_or_is_its_first(bench: Nights) -> None:
     unlabelled = [member for member in sample(2) if not member[0].endswith(".cls")]
     bench.shard("a.tar", samples(range(2)) + unlabelled + samples(range(3, 6)))
     before = bench.version()
     bench.shard("a.tar", sample(0, label=2) + samples(range(1, 6)))
     crawl = find_crawl(before, bench.version(), SAME)
     assert found(crawl) == ([0, 2], [0, 2])
-    assert crawl.regiven["class"].to_pylist() == [2, 2]
+    assert crawl.regiven["noisy_class"].to_pylist() == [2, 2]
     assert crawl.given_counts.tolist() == [0, 0, 2, 0]
 
 
-def test_a_sample_that_vanished_is_counted_and_keeps_its_row_for_its_return(bench: Nights) -> None:
+def test_a_vanished_sample_is_counted_and_keeps_its_row_until_it_returns(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(3)))
     path = bench.shard("b.tar", samples(range(3, 6)))
     before = bench.version()
@@ -67,23 +66,36 @@ def test_a_sample_that_vanished_is_counted_and_keeps_its_row_for_its_return(benc
     path.unlink()
     without = bench.version()
     crawl = find_crawl(before, without, SAME)
-    assert (found(crawl), crawl.num_vanished, crawl.num_returned) == (([], []), 3, 0)
+    assert found(crawl) == ([], [])
+    assert crawl.figures == {
+        "new_samples": 0,
+        "vanished_samples": 3,
+        "returned_samples": 0,
+        "regiven_samples": 0,
+    }
     path.write_bytes(kept)
     back = find_crawl(without, bench.version(), SAME)
-    assert (found(back), back.num_vanished, back.num_returned) == (([], []), 0, 3)
+    assert found(back) == ([], [])
+    assert back.figures == {
+        "new_samples": 0,
+        "vanished_samples": 0,
+        "returned_samples": 3,
+        "regiven_samples": 0,
+    }
 
 
-def test_a_label_that_no_class_is_called_after_is_counted_apart(bench: Nights) -> None:
+def test_labels_that_match_no_class_are_counted_separately(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
     renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6, 12))]
     bench.shard("b.tar", renamed)
     after = bench.version(label="json:name")
-    assert find_crawl(before, after, SAME).given_counts.tolist() == [2, 2, 0, 2]
-    assert archive_counts(before, SAME).tolist() == [2, 2, 2, 0]
+    crawl = find_crawl(before, after, SAME)
+    assert crawl.given_counts.tolist() == [2, 2, 0, 2]
+    assert archive_counts(crawl).tolist() == [2, 2, 2, 0]
 
 
-def test_reading_everything_again_makes_nothing_new(bench: Nights) -> None:
+def test_indexing_everything_again_makes_nothing_new(bench: Nights) -> None:
     renamed = [(name, data.replace(b'"cat"', b'"kitten"')) for name, data in samples(range(6))]
     bench.shard("a.tar", renamed)
     before = bench.version(label="json:name")
@@ -106,29 +118,29 @@ def test_the_clean_set_differs_only_if_something_about_its_samples_has_changed(t
         )
         version = Catalogue.open(bench.storage, clean_set="test").version
         found.append(clean_set(bench.storage, {"test": version}))
-    assert found[0] == found[1]  # an id of the training shards
-    assert found[1] != found[2]  # one of its own
+    assert found[0] == found[1]  # the excluded id is in the training shards
+    assert found[1] != found[2]  # the excluded id is in the clean set
 
 
-def test_old_rows_differ_every_night_and_are_the_same_if_a_night_starts_again(bench: Nights) -> None:
+def test_old_rows_differ_from_night_to_night_but_not_when_a_night_is_repeated(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(60)))
     before = bench.version()
     bench.shard("b.tar", samples(range(60, 70)))
     after = bench.version()
     crawl = find_crawl(before, after, SAME)
-    one, again, other = (old_rows(after, crawl, 20, key)["row"].to_pylist() for key in (1, 1, 2))
+    one, again, other = (old_rows(crawl, 20, key)["row"].to_pylist() for key in (1, 1, 2))
     assert one == again
     assert one != other
     assert len(one) == len(set(one)) == 20
     assert max(one + other) < 60
-    assert old_rows(after, crawl, 500, 1)["row"].to_pylist() == list(range(60))
-    assert len(old_rows(after, crawl, 0, 1)) == 0
+    assert old_rows(crawl, 500, 1)["row"].to_pylist() == list(range(60))
+    assert len(old_rows(crawl, 0, 1)) == 0
 
 
 # --- labels carried over -----------------------------------------------------------------------------
 
 
-def test_every_known_label_comes_along_bit_for_bit_and_new_rows_start_as_given(bench: Nights) -> None:
+def test_known_labels_are_carried_over_bit_for_bit_and_new_rows_start_as_given(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version()
     table = bench.table(bench.labels(before))
@@ -137,7 +149,7 @@ def test_every_known_label_comes_along_bit_for_bit_and_new_rows_start_as_given(b
     bench.shard("b.tar", samples(range(6, 8)))
     after = bench.version()
     crawl, pins = find_crawl(before, after, SAME), read_pins(bench.storage).resolve(after.class_names)
-    carried = carry_over(parent, crawl, after, SAME, pins, "a1b2", str(bench.folder))
+    carried = carry_over(parent, crawl, pins, "a1b2", str(bench.folder))
     labels = bench.table(carried)
     assert labels.read(range(6)).tobytes() == table.read(range(6)).tobytes()
     assert labels.read([6, 7]).tolist() == [[10, 0, 0], [0, 10, 0]]
@@ -145,7 +157,7 @@ def test_every_known_label_comes_along_bit_for_bit_and_new_rows_start_as_given(b
     assert not labels.visited(0).any()
 
 
-def test_a_row_given_another_class_starts_again_unless_people_pinned_it(bench: Nights) -> None:
+def test_a_row_with_a_new_given_class_starts_again_unless_it_is_pinned(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     table = bench.table(bench.labels(bench.version()))
     table.pin([1], [2])
@@ -159,23 +171,23 @@ def test_a_row_given_another_class_starts_again_unless_people_pinned_it(bench: N
     assert bench.table(again).read_pinned(range(6)).tolist() == [False, True] + 4 * [False]
 
 
-def test_pins_of_the_day_are_laid_over_the_labels_that_are_carried(bench: Nights) -> None:
+def test_new_pins_are_applied_to_the_labels_that_are_carried_over(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     catalogue = bench.version()
     parent = bench.labels(catalogue)
     add_pins(bench.storage, pins_of({3: "cat"}))
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
     crawl = find_crawl(catalogue, catalogue, SAME)
-    carried = carry_over(parent, crawl, catalogue, SAME, pins, "a1b2", None)
+    carried = carry_over(parent, crawl, pins, "a1b2", None)
     assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
-    untouched = carry_over(carried, crawl, catalogue, SAME, pins, "c3d4", None)
+    untouched = carry_over(carried, crawl, pins, "c3d4", None)
     assert untouched.parts == carried.parts
 
 
-# --- another class list ------------------------------------------------------------------------------
+# --- a new class list --------------------------------------------------------------------------------
 
 
-def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> None:
+def test_classes_are_matched_by_name_and_a_removed_one_must_be_accounted_for() -> None:
     assert class_mapping(["ant", "bee", "cat"], ["cat", "ant", "bee"], {}) == [[2], [0], [1]]
     assert class_mapping(["ant", "bee"], ["ant", "bee", "new"], {}) == [[0], [1], []]
     assert class_mapping(["ant", "bee", "cat"], ["ant", "bee"], {"cat": "bee"}) == [[0], [1, 2]]
@@ -187,7 +199,7 @@ def test_classes_are_followed_by_name_and_a_lost_one_must_be_accounted_for() -> 
         class_mapping(["ant", "cat"], ["ant", "bee"], {"cat": "kat"})
 
 
-def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench: Nights) -> None:
+def test_labels_pins_and_network_follow_a_declared_change_of_classes(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
     add_pins(bench.storage, pins_of({0: "cat"}))
@@ -200,10 +212,10 @@ def test_a_declared_change_of_classes_takes_labels_pins_and_network_along(bench:
     after = bench.version(label="json:name", aliases=_aliases(bench))
     night = started(1, "first", after.version)
     config = load_config(bench.folder / "config.yaml", ["nightly.remap={bee: ant}"])
-    for _ in range(2):  # a second time after a kill
+    for _ in range(2):  # the second time as after a kill
         prepared = prepare(config, bench.nights, night)
         assert prepared is not None
-        assert prepared.mapping == [[2], [0, 1], []]
+        assert prepared.crawl.mapping == [[2], [0, 1], []]
         assert found(prepared.crawl) == ([], [])  # only the numbers of the classes have changed
         table = bench.table(prepared.labels)
         assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
@@ -229,7 +241,7 @@ def first_night(bench: Nights, catalogue: Catalogue) -> Night:
 
 
 def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night, Catalogue, Config]:
-    """A first night over ant, bee and cat, and a catalogue indexed by another class list since."""
+    """Make a first night over ant, bee and cat, then index again with other class names."""
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
     pins = read_pins(bench.storage).resolve(before.class_names)
@@ -245,7 +257,7 @@ def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night,
     return night, after, load_config(bench.folder / "config.yaml", [f"nightly.remap={remap}"])
 
 
-def test_a_pin_keeps_its_class_however_many_nights_of_a_new_class_list_are_held(bench: Nights) -> None:
+def test_a_pin_keeps_its_class_when_nights_with_a_new_class_list_are_held(bench: Nights) -> None:
     _, after, config = reordered_after_night(bench, "cat\nant\nbee\n", "{}")
     add_pins(bench.storage, pins_of({0: "cat"}))
     for number in (1, 2, 3):  # each is held, so the next one starts from the first night again
@@ -256,7 +268,7 @@ def test_a_pin_keeps_its_class_however_many_nights_of_a_new_class_list_are_held(
         assert bench.table(prepared.labels).read_class([0, 1]).tolist() == [0, 2]
 
 
-def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
+def test_a_sample_pinned_to_a_dropped_class_gets_its_given_class_back(
     bench: Nights, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_pins(bench.storage, pins_of({0: "cat", 1: "ant"}))  # given ant and bee
@@ -264,7 +276,7 @@ def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
-    assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats have no usable label any more
+    assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats no longer have a usable label
     assert table.read_pinned(range(6)).tolist() == [False, True, False, False, False, False]
     assert table.read([0]).tolist() == [[0, 10]]
     ok = after.read(0, 6, ["status"])["status"].to_pylist()
@@ -272,7 +284,7 @@ def test_a_sample_pinned_to_a_class_that_was_dropped_has_the_class_it_was_given(
     assert "1 pins are void" in capsys.readouterr().out
 
 
-def test_a_class_that_is_renamed_in_place_takes_its_labels_along(bench: Nights) -> None:
+def test_labels_follow_a_class_that_is_renamed_in_place(bench: Nights) -> None:
     _, after, config = reordered_after_night(bench, "ant\nbee\nfeline\n", "{cat: feline}")
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
@@ -280,10 +292,10 @@ def test_a_class_that_is_renamed_in_place_takes_its_labels_along(bench: Nights) 
     assert prepared.labels.class_names == ("ant", "bee", "feline")
 
 
-def test_a_pin_that_became_void_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> None:
+def test_a_void_pin_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> None:
     add_pins(bench.storage, pins_of({1: "cat"}))
     _, after, config = reordered_after_night(bench, "ant\nbee\ncat\n", "{}")
-    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
+    add_pins(bench.storage, pins_of({1: "dog"}))  # a class that is not in the list
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
@@ -317,7 +329,7 @@ def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:
         adopt(bench.nights, "bad")
 
 
-def test_a_merged_class_of_a_network_is_the_mean_of_its_parts_and_a_new_one_says_nothing() -> None:
+def test_a_merged_class_of_a_network_is_the_mean_of_the_old_ones_and_a_new_one_is_zero() -> None:
     head = {"w": torch.ones(4), "fc.weight": torch.tensor([[1.0], [3.0]]), "fc.bias": torch.tensor([0.0, 2])}
     moved = remapped_head(head, [[], [0, 1]], 2)
     assert moved["fc.weight"].tolist() == [[0.0], [2.0]]

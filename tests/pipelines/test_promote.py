@@ -17,8 +17,7 @@ from pencil_scale.labels.published import find_published, held_names, held_url, 
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.nights.record import Night, NightFiles, night_name
-from pencil_scale.nights.start import remove_taken_down
+from pencil_scale.nights.record import Night, NightFiles, night_name, remove_taken_down
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.train import summary

@@ -164,7 +164,7 @@ def test_a_poisoned_night_is_held_with_its_reason_and_current_stays(week: Week) 
     assert (week.codes["poisoned"], week.current["poisoned"]) == (3, "night-0002")
     assert week.alias["poisoned"] == "night-0002"
     night = week.nights["night-0003"]
-    assert night.held
+    assert night.status == "held"
     assert "no usable label" in night.reasons[0]
 
 
@@ -240,7 +240,7 @@ def exported(night: Night, *columns: str) -> dict[str, list[Any]]:
 
 
 def test_two_jobs_at_once_are_one_too_many(week: Week) -> None:
-    with week.crawl.nights.held(), pytest.raises(LeaseHeldError, match="are being changed by another"):
+    with week.crawl.nights.leased(), pytest.raises(LeaseHeldError, match="are being changed by another"):
         reclean_nightly.run(week.crawl.settings())
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'`"  # as a class, and in a key
 HOSTILE_KEY = f"a{HOSTILE}"
-PATIENCE_MS = 120_000  # a machine may be very busy
+PATIENCE_MS = 120_000  # the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        # Inside a container nobody may make the namespaces of Chromium's sandbox; these pages are ours.
+        # A container may not create the namespaces of Chromium's sandbox; these pages are our own.
         started = driver.chromium.launch(
             executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"], timeout=PATIENCE_MS
         )
@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 
 class Reader:
-    """One person at the page: what it said in the console is remembered, and what it asked of the network."""
+    """A person at the page; console messages and network requests are recorded."""
 
     def __init__(self, browser: Any, path: Path) -> None:
         self.context = browser.new_context(viewport={"width": 1200, "height": 800}, accept_downloads=True)
@@ -112,7 +112,7 @@ def reader(browser: Any, bench: ReviewBench) -> Iterator[Reader]:
     assert [url for url in found.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: ReviewBench) -> None:
+def test_the_saved_file_pins_exactly_what_was_judged_with_keys(reader: Reader, bench: ReviewBench) -> None:
     judged = {}
     for keys, verdict in (
         ("a", "accept"),
@@ -142,7 +142,7 @@ def test_keys_judge_and_the_saved_file_pins_exactly_that(reader: Reader, bench: 
     assert by_verdict["reject"]["class"] == by_verdict["reject"]["given"]
 
 
-def test_the_page_names_the_file_it_saves_and_no_axis_goes_beyond_all(reader: Reader) -> None:
+def test_the_page_names_the_file_it_saves_and_no_axis_exceeds_100_percent(reader: Reader) -> None:
     assert "pin.file=decisions-t.json" in reader.text("footer")
     chart = reader.page.locator("#curves figure", has_text="Network accuracy")  # 100 % in every epoch
     ticks = [
@@ -169,7 +169,7 @@ def test_next_previous_and_undo_do_what_they_say(reader: Reader) -> None:
     assert reader.text("#tally") == "1 judged: 1 accepted"
 
 
-def test_a_word_that_fits_no_class_chooses_nothing_and_none_has_to_be_meant(reader: Reader) -> None:
+def test_a_text_that_matches_no_class_selects_nothing_and_none_must_be_chosen(reader: Reader) -> None:
     reader.press("l z z Enter")
     assert reader.page.is_visible("#picker")
     reader.press("Escape")
@@ -179,7 +179,7 @@ def test_a_word_that_fits_no_class_chooses_nothing_and_none_has_to_be_meant(read
     assert reader.text("#tally") == "1 judged: 1 none of the classes"
 
 
-def test_what_was_judged_survives_closing_the_page_and_travels_in_the_file(
+def test_decisions_survive_a_reload_and_can_be_loaded_from_the_saved_file(
     reader: Reader, bench: ReviewBench, tmp_path: Path
 ) -> None:
     reader.press("a r")
@@ -200,14 +200,14 @@ def test_filters_by_class_transition_score_and_state_show_what_they_say(reader: 
     reader.page.select_option("#f-suggested", "2")
     assert reader.text("#shown") == "3 of 6 listed"
     reader.page.click("#f-clear")
-    reader.page.fill("#f-high", "0.1")  # with 0.8 or more on the new class, 0.1 or less is left
+    reader.page.fill("#f-high", "0.1")  # the new class has 0.8 or more, so the given one at most 0.1
     assert reader.text("#shown") == "3 of 6 listed"
     reader.page.click("#f-clear")
     reader.page.fill("#f-text", "ALERT(1)")
     assert reader.text("#shown") == "1 of 6 listed"
     reader.page.click("#f-clear")
     reader.page.select_option("#f-kind", "moved")
-    assert reader.text("#shown") == "4 of 6 listed"  # 4 went elsewhere than before; 10, 13 and 29 moved
+    assert reader.text("#shown") == "4 of 6 listed"  # row 4 has another new class; 10, 13 and 29 changed
     reader.page.select_option("#f-kind", "kept")
     assert "No listed sample matches" in reader.text("#list")
     reader.page.click("#f-clear")
@@ -229,7 +229,7 @@ def test_epochs_are_counted_from_1_as_the_command_printed_them(reader: Reader) -
     assert "0" not in axis
 
 
-def test_a_cell_of_the_matrix_leads_to_its_samples(reader: Reader) -> None:
+def test_clicking_a_cell_of_the_matrix_shows_its_samples(reader: Reader) -> None:
     reader.page.locator('[data-pair="1,2"] .heat').click()
     assert reader.text("#shown") == "3 of 6 listed"
     reader.page.locator(".flow").last.click()
@@ -266,9 +266,7 @@ def test_the_policy_forbids_network_and_foreign_scripts(browser: Any, bench: Rev
     reader.context.close()
 
 
-def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_line(
-    reader: Reader, tmp_path: Path
-) -> None:
+def test_the_page_and_the_command_line_give_the_same_audit_results(reader: Reader, tmp_path: Path) -> None:
     reader.page.click("#tab-audit")
     assert reader.text("#shown") == "30 drawn at random"
     reader.press("a a a r a a r a a a")
@@ -277,16 +275,14 @@ def test_an_audit_judged_with_keys_says_the_same_in_the_page_and_on_the_command_
     assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
     findings = study(changed, unchanged)
     told = reader.page.locator(".gauge").all_inner_texts()
-    for gauge, one in zip(told, (findings.precision, findings.missed, findings.left), strict=True):
+    for gauge, one in zip(told, (findings.precision, findings.missed, findings.remaining), strict=True):
         assert f"{100 * one.share:.1f} %" in gauge.partition("95 %")[0]
         assert f"95 % interval {100 * one.low:.1f} % to {100 * one.high:.1f} %" in gauge
     reader.press("j a")
     assert "Skipped so far: 1." in reader.text("#audit-panel")
 
 
-def test_in_dark_and_light_the_page_takes_its_colours_from_the_reader(
-    browser: Any, bench: ReviewBench
-) -> None:
+def test_the_page_follows_the_dark_or_light_preference(browser: Any, bench: ReviewBench) -> None:
     grounds = []
     for scheme in ("light", "dark"):
         context = browser.new_context(color_scheme=scheme)
@@ -297,7 +293,7 @@ def test_in_dark_and_light_the_page_takes_its_colours_from_the_reader(
     assert grounds == ["rgb(250, 248, 243)", "rgb(21, 22, 26)"]
 
 
-def test_a_hundred_thousand_samples_of_a_thousand_classes_stay_light(browser: Any, tmp_path: Path) -> None:
+def test_a_page_of_a_hundred_thousand_samples_stays_responsive(browser: Any, tmp_path: Path) -> None:
     reader = Reader(browser, large_page(tmp_path / "large.html"))
     assert reader.text("#shown") == "100,000 of 100,000 listed"
     count = "document.querySelectorAll('.card').length"

@@ -87,8 +87,8 @@ function stageMarks(svg, x, epochs) {
 
 function curve(parent, title, note, lines, label, band = null) {
   const epochs = DATA.epochs;
-  const values = lines.flatMap(({ name }) => epochs.map((one) => one[name])).filter((value) => value !== null);
-  if (band) values.push(...epochs.flatMap((one) => [one[band.low], one[band.high]]).filter((value) => value !== null));
+  const values = lines.flatMap(({ name }) => epochs.map((one) => one[name])).filter((value) => value != null);
+  if (band) values.push(...epochs.flatMap((one) => [one[band.low], one[band.high]]).filter((value) => value != null));
   const rangeX = [epochs[0].epoch, Math.max(epochs[epochs.length - 1].epoch, epochs[0].epoch + 1)];
   const rangeY = [Math.min(...values), Math.max(...values)];
   // A flat line gets room below: shares cannot exceed 100 %.
@@ -101,13 +101,13 @@ function curve(parent, title, note, lines, label, band = null) {
   axes(svg, x, y, rangeX, rangeY, label);
   stageMarks(svg, x, epochs);
   if (band) {
-    const known = epochs.filter((one) => one[band.low] !== null);
+    const known = epochs.filter((one) => one[band.low] != null);
     const there = known.map((one) => `${x(one.epoch)},${y(one[band.high])}`);
     const back = known.map((one) => `${x(one.epoch)},${y(one[band.low])}`).reverse();
     draw(svg, 'polygon', { class: 'band', points: [...there, ...back].join(' ') });
   }
   for (const { name, kind } of lines) {
-    const points = epochs.filter((one) => one[name] !== null).map((one) => `${x(one.epoch)},${y(one[name])}`);
+    const points = epochs.filter((one) => one[name] != null).map((one) => `${x(one.epoch)},${y(one[name])}`);
     draw(svg, 'polyline', { class: `line ${kind}`, points: points.join(' ') });
     const last = points.length ? points[points.length - 1].split(',') : null;
     if (last) draw(svg, 'circle', { class: `dot ${kind}`, cx: last[0], cy: last[1], r: 3 });
@@ -136,7 +136,7 @@ function scoreChart(parent) {
 
 function curves(parent) {
   const epochs = DATA.epochs;
-  const knows = (name) => epochs.some((one) => one[name] !== null);
+  const knows = (name) => epochs.some((one) => one[name] != null);
   if (!epochs.length) empty(parent, 'This run has no metrics by epoch.');
   if (epochs.length && knows('corrected_label_accuracy')) {
     curve(parent, 'Correct labels', 'where the true class is known: repaired, and as given',
