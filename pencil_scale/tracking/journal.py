@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -40,15 +40,9 @@ MOST_SEGMENTS = 100  # delivered together after an outage
 RETRY_S = 10.0
 SHORT_S = 0.1  # between attempts once the run has ended
 
-T = TypeVar("T")
-
 
 class AwayError(PencilError):
     """The server or the storage cannot be reached now; the same entries may be accepted later."""
-
-
-class RefusedError(PencilError):
-    """The first of these entries will never be accepted."""
 
 
 class Entry(NamedTuple):
@@ -93,7 +87,7 @@ class Journal:
                     self._write(some)
                     del self.waiting[: len(some)]
                 self._is_failing = False
-            except Exception as error:  # the libraries of stores raise classes of their own
+            except Exception as error:  # the libraries of stores raise many classes
                 if not self._is_failing:
                     log.warning("%s cannot be written (%s): entries wait in memory", self.url, error)
                 self._is_failing = True
@@ -126,7 +120,7 @@ class Journal:
     # --- delivering ------------------------------------------------------------------------------------
 
     def first(self) -> list[Entry] | None:
-        """Read the entries of the oldest segments; None if there is no segment."""
+        """Read the entries of the oldest segments; None if all were delivered."""
         with self._away_errors():
             names = self._segments()[:MOST_SEGMENTS]
             if not names:
@@ -145,7 +139,7 @@ class Journal:
                 self._folder.delete_if_there(name)
 
     def refuse(self, entry: Entry, reason: str) -> None:
-        """Keep an entry and its blob for a person to look at."""
+        """Keep an entry and its blob, so that a person can find out why it was refused."""
         text = {"kind": entry.kind, "body": entry.body, "blob": entry.blob, "reason": reason}
         with self._away_errors():
             self._folder.put_json(f"refused/{entry.id}.json", text)
@@ -180,8 +174,9 @@ class Journal:
 class Delivery:
     """A thread that sends the entries of a journal, in order and in batches, and retries.
 
-    `send` gets the next entries, sends one or more from the front, and returns their number. The log says
-    once that the receiver is unreachable, and once that it is back.
+    `send` gets the next entries, sends one or more from the front, and returns their number. If it fails with
+    anything but AwayError, the first entry counts as refused. The log says once that the receiver is
+    unreachable, and once that it is back.
     """
 
     def __init__(
@@ -196,7 +191,7 @@ class Delivery:
         self._thread.start()
 
     def finish(self, wait_s: float) -> bool:
-        """Deliver the rest, for this long at most, and close the journal; return whether nothing is left."""
+        """Deliver the rest for this long at most, and close the journal; return whether all was delivered."""
         self._journal.flush()
         self._deadline = time.monotonic() + wait_s
         self._finishing.set()
@@ -204,7 +199,7 @@ class Delivery:
         self._journal.close()
         url, receiver = self._journal.url, self._receiver
         if not self._is_done:
-            log.warning("not all entries reached %s (%s)", receiver, self._away or "no time was left")
+            log.warning("not all entries reached %s (%s)", receiver, self._away or "no time remained")
             log.warning("%s keeps the rest; the next start of the same run delivers it", url)
         if self._num_refused:
             log.warning("%s refused %d entries: see %s/refused", receiver, self._num_refused, url)
@@ -226,7 +221,7 @@ class Delivery:
                     self._finishing.wait(self._every_s)
                     time.sleep(SHORT_S)
         except AwayError:
-            return  # no time was left
+            return  # no time remained
         except Exception as error:  # a thread that dies does so silently
             self._away = f"{type(error).__name__}: {error}"
             log.warning("delivery to %s ended (%s); the run continues", self._receiver, self._away)
@@ -238,7 +233,7 @@ class Delivery:
                 num_sent = self._retry(partial(self._send, entries[:most]))
             except AwayError:
                 raise
-            except Exception as error:  # a RefusedError, or a bug in `send`, which must not stop the others
+            except Exception as error:  # refused, or a bug, which must not stop the other entries
                 if most > 1:
                     most = 1  # sent one by one, the entry to blame shows
                     continue
@@ -253,8 +248,8 @@ class Delivery:
             log.warning(text, self._receiver, entry.kind, reason, self._journal.url)
         self._num_refused += 1
 
-    def _retry(self, call: Callable[[], T]) -> T:
-        """Call until the receiver and the storage can be reached, or no time is left."""
+    def _retry(self, call: Callable[[], Any]) -> Any:
+        """Call until the receiver and the storage can be reached, or no time remains."""
         while time.monotonic() < self._deadline:
             try:
                 result = call()
@@ -270,4 +265,4 @@ class Delivery:
                     log.warning("%s is back: the entries that waited are delivered", self._receiver)
                 self._away = ""
                 return result
-        raise AwayError("no time was left")
+        raise AwayError("no time remained")

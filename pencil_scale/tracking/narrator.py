@@ -3,7 +3,7 @@
     narrator = Narrator(num_epochs=40, class_names=names, tracker=tracker)
     narrator.hear({"kind": "epoch", ...})
 
-pencil    epoch 12/40   loss 0.1234   1,830 images/s   test 0.962   labels right 0.931   left 0:01:12
+pencil    epoch 12/40   loss 0.1234   1,830 images/s   test 0.962   labels right 0.931   ETA 0:01:12
 
 Pictures are PNG bytes, drawn without a window and without matplotlib's global state.
 """
@@ -142,7 +142,7 @@ class Narrator:
         # The median of the last epochs: the first one may have compiled the network.
         epoch_s = median_low(figures["epoch_s"] for figures in self._epochs[-5:])
         remaining = timedelta(seconds=round(epoch_s * (self._num_epochs - number)))
-        return "   ".join([*columns, f"left {remaining}"])
+        return "   ".join([*columns, f"ETA {remaining}"])
 
     def _line(self, text: str) -> None:
         self._said_at = time.monotonic()
@@ -155,8 +155,6 @@ def transition_picture(counts: ArrayLike, class_names: Sequence[str], title: str
     Colour follows the square root of the share, which shows the few per cent that moved.
     """
     given = np.asarray(counts, np.float64)
-    if given.shape != (len(class_names), len(class_names)):
-        raise ValueError(f"counts of shape {given.shape} for {len(class_names)} class names")
     share = given / np.maximum(given.sum(axis=1, keepdims=True), 1)
     side = min(4.5 + 0.35 * len(class_names), 16.0)
     figure = Figure(figsize=(side + 1.0, side), layout="constrained")
@@ -165,9 +163,7 @@ def transition_picture(counts: ArrayLike, class_names: Sequence[str], title: str
     image = axes.imshow(share, cmap="viridis", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
     figure.colorbar(image, label="share of the given class", shrink=0.8)
     if len(class_names) <= MOST_NAMES:
-        names = [
-            name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in class_names
-        ]
+        names = [name[:LONGEST_NAME] for name in class_names]
         # A class may be called "$5 bags", which is not a formula.
         axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)
         axes.set_yticks(range(len(names)), names, parse_math=False)

@@ -9,7 +9,7 @@ one step: values at or before the last step that MLflow has of their series are 
 
     check_server(uri)                         # refuses a server of an unsupported version
     receiver = Receiver(uri, "ab12", experiment="clothing1m")
-    num_sent = receiver(entries)              # AwayError: try again later; RefusedError: never
+    num_sent = receiver(entries)              # AwayError: try again later; other errors: never
 """
 
 import io
@@ -33,8 +33,9 @@ from packaging.version import InvalidVersion, Version
 
 from pencil_scale.config.command import MLFLOW, require
 from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import without_passwords
-from pencil_scale.tracking.journal import AwayError, Entry, RefusedError
+from pencil_scale.tracking.journal import AwayError, Entry
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Receiver:
         except (MlflowException, OSError) as error:  # an error of `requests` is an OSError
             status = getattr(getattr(error, "response", None), "status_code", None)
             is_final = getattr(error, "error_code", None) in FINAL or status in FINAL_STATUS
-            raise (RefusedError if is_final else AwayError)(_reason(error)) from error
+            raise (PencilError if is_final else AwayError)(_reason(error)) from error
 
     def _send(self, entry: Entry) -> int:
         body = entry.body
@@ -131,7 +132,7 @@ class Receiver:
 
     def _run_id(self, stage: str) -> str:
         if stage not in self.runs and self._find_run(stage) is None:
-            raise RefusedError(f"MLflow has no run for '{stage}'")
+            raise PencilError(f"MLflow has no run for '{stage}'")
         return self.runs[stage]
 
     def _find_run(self, stage: str, view: int = ViewType.ACTIVE_ONLY) -> Run | None:
@@ -166,24 +167,16 @@ class Receiver:
                 log.warning("MLflow no longer has run %s of %s: a new one continues it", former, name)
             run = client.create_run(self._experiment_id, body["time"], tags, name)
             self.runs[stage], self._steps[stage] = run.info.run_id, {}
-            log.info("MLflow run %s of experiment %s: %s", run.info.run_id, self._experiment, name)
         else:
             client.update_run(run.info.run_id, status="RUNNING")
-        tags |= self._log_params(run, body["params"])
+        # MLflow never changes a parameter: a change becomes a tag. config.json has long ones in full.
+        known, params = run.data.params, {key: text[:LONGEST_PARAM] for key, text in body["params"].items()}
+        new = [Param(key, text) for key, text in params.items() if key not in known]
+        tags |= {f"changed.{key}": text for key, text in params.items() if known.get(key, text) != text}
+        for some in _portions(new, MOST_PARAMS):
+            client.log_batch(run.info.run_id, params=some)
         for some in _portions(list(tags.items()), MOST_PARAMS):
             client.log_batch(run.info.run_id, tags=[RunTag(key, text[:LONGEST_TAG]) for key, text in some])
-
-    def _log_params(self, run: Run, params: dict[str, str]) -> dict[str, str]:
-        """Log what the run does not have yet. MLflow never changes a parameter: a change becomes a tag."""
-        # config.json, among the run's files, has the long ones in full.
-        short = {name: text[:LONGEST_PARAM] for name, text in params.items()}
-        known = run.data.params
-        for some in _portions([Param(*one) for one in short.items() if one[0] not in known], MOST_PARAMS):
-            self._client.log_batch(run.info.run_id, params=some)
-        changed = {name: text for name, text in short.items() if known.get(name, text) != text}
-        if changed:
-            log.info("MLflow keeps the first value of %s; tags 'changed.*' hold the new", ", ".join(changed))
-        return {f"changed.{name}": text for name, text in changed.items()}
 
     # --- the model -------------------------------------------------------------------------------------
 
@@ -251,16 +244,14 @@ class Receiver:
             return
         # A database resolves models:/ID at the process's global URI, which may differ: give the location.
         source = model.model_uri if self._uri.startswith("http") else model.artifact_location
-        made = client.create_model_version(name, source, run_id, tags, model_id=model.model_id)
-        log.info("MLflow model %s has a new version, %s", name, made.version)
+        client.create_model_version(name, source, run_id, tags, model_id=model.model_id)
 
     def _move_alias(self, run_id: str, name: str, alias: str) -> None:
         """Move an alias to the newest version of a registered model that a run made."""
         versions = [int(version.version) for version in self._versions(run_id, name)]
         if not versions:
-            raise RefusedError(f"run {run_id} made no version of model {name}")
+            raise PencilError(f"run {run_id} made no version of model {name}")
         self._client.set_registered_model_alias(name, alias, str(max(versions)))
-        log.info("MLflow model %s version %d is '%s'", name, max(versions), alias)
 
     def _versions(self, run_id: str, name: str) -> list[Any]:
         made = self._client.search_model_versions(f"run_id = '{run_id}'")

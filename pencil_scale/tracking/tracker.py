@@ -14,7 +14,6 @@ resumed run repeats are left out.
 import hashlib
 import io
 import json
-import logging
 import os
 import platform
 import re
@@ -23,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +36,6 @@ from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
 from pencil_scale.tracking.journal import Delivery, Entry, Journal
 from pencil_scale.tracking.receiver import PARENT, Receiver
 
-log = logging.getLogger(__name__)
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 SERVERS = ("http://", "https://", "databricks")
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 LONGEST_NAME = 250
@@ -52,7 +48,7 @@ def find_server(config: Config) -> tuple[str, str | None]:
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri and not local:
         raise PencilError(
-            f"run.storage: {without_passwords(config.run.storage)} is no local folder, so it cannot hold "
+            f"run.storage: {without_passwords(config.run.storage)} is not a local folder, so it cannot hold "
             "MLflow's database; name a server with tracking.uri or MLFLOW_TRACKING_URI"
         )
     uri = uri or f"sqlite:///{path}/mlflow.db"
@@ -116,12 +112,11 @@ class Tracker:
 
     def start_stage(self, stage: str) -> None:
         """Start the run of a stage, or resume it; the stage before it has ended."""
-        if stage == self._stage:
-            return
-        if self._stage is not None:
-            self._add("end", self._stage, status="FINISHED")
-        self._stage = stage
-        self._add("start", stage, name=f"{self._name}-{stage}", tags={"stage": stage}, params={})
+        if stage != self._stage:
+            if self._stage is not None:
+                self._add("end", self._stage, status="FINISHED")
+            self._stage = stage
+            self._add("start", stage, name=f"{self._name}-{stage}", tags={"stage": stage}, params={})
 
     def log_step(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Report the values of a step, in the stage's run, as `step/NAME`."""
@@ -163,16 +158,9 @@ class Tracker:
         file = io.BytesIO()
         torch.save(dict(weights), file)
         data = file.getvalue()
-        self._add(
-            "model",
-            PARENT,
-            data,
-            sha256=hashlib.sha256(data).hexdigest(),
-            backbone=backbone,
-            class_names=list(class_names),
-            image_size=image_size,
-            register_as=self._register_as,
-        )
+        model = {"backbone": backbone, "class_names": list(class_names), "image_size": image_size}
+        known = {"sha256": hashlib.sha256(data).hexdigest(), "register_as": self._register_as}
+        self._add("model", PARENT, data, **model, **known)
         if alias is not None:
             self.move_alias(alias)
 
@@ -181,19 +169,17 @@ class Tracker:
         if self._register_as is not None:
             self._add("alias", PARENT, register_as=self._register_as, alias=alias)
 
-    def finish(self, status: Status = "FINISHED", wait_s: float = 60.0) -> bool:
-        """End the runs, wait for the server for this long at most; return whether all was delivered."""
+    def finish(self, status: str = "FINISHED", wait_s: float = 60.0) -> bool:
+        """End the runs, wait for the server for this long at most; return whether all was delivered.
+
+        A status of MLflow: FINISHED, FAILED or KILLED.
+        """
         for stage in filter(None, (self._stage, PARENT)):
             self._add("end", stage, status=status)
         return self._delivery.finish(wait_s)
 
     def _log(self, stage: str, axis: str, step: int, metrics: Mapping[str, float]) -> None:
-        values: dict[str, float] = {}
-        for name, value in metrics.items():
-            try:
-                values[_allowed(f"{axis}/{name}")] = float(value)
-            except (TypeError, ValueError):
-                log.warning("metric %s/%s is not a number and is not tracked: %r", axis, name, value)
+        values = {_allowed(f"{axis}/{name}"): float(value) for name, value in metrics.items()}
         self._add("metrics", stage, step=step, values=values)
 
     def _add(self, kind: str, stage: str, blob: bytes | None = None, /, **body: Any) -> None:
@@ -207,11 +193,11 @@ def _allowed(name: str) -> str:
 
 def copy_page(config: Config, tracking: Mapping[str, Any], name: str, page: str) -> str | None:
     """Keep a page with its finished run, as its record has it, in MLflow; return the reason if that fails."""
-    receiver = Receiver(find_server(config)[0], "", "")
-    receiver.runs |= tracking.get("runs", {})
-    if PARENT not in receiver.runs:
+    if PARENT not in tracking.get("runs", {}):
         return "MLflow knows no run of these labels"
     try:
+        receiver = Receiver(find_server(config)[0], run_id="", experiment="")
+        receiver.runs |= tracking["runs"]
         receiver([Entry("page", "file", {"stage": PARENT, "path": name}, data=page.encode())])
     except PencilError as error:
         return str(error)

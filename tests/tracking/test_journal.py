@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from s3_front import Front, fresh_front
 
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.tracking import journal as journal_module
-from pencil_scale.tracking.journal import AwayError, Delivery, Entry, Journal, RefusedError
+from pencil_scale.tracking.journal import AwayError, Delivery, Entry, Journal
 
 SELDOM_S = 3600.0  # no segment is written unless the test asks for it
 
@@ -35,7 +36,7 @@ class Receiver:
             raise AwayError("no answer")
         taken = entries[: self.most]
         if any(entry.body["n"] in self.dislikes for entry in taken):
-            raise RefusedError("a value it dislikes")
+            raise PencilError("a value it dislikes")
         self.got += [entry.body["n"] for entry in taken]
         self.sizes.append(len(taken))
         return len(taken)
@@ -197,7 +198,7 @@ def test_a_blob_stays_until_its_entry_is_delivered(folder: str) -> None:
     assert [entry.data for entry in entries] == [bytes([number]) * 10 for number in range(3)]
     again.refuse(entries[1], "no such kind")
     again.drop()
-    assert files_in(folder) == [f"blobs/{entries[1].blob}"]  # the refused one, for a person to look at
+    assert files_in(folder) == [f"blobs/{entries[1].blob}"]  # the refused one is kept
 
 
 def test_a_journal_does_not_grow_with_what_was_delivered(folder: str) -> None:

@@ -53,7 +53,9 @@ def test_a_database_is_asked_for_no_version(caplog: pytest.LogCaptureFixture) ->
 
 def test_remote_storage_without_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = "run.storage=memory://lake/demo"
-    with pytest.raises(PencilError, match=r"memory://lake/demo is no local folder.*tracking\.uri or MLFLOW"):
+    with pytest.raises(
+        PencilError, match=r"memory://lake/demo is not a local folder.*tracking\.uri or MLFLOW"
+    ):
         find_server(config_of(tmp_path, remote))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert find_server(config_of(tmp_path, remote)) == ("http://tracking:5000", None)
