@@ -109,9 +109,7 @@ def track_released(config: Config, run: RunRecord) -> RunRecord:
 
 def _tracker(config: Config, run: RunRecord) -> Tracker:
     """Track the same MLflow run again, with what was known of it when it was trained."""
-    experiment = run.settings.get("tracking.experiment", "None")
-    experiment = run.name if experiment == "None" else experiment
-    tracking = config.tracking.model_copy(update={"experiment": experiment})
+    tracking = config.tracking.model_copy(update={"experiment": run.tracking["experiment"]})
     named = config.run.model_copy(update={"name": run.name})
     config = config.model_copy(update={"run": named, "tracking": tracking})
     params = {name: text for name, text in run.settings.items() if " " not in name}

@@ -88,7 +88,8 @@ class Tracker:
         self._stage: str | None = None  # the stage that is running
         params = dict(params or describe(config))
         uri, artifacts = find_server(config)
-        self._receiver = Receiver(uri, run_id, config.tracking.experiment or self._name, artifacts)
+        self._where = {"run_id": run_id, "experiment": config.tracking.experiment or self._name}
+        self._receiver = Receiver(uri, **self._where, artifacts=artifacts)
         storage = Storage(config.run.storage)
         self._journal = Journal(storage.path(storage.run(self._name, f"journal/{run_id}")), every_s)
         versions = {name: version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
@@ -103,8 +104,8 @@ class Tracker:
         self._delivery = Delivery(self._journal, self._receiver, server, every_s)
 
     def state(self) -> dict[str, Any]:
-        """The ids of the MLflow runs by stage, as far as the server has answered, for the run's record."""
-        return {"runs": dict(self._receiver.runs)}
+        """Where MLflow has the run, and the ids of its runs that are known so far, for the run's record."""
+        return {**self._where, "runs": dict(self._receiver.runs)}
 
     def flush_soon(self) -> None:
         """Start to write all that was reported so far, and return at once."""
@@ -193,11 +194,10 @@ def _allowed(name: str) -> str:
 
 def copy_page(config: Config, tracking: Mapping[str, Any], name: str, page: str) -> str | None:
     """Keep a page with its finished run, as its record has it, in MLflow; return the reason if that fails."""
-    if PARENT not in tracking.get("runs", {}):
+    if not tracking:
         return "MLflow knows no run of these labels"
     try:
-        receiver = Receiver(find_server(config)[0], run_id="", experiment="")
-        receiver.runs |= tracking["runs"]
+        receiver = Receiver(find_server(config)[0], tracking["run_id"], tracking["experiment"])
         receiver([Entry("page", "file", {"stage": PARENT, "path": name}, data=page.encode())])
     except PencilError as error:
         return str(error)
