@@ -9,7 +9,7 @@ Records for MLflow wait in the run's journal while its server is unreachable, so
 """
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
@@ -18,7 +18,7 @@ from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import filesystem_of
-from pencil_scale.tracking.tracker import Tracker, plan_tracking
+from pencil_scale.tracking.tracker import Tracker
 from pipelines import export_labels, review_report
 
 ALIAS = "current"
@@ -109,9 +109,8 @@ def track_released(config: Config, run: RunRecord) -> RunRecord:
 
 def _tracker(config: Config, run: RunRecord) -> Tracker:
     """Track the same MLflow run again, with what was known of it when it was trained."""
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": run.name})})
-    plan = plan_tracking(named, run.catalogue_version, run.id)
-    experiment = run.settings.get("tracking.experiment", "None")
-    experiment = run.name if experiment == "None" else experiment
+    tracking = config.tracking.model_copy(update={"experiment": run.tracking["experiment"]})
+    named = config.run.model_copy(update={"name": run.name})
+    config = config.model_copy(update={"run": named, "tracking": tracking})
     params = {name: text for name, text in run.settings.items() if " " not in name}
-    return Tracker(replace(plan, experiment=experiment, params=params))
+    return Tracker(config, run.catalogue_version, run.id, params)

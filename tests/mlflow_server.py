@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.tracking.tracker import TrackedRun, Tracker, plan_tracking
+from pencil_scale.tracking.tracker import Tracker
 
 
 def free_port() -> int:
@@ -77,13 +77,16 @@ stages:
     return load_config(folder / "run.yaml", list(overrides))
 
 
-def plan_of(folder: Path, server: Server | None = None, *overrides: str) -> TrackedRun:
+def tracker_of(folder: Path, server: Server | None = None, *overrides: str) -> Tracker:
+    """Track the run 'a1b2' of this folder, from its start or again."""
     where = [f"tracking.uri={server.uri}", f"tracking.experiment={folder.name}"] if server else []
-    return plan_tracking(config_of(folder, *where, *overrides), catalogue_version=7, run_id="a1b2")
+    config = config_of(folder, *where, *overrides)
+    return Tracker(config, catalogue_version=7, run_id="a1b2", every_s=0.1)
 
 
-def tracker_of(plan: TrackedRun) -> Tracker:
-    return Tracker(plan, every_s=0.1)
+def journal_of(folder: Path) -> Path:
+    """Where the journal of that run is."""
+    return folder / "store" / "runs" / "demo" / "journal" / "a1b2"
 
 
 def steps_of(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:

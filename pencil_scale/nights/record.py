@@ -124,10 +124,9 @@ class NightFiles:
 
     def start(self, night: Night) -> Night:
         """Write the record of a new night; if another job was first to take its number, take the next."""
-        objects = self._store
         while True:
             self._check_lease()
-            if objects.create(self._store.night(night.name, NIGHT), _encoded(asdict(night))):
+            if self._store.create(self._store.night(night.name, NIGHT), _encoded(asdict(night))):
                 return night
             night = replace(night, name=night_name(night.number + 1), number=night.number + 1)
 
@@ -160,11 +159,11 @@ class NightFiles:
 
     def move_current(self, night: Night, expected: str | None) -> None:
         """Move CURRENT to a night, if it still points to the expected one."""
-        objects, file = self._store, f"{self._store.nights}/{CURRENT}"
+        file = f"{self._store.nights}/{CURRENT}"
         named = {name: getattr(night, name) for name in ("labels", "model", "export", "report")}
         moved = _encoded({"night": night.name, **named, "moved": now()})
         while True:
-            before = objects.read(file)
+            before = self._store.read(file)
             found = None if before is None else json.loads(before[0])["night"]
             if found not in (expected, night.name):
                 raise PencilError(
@@ -172,7 +171,7 @@ class NightFiles:
                     f"it stays there. Run reclean_nightly again, or promote {night.name}"
                 )
             self._check_lease()  # between reading and replacing, as in Lease.put
-            if objects.replace(file, moved, before and before[1]):
+            if self._store.replace(file, moved, before and before[1]):
                 return
 
 

@@ -1,298 +1,268 @@
-"""Journal: records for MLflow, in order, kept in the storage of the run until they are delivered.
+"""Journal: entries for MLflow, kept in the storage of the run until a thread has delivered them.
 
-    <folder>/segments/000000000001.jsonl    records 1, 2, 3, ..., one per line; never changed
-    <folder>/blobs/ID                       the bytes of a picture or a model, which its record names
-    <folder>/delivered.json                 the acknowledgement: all records up to this one were delivered
-    <folder>/refused/000000000007.json      a record that MLflow will never accept, and why
+    <folder>/segments/000000000001-ID.jsonl   entries in order, one per line; never changed
+    <folder>/blobs/ID                         the bytes of a picture or a model, which its entry names
+    <folder>/owner                            the id of the process that delivers
+    <folder>/refused/                         entries that MLflow will never accept, and damaged segments
 
-`add` keeps a record in memory and returns at once. A thread writes what has gathered as a segment, every
-second or as soon as it is some MB: a killed process loses the records of its last second at most. `flush`
-writes them now. Acknowledged segments are deleted. An object store, which cannot append, can hold all this.
+`add` keeps an entry in memory. A thread writes what has gathered as a segment every second: a killed process
+loses the entries of its last second at most. Another thread sends the oldest segments and then deletes them:
+a crash in between sends them again, which must do no harm. Object stores, which cannot append, suffice.
 
     journal = Journal("s3://lake/clothing1m/runs/demo/journal/ab12")
+    delivery = Delivery(journal, send, receiver="MLflow http://tracking:5000")
     journal.add("tag", {"stage": "parent", "name": "warning.labels", "value": "none moved"})
-    journal.add_values("pencil", step=7, values={"loss": 0.3})      # a repeated step is left out
-    for record in journal.first(): ...
-    journal.drop(record)
+    all_delivered = delivery.finish(wait_s=30)     # the journal keeps the rest
 
-The process that opened a journal last owns it: the acknowledgement is replaced only by compare-and-swap. A
-former owner that is still alive stops delivering; the new owner also delivers what that one still writes.
+The process that opened a journal last owns it. A former owner that is still alive stops delivering, and the
+new owner also delivers what that one still writes. Nothing here ends a run.
 """
 
 import json
 import logging
 import threading
+import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
 
 log = logging.getLogger(__name__)
 
-DELIVERED, SEGMENTS = "delivered.json", "segments"
-SEGMENT_BYTES = 4 << 20  # written at once, before the second has passed
-MOST_WAITING_BYTES = 256 << 20  # kept in memory while the storage cannot be written
-MOST_RECORDS = 500  # returned at once
+OWNER = "owner"
+MOST_SEGMENTS = 100  # delivered together after an outage
+RETRY_S = 10.0
+SHORT_S = 0.1  # between attempts once the run has ended
 
 
 class AwayError(PencilError):
-    """The server or the storage cannot be reached now; the same records may be accepted later."""
+    """The server or the storage cannot be reached now; the same entries may be accepted later."""
 
 
-class RefusedError(PencilError):
-    """The first of these records will never be accepted."""
+class Entry(NamedTuple):
+    """One thing to deliver, with the bytes that belong to it."""
 
-
-class Record(NamedTuple):
-    """One thing to deliver; `read` gives the bytes that belong to it."""
-
-    number: int
+    id: str
     kind: str
     body: dict[str, Any]
-    read: Callable[[], bytes] = bytes
-    blob: str = ""
+    blob: str = ""  # the name of the file that holds the bytes
+    data: bytes = b""
 
 
 class Journal:
-    """The records of one run."""
+    """The entries of one run, in its storage."""
 
     def __init__(self, url: str, every_s: float = 1.0) -> None:
         self.url = str(without_passwords(url))
-        self.runs: dict[str, str] = {}  # stage -> id of its MLflow run; the receiver adds them
-        self.num_lost = 0
-        self._folder = self._objects = Folder(url)
-        self._owner, self._is_owner = uuid.uuid4().hex, True
-        self._lock = threading.Lock()  # for what is in memory; never held while the storage works
-        self._storing = threading.Lock()
-        self._steps: dict[str, int] = {}  # the last step of each series
-        self._waiting: list[tuple[bytes, str, bytes]] = []  # line, name of the blob, blob
-        self._num_waiting_bytes = 0
-        self._is_failing = False
-        self._number = self._acknowledged = 0  # the last record that was delivered
-        self._delivered_steps: dict[str, int] = {}
-        self._done: list[str] = []  # files to delete after the next acknowledgement
-        self._segments: deque[int] = deque()  # those to deliver, by the number of their first record
-        self._loaded: tuple[int, list[Record]] = (0, [])  # the first of them
-        self._take_over()
-        self._next = self._number + 1
-        self._find_segments()
-        self._wake, self._closed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write_often, args=(every_s,), daemon=True)
-        self._thread.start()
+        self.waiting: list[tuple[bytes, str, bytes]] = []  # to be written: line, name of the blob, blob
+        self._url, self._folder, self._id = url, Folder(url), uuid.uuid4().hex
+        self._done: list[str] = []  # files to delete once they are delivered
+        self._folder.put(OWNER, self._id.encode())
+        names = self._segments()
+        self._number = int(PurePosixPath(names[-1]).stem.partition("-")[0]) if names else 0
+        self._is_failing = self._is_closed = False
+        self._writing, self._wake = threading.Lock(), threading.Event()
+        threading.Thread(target=self._write_often, args=(every_s,), daemon=True).start()
 
-    def _take_over(self) -> None:
-        while True:
-            found = self._objects.read(DELIVERED)
-            try:
-                if found:
-                    known = json.loads(found[0])
-                    self._number = self._acknowledged = int(known["number"])
-                    self._delivered_steps, self.runs = dict(known["steps"]), dict(known["runs"])
-            except (ValueError, TypeError, KeyError) as error:
-                log.warning("%s/%s is damaged (%r): records may be repeated", self.url, DELIVERED, error)
-            if self._objects.replace(DELIVERED, self._acknowledgement(), found and found[1]):
-                return
+    # --- writing ---------------------------------------------------------------------------------------
 
-    def _find_segments(self) -> None:
-        """Find what an earlier process left to deliver."""
-        self._steps = dict(self._delivered_steps)
-        names = [PurePosixPath(name) for name in self._folder.names(SEGMENTS)]
-        firsts = [int(name.stem) for name in names if name.suffix == ".jsonl"]
-        with ThreadPoolExecutor(16) as pool:
-            for first, records in zip(firsts, pool.map(self._load, firsts), strict=True):
-                for record in records:
-                    self._steps |= _series(record.kind, record.body)
-                self._next = max(self._next, first + len(records))
-                if first + len(records) > self._number + 1:
-                    self._segments.append(first)
-                elif records:  # acknowledged; a damaged one is kept
-                    self._done.append(_segment(first))
-
-    # --- adding ----------------------------------------------------------------------------------------
-
-    def add(self, kind: str, body: Mapping[str, Any], blob: bytes | None = None) -> None:
-        """Keep a record until it is delivered. One that cannot be kept is lost; the call never fails."""
-        with self._lock:
-            self._add(kind, body, blob)
-
-    def add_values(self, stage: str, step: int, values: Mapping[str, float], **more: Any) -> list[str]:
-        """Keep the values of a step as one record; return the names left out because they are not new.
-
-        Work that is repeated after a crash reports its steps again. MLflow appends, so it would show two
-        values for one step: values at or before the last step of their series are left out.
-        """
-        with self._lock:
-            repeated = [name for name in values if step <= self._steps.get(f"{stage}/{name}", step - 1)]
-            new = {name: value for name, value in values.items() if name not in repeated}
-            if new:
-                self._add("metrics", {"stage": stage, "step": step, "values": new, **more}, None)
-        return repeated
-
-    def _add(self, kind: str, body: Mapping[str, Any], blob: bytes | None) -> None:
+    def add(self, kind: str, body: dict[str, Any], blob: bytes | None = None) -> None:
+        """Keep an entry until it is delivered."""
         name = "" if blob is None else uuid.uuid4().hex
-        try:
-            if self._is_failing and self._num_waiting_bytes > MOST_WAITING_BYTES:
-                raise PencilError(f"{self._num_waiting_bytes:,} bytes wait in memory to be written")
-            line = json.dumps([kind, body, name]).encode() + b"\n"
-        except Exception as error:  # a value that JSON does not know, for example
-            self.num_lost += 1
-            if self.num_lost == 1:
-                log.warning("%s: a record of kind '%s' is lost (%s)", self.url, kind, error)
-            return
-        self._steps |= _series(kind, body)
-        self._waiting.append((line, name, blob or b""))
-        self._num_waiting_bytes += len(line) + len(blob or b"")
-        if self._num_waiting_bytes > SEGMENT_BYTES:
-            self._wake.set()
-
-    # --- storing ---------------------------------------------------------------------------------------
+        line = json.dumps([kind, body, name], default=str).encode() + b"\n"
+        self.waiting.append((line, name, blob or b""))
 
     def flush(self) -> None:
-        """Write what was added, and acknowledge what was delivered. A failure is logged and retried."""
-        with self._storing:
-            with self._lock:
-                waiting, self._waiting, self._num_waiting_bytes = self._waiting, [], 0
+        """Write what was added. A failure is logged, and the thread tries again."""
+        with self._writing:
+            some = self.waiting.copy()
             try:
-                if waiting:
-                    self._write(waiting)
-                waiting = []
-                self._acknowledge()
+                if some:
+                    self._write(some)
+                    del self.waiting[: len(some)]
                 self._is_failing = False
-            except Exception as error:  # the libraries of stores raise classes of their own
+            except Exception as error:  # the libraries of stores raise many classes
                 if not self._is_failing:
-                    log.warning("%s cannot be written (%s): records wait in memory", self.url, error)
+                    log.warning("%s cannot be written (%s): entries wait in memory", self.url, error)
                 self._is_failing = True
-                with self._lock:
-                    self._waiting = waiting + self._waiting
-                    self._num_waiting_bytes += sum(len(line) + len(blob) for line, _, blob in waiting)
 
     def flush_soon(self) -> None:
         """Have the thread flush now; a storage that does not answer delays only the thread."""
         self._wake.set()
 
-    def _write(self, waiting: list[tuple[bytes, str, bytes]]) -> None:
-        for _, name, blob in waiting:
+    def close(self) -> None:
+        """Write the rest and end; what still waits afterwards is lost."""
+        self._is_closed = True
+        self._wake.set()
+        self.flush()
+
+    def _write(self, some: list[tuple[bytes, str, bytes]]) -> None:
+        for _, name, blob in some:
             if name:
                 self._folder.put(f"blobs/{name}", blob)
-        data = b"".join(line for line, _, _ in waiting)
-        while not self._objects.create(_segment(self._next), data):  # a former owner is still alive
-            self._count_segment(len(self._load(self._next)) or 1)
-        self._count_segment(len(waiting))
-
-    def _count_segment(self, num_records: int) -> None:
-        with self._lock:
-            self._segments.append(self._next)
-            self._next += num_records
-
-    def _acknowledge(self) -> None:
-        with self._lock:
-            number, done, data = self._number, list(self._done), self._acknowledgement()
-        if not self._is_owner or (number == self._acknowledged and not done):
-            return
-        found = self._objects.read(DELIVERED)
-        is_ours = found is not None and json.loads(found[0]).get("owner") == self._owner
-        self._is_owner = is_ours and self._objects.replace(DELIVERED, data, found and found[1])
-        if not self._is_owner:
-            return
-        self._acknowledged = number
-        for name in done:
-            self._folder.delete(name)
-        with self._lock:
-            self._done = self._done[len(done) :]
-
-    def _acknowledgement(self) -> bytes:
-        known = {"number": self._number, "steps": self._delivered_steps, "runs": self.runs}
-        return json.dumps({"owner": self._owner, **known}).encode()
+        # A former owner that is still alive may write a segment of the same number, so names have an id.
+        name = f"segments/{self._number + 1:012d}-{self._id}.jsonl"
+        self._folder.put(name, b"".join(line for line, _, _ in some))
+        self._number += 1
 
     def _write_often(self, every_s: float) -> None:
-        while not self._closed.is_set():
+        while not self._is_closed:
             self._wake.wait(every_s)
             self._wake.clear()
             self.flush()
 
-    def close(self) -> None:
-        """Write the rest and end; what cannot be written now is lost."""
-        self._closed.set()
-        self._wake.set()
-        self._thread.join(10)
-        self.flush()
-        self.num_lost += len(self._waiting)
-
     # --- delivering ------------------------------------------------------------------------------------
 
-    def first(self, most: int = MOST_RECORDS) -> list[Record]:
-        """Return the oldest records that are written and not delivered."""
-        while self._segments:
-            if not self._is_owner:
-                raise PencilError(f"{self.url}: another process delivers its records now")
-            first = self._segments[0]
-            if self._loaded[0] != first:
-                self._loaded = first, self._load(first)
-            num_delivered = max(self._number + 1 - first, 0)
-            left = self._loaded[1][num_delivered : num_delivered + most]
-            if left:
-                return left
-            with self._lock:
-                self._leave_segment()
-        return []
+    def first(self) -> list[Entry] | None:
+        """Read the entries of the oldest segments; None if all were delivered."""
+        with self._away_errors():
+            names = self._segments()[:MOST_SEGMENTS]
+            if not names:
+                return None
+            entries = [entry for name in names for entry in self._load(name)]
+            owner = self._folder.find(OWNER)
+        if owner != self._id.encode():
+            raise PencilError(f"{self.url}: another process delivers its entries now")
+        self._done = names + [f"blobs/{entry.blob}" for entry in entries if entry.blob]
+        return entries
 
-    def drop(self, last: Record, refused: str = "") -> None:
-        """Mark all records up to this one as delivered, or, with a reason, this one as refused."""
-        if refused:
-            text = {"kind": last.kind, "body": last.body, "blob": last.blob, "reason": refused}
-            try:
-                self._folder.put_json(f"refused/{last.number:012d}.json", text)
-            except Exception as error:
-                raise AwayError(f"{self.url}/refused cannot be written: {error}") from error
-        with self._lock:
-            for record in self._loaded[1]:
-                if self._number < record.number <= last.number:
-                    self._delivered_steps |= _series(record.kind, record.body)
-                    self._done += [f"blobs/{record.blob}"] if record.blob and not refused else []
-            self._number = last.number
-            if last.number == self._loaded[1][-1].number:
-                self._leave_segment()
+    def drop(self) -> None:
+        """Delete all that `first` returned: it is delivered."""
+        with self._away_errors():
+            for name in self._done:
+                self._folder.delete(name)
 
-    def _leave_segment(self) -> None:
-        first = self._segments.popleft()
-        self._done += [_segment(first)] if self._loaded[1] else []  # a damaged one is kept
-        self._number = (self._segments[0] if self._segments else self._next) - 1
+    def refuse(self, entry: Entry, reason: str) -> None:
+        """Keep an entry and its blob, so that a person can find out why it was refused."""
+        text = {"kind": entry.kind, "body": entry.body, "blob": entry.blob, "reason": reason}
+        with self._away_errors():
+            self._folder.put_json(f"refused/{entry.id}.json", text)
+        self._done = [name for name in self._done if name != f"blobs/{entry.blob}"]
 
-    def _load(self, first: int) -> list[Record]:
-        name = _segment(first)
+    def _segments(self) -> list[str]:
+        # A new Folder, since s3fs may have cached a list that it made while a segment was being written.
+        return [name for name in Folder(self._url).names("segments") if name.endswith(".jsonl")]
+
+    def _load(self, name: str) -> list[Entry]:
+        path, text, entries = PurePosixPath(name), self._folder.find(name) or b"", []
         try:
-            lines = [json.loads(line) for line in self._get(name).splitlines()]
-            return [
-                Record(number, kind, body, partial(self._get, f"blobs/{blob}"), blob)
-                for number, (kind, body, blob) in enumerate(lines, first)
-            ]
-        except (ValueError, TypeError, RefusedError) as error:
-            log.warning("%s/%s is damaged (%s): its records are not delivered", self.url, name, error)
+            for number, line in enumerate(text.splitlines()):
+                kind, body, blob = json.loads(line)
+                data = self._folder.find(f"blobs/{blob}") if blob else b""
+                if data is not None:  # None: a former owner has just delivered it
+                    entries.append(Entry(f"{path.stem}-{number}", kind, body, blob, data))
+        except (ValueError, TypeError) as error:
+            log.warning("%s/%s is damaged (%s): it is moved to refused/", self.url, name, error)
+            self._folder.put(f"refused/{path.name}", text)
             return []
+        return entries
 
-    def _get(self, name: str) -> bytes:
+    @contextmanager
+    def _away_errors(self) -> Iterator[None]:
         try:
-            return self._folder.get(name)
-        except DamagedError as error:
-            raise RefusedError(f"{self.url}/{name} is gone") from error
+            yield
         except Exception as error:
-            raise AwayError(f"{self.url}/{name} cannot be read: {error}") from error
-
-    def __len__(self) -> int:
-        with self._lock:
-            return self._next - 1 - self._number + len(self._waiting)
+            raise AwayError(f"{self.url}: {error}") from error
 
 
-def _series(kind: str, body: Mapping[str, Any]) -> dict[str, int]:
-    return {f"{body['stage']}/{name}": body["step"] for name in body["values"]} if kind == "metrics" else {}
+class Delivery:
+    """A thread that sends the entries of a journal, in order and in batches, and retries.
 
+    `send` gets the next entries, sends one or more from the front, and returns their number. If it fails with
+    anything but AwayError, the first entry counts as refused. The log says once that the receiver is
+    unreachable, and once that it is back.
+    """
 
-def _segment(first: int) -> str:
-    return f"{SEGMENTS}/{first:012d}.jsonl"
+    def __init__(
+        self, journal: Journal, send: Callable[[list[Entry]], int], receiver: str, every_s: float = 1.0
+    ) -> None:
+        self._journal, self._send, self._receiver, self._every_s = journal, send, receiver, every_s
+        self._finishing, self._deadline = threading.Event(), float("inf")
+        self._away = ""  # why the receiver cannot be reached
+        self._num_refused = 0
+        self._is_done = False
+        self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
+        self._thread.start()
+
+    def finish(self, wait_s: float) -> bool:
+        """Deliver the rest for this long at most, and close the journal; return whether all was delivered."""
+        self._journal.flush()
+        self._deadline = time.monotonic() + wait_s
+        self._finishing.set()
+        self._thread.join(wait_s)
+        self._journal.close()
+        url, receiver = self._journal.url, self._receiver
+        if not self._is_done:
+            log.warning("not all entries reached %s (%s)", receiver, self._away or "no time remained")
+            log.warning("%s keeps the rest; the next start of the same run delivers it", url)
+        if self._num_refused:
+            log.warning("%s refused %d entries: see %s/refused", receiver, self._num_refused, url)
+        if num_lost := len(self._journal.waiting):
+            log.warning("%d entries could not be written to %s and are lost", num_lost, url)
+        return self._is_done
+
+    def _run(self) -> None:
+        try:
+            while not self._is_done:
+                is_last = self._finishing.is_set() and not self._journal.waiting
+                entries = self._retry(self._journal.first)
+                if entries is not None:
+                    self._send_all(entries)
+                    self._retry(self._journal.drop)
+                elif is_last:
+                    self._is_done = True
+                else:
+                    self._finishing.wait(self._every_s)
+                    time.sleep(SHORT_S)
+        except AwayError:
+            return  # no time remained
+        except Exception as error:  # a thread that dies does so silently
+            self._away = f"{type(error).__name__}: {error}"
+            log.warning("delivery to %s ended (%s); the run continues", self._receiver, self._away)
+
+    def _send_all(self, entries: list[Entry]) -> None:
+        most = len(entries)
+        while entries:
+            try:
+                num_sent = self._retry(partial(self._send, entries[:most]))
+            except AwayError:
+                raise
+            except Exception as error:  # refused, or a bug, which must not stop the other entries
+                if most > 1:
+                    most = 1  # sent one by one, the entry to blame shows
+                    continue
+                self._refuse(entries[0], str(error) or repr(error))
+                num_sent = 1
+            entries = entries[num_sent:]
+
+    def _refuse(self, entry: Entry, reason: str) -> None:
+        self._retry(partial(self._journal.refuse, entry, reason))
+        if not self._num_refused:
+            text = "%s refuses a %s (%s): kept in %s/refused"
+            log.warning(text, self._receiver, entry.kind, reason, self._journal.url)
+        self._num_refused += 1
+
+    def _retry(self, call: Callable[[], Any]) -> Any:
+        """Call until the receiver and the storage can be reached, or no time remains."""
+        while time.monotonic() < self._deadline:
+            try:
+                result = call()
+            except AwayError as error:
+                if not self._away:
+                    text = "%s is unreachable (%s): the run continues, entries wait in %s"
+                    log.warning(text, self._receiver, error, self._journal.url)
+                self._away = str(error)
+                self._finishing.wait(RETRY_S)
+                time.sleep(SHORT_S)
+            else:
+                if self._away:
+                    log.warning("%s is back: the entries that waited are delivered", self._receiver)
+                self._away = ""
+                return result
+        raise AwayError("no time remained")

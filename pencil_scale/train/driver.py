@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.stream.ray_tasks import cause_of
-from pencil_scale.tracking.delivery import Harmless
+from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.control import ReportFailures, take_events
 from pencil_scale.train.worker import Job, train_worker

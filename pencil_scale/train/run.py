@@ -28,7 +28,7 @@ from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
 from pencil_scale.stream.stream import StreamSpec
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
-from pencil_scale.tracking.tracker import Tracker, plan_tracking
+from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore, Origin
 from pencil_scale.train.control import start_control
 from pencil_scale.train.driver import drive
@@ -69,7 +69,7 @@ def train(
 def _train(config: Config, start: Start | None, alias: str | None, hold: bool, lease: Lease) -> Summary:
     storage = config.run.storage
     config, record, checked, clean = _start_or_resume(config, start, lease)
-    tracker = Tracker(plan_tracking(config, record.catalogue_version, record.id))
+    tracker = Tracker(config, record.catalogue_version, record.id)
     record = write_record(storage, record, lease, status="running", tracking=tracker.state())
     narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
     job = _job(config, record, checked, clean, lease.attempt)

@@ -91,7 +91,7 @@ def publish(
     doubts = judge(outcome.record, report, checked.class_names, max_loss, num_clean)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
-        tracker.set_warning(GATE, warnings[GATE])
+        tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
     held = hold and bool(doubts)
     facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)

@@ -278,16 +278,18 @@ def test_a_shard_that_changed_costs_its_own_pictures_alone_and_is_named(bench: R
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_page_stands_with_its_run_in_mlflow(bench: ReviewBench, tmp_path: Path) -> None:
+def test_a_copy_of_the_page_is_kept_with_its_run_in_mlflow(bench: ReviewBench, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri, uri)
-    run_id = client.create_run(client.create_experiment("e", f"{tmp_path}/artifacts")).info.run_id
+    tags = {"pencil_scale.run_id": "ab12", "pencil_scale.stage": "parent"}
+    client.create_run(client.create_experiment("e", f"{tmp_path}/artifacts"), tags=tags)
     config = load_config(bench.config, [f"tracking.uri={uri}"])
-    assert copy_page(config, {"runs": {"parent": run_id}}, "report.html", "<p>é</p>") is None
+    assert copy_page(config, {"run_id": "ab12", "experiment": "e"}, "report.html", "<p>é</p>") is None
     (found,) = (tmp_path / "artifacts").rglob("report.html")
     assert found.read_text() == "<p>é</p>"
     assert copy_page(config, {}, "report.html", "") == "MLflow knows no run of these labels"
-    assert "not found" in str(copy_page(config, {"runs": {"parent": "0" * 32}}, "report.html", ""))
+    another = {"run_id": "cd34", "experiment": "e"}
+    assert copy_page(config, another, "report.html", "") == "MLflow has no run for 'parent'"
 
 
 def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(

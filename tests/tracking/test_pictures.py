@@ -1,13 +1,14 @@
 """The pictures are checked by their pixels: what must be bright is bright, and odd names do no harm."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pencil_scale.tracking.narrator import Point, accuracy_picture, transition_picture
+from pencil_scale.tracking.narrator import ACCURACY, accuracy_picture, transition_picture
 
 
 def pixels(png: bytes) -> NDArray[np.uint8]:
@@ -17,7 +18,7 @@ def pixels(png: bytes) -> NDArray[np.uint8]:
 
 
 def num_yellow(png: bytes) -> int:
-    """Pixels of the colour of a whole share, 1.0; the colour bar has a few of its own."""
+    """Count the pixels in the colour of the share 1.0; the colour bar has a few, too."""
     return int((np.abs(pixels(png).astype(int) - [253, 231, 37]).max(axis=2) < 8).sum())
 
 
@@ -43,21 +44,19 @@ def test_a_thousand_classes_are_a_picture_of_the_same_size() -> None:
     assert max(pixels(transition_picture(np.eye(1000), names)).shape) <= 1700
 
 
-def test_counts_that_do_not_fit_the_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 2\) for 3 class names"):
-        transition_picture(np.eye(2), ["a", "b", "c"])
+def epoch(number: int, low: float = 0.7, high: float = 0.7) -> dict[str, Any]:
+    stage = "backbone" if number < 2 else "pencil"
+    figures = {ACCURACY: 0.7, f"{ACCURACY}_low": low, f"{ACCURACY}_high": high, "given_label_accuracy": 0.64}
+    return {"epoch": number, "stage": stage, **figures}
 
 
-@pytest.mark.slow
-def test_a_curve_is_drawn_from_no_point_one_point_or_many() -> None:
-    points = [Point(0, 0.64), Point(1, 0.9, 0.88, 0.92), Point(2, 0.95, 0.94, 0.96)]
-    sizes = {
-        pixels(accuracy_picture(points[:number], {"backbone": 0}, given=0.64)).shape for number in range(4)
-    }
+def test_a_curve_of_any_length_is_a_picture_of_the_same_size() -> None:
+    epochs = [{"epoch": 0, "stage": "backbone"}, *(epoch(number) for number in range(1, 5))]
+    sizes = {pixels(accuracy_picture(epochs[:num])).shape for num in (2, 3, 5)}
     assert len(sizes) == 1
 
 
 def test_the_interval_shows() -> None:
-    bare = [Point(epoch, 0.7) for epoch in range(5)]
-    sure = [Point(epoch, 0.7, 0.6, 0.8) for epoch in range(5)]
+    bare = [epoch(number, low=0.6 if number == 0 else 0.7) for number in range(5)]  # on the same scale
+    sure = [epoch(number, low=0.6, high=0.8) for number in range(5)]
     assert (pixels(accuracy_picture(sure)) != pixels(accuracy_picture(bare))).any(axis=2).sum() > 1000

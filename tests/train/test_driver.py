@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pencil_scale.storage.lease import Lease, LeaseLostError
-from pencil_scale.tracking.delivery import Harmless
+from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train import driver
 from pencil_scale.train.driver import drive
 from pencil_scale.train.worker import Job
