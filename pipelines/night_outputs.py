@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
-from pencil_scale.export.files import ExportError, read_manifest
+from pencil_scale.export.files import read_manifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
@@ -59,7 +59,7 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
 
 def holds_export(folder: str, night: Night) -> bool:
     """Whether a folder has an export of this night's labels; other files there are no reason to fail."""
-    with suppress(ExportError):
+    with suppress(PencilError):
         found = read_manifest(folder)
         return found is not None and found.labels == night.labels
     return False

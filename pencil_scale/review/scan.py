@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import ClassOrder
-from pencil_scale.export.rows import ExportRows, Source
+from pencil_scale.export.rows import Source, export_tables
 from pencil_scale.export.table import LABELS, PERSON, SCHEMA
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
@@ -118,7 +118,7 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
     if rules.since is not None:
         before = _classes(rules.since, rows, source.words.class_names)
     tallies = []
-    for table in ExportRows(source).tables(rows):
+    for table in export_tables(source, rows):
         here = before[table["row"].to_numpy() - rows.start]
         column = pa.array(here, pa.int64(), mask=here == UNLABELLED)
         tallies.append(_of_table(table.append_column("before", column), rules))

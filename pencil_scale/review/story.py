@@ -23,7 +23,7 @@ from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.export.files import first_row, read_manifest
-from pencil_scale.export.rows import PLACES, read_images
+from pencil_scale.export.rows import IMAGE_COLUMNS, read_images
 from pencil_scale.images.decode import UndecodableError
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import (
@@ -124,7 +124,7 @@ def _place(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> Itera
 def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> str:
     """Store a small picture that a person can open; return its path, or why there is none."""
     try:
-        (data,) = read_images(catalogue, catalogue.read(row["row"], row["row"] + 1, ["shard", *PLACES]))
+        (data,) = read_images(catalogue, catalogue.read(row["row"], row["row"] + 1, IMAGE_COLUMNS))
         kind, picture = thumbnail(data, SIDE)
     except (PencilError, UndecodableError) as error:
         return f"none: {error}"

@@ -15,7 +15,7 @@ from night_making import pins_of
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.export.files import ExportError, ExportManifest, read_manifest, same_content
+from pencil_scale.export.files import ExportManifest, read_manifest, same_content
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.report import HISTORY, history_folder
@@ -60,13 +60,13 @@ def test_a_sample_is_told_in_cleanlabs_words_with_all_that_is_known(bench: Expor
 
 
 def test_only_sidecars_of_shards_whose_labels_changed_are_written_again(bench: ExportBench) -> None:
-    assert bench.export().num_sidecars_written == 2
+    assert bench.export().num_written("sidecars") == 2
     before = bench.write_times("sidecars")
     again = bench.export()
-    assert (again.num_sidecars_written, again.num_table_written, again.swept) == (0, 0, ())
+    assert (again.num_written("sidecars"), again.num_written("table"), again.removed) == (0, 0, ())
     bench.publish({1: 2, 7: 1})
     third = bench.export()
-    assert third.num_sidecars_written == 1
+    assert third.num_written("sidecars") == 1
     after = bench.write_times("sidecars")
     assert after["00041.labels.parquet"] == before["00041.labels.parquet"]
     assert after["00042.labels.parquet"] > before["00042.labels.parquet"]
@@ -236,7 +236,7 @@ def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: P
     (bench.out / "shards").mkdir()
     original = bench.out / "shards" / "train-000000.tar"
     original.write_bytes(b"the only copy")
-    with pytest.raises(ExportError, match=r"has a folder 'shards' but no manifest.json of an export"):
+    with pytest.raises(PencilError, match=r"has a folder 'shards' but no manifest.json of an export"):
         bench.export("export.corrected_shards=true")
     assert original.read_bytes() == b"the only copy"
     original.unlink()
@@ -250,7 +250,7 @@ def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: P
     for path in theirs:
         path.write_bytes(b"put here later")
     bench.publish({2: 0})
-    assert bench.export().swept  # what the first export wrote, and the second did not
+    assert bench.export().removed  # what the first export wrote, and the second did not
     assert all(path.read_bytes() == b"put here later" for path in theirs)
     assert [path.name for path in bench.out.rglob("*.tar")] == ["mine.tar"]
 

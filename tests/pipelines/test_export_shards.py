@@ -20,14 +20,14 @@ def bench(tmp_path: Path) -> ExportBench:
 def test_corrected_shards_differ_in_their_labels_alone(bench: ExportBench) -> None:
     originals = {path: path.read_bytes() for path in bench.folder.glob("*.tar")}
     summary = bench.export("export.corrected_shards=true")
-    assert summary.num_shards_written == 2
+    assert summary.num_written("shards") == 2
     assert {path: path.read_bytes() for path in originals} == originals
     (path,) = bench.out.glob("shards/*/00041.tar")
     assert path.read_bytes() == _with_label(originals[bench.folder / "00041.tar"], "000001.cls", b"2")
     found = {each["__key__"]: each for each in webdataset.WebDataset(str(path), shardshuffle=False)}
     assert [each["cls"] for each in found.values()] == [b"0", b"2", b"2", b"0", b"1", b"2"]
     assert found["000001"]["png"] == image(1)
-    assert bench.export("export.corrected_shards=true").num_shards_written == 0
+    assert bench.export("export.corrected_shards=true").num_written("shards") == 0
 
 
 def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
