@@ -16,10 +16,12 @@ from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import label_store
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.subset.choice import Rule, candidates, merge_picks, no_limits, place_limits
+from pencil_scale.subset.choice import Rule, candidates, merge_picks, position_limits
 from pencil_scale.subset.files import read_members
 from pencil_scale.train.preflight import check_run
 from pipelines.balance_subset import Summary, main, run
+
+NO_LIMITS = np.full(3, 2**64 - 1, np.uint64)
 
 
 class SubsetBench(Bench):
@@ -32,7 +34,7 @@ class SubsetBench(Bench):
         return run(self.config(*overrides))
 
     def members(self, summary: Summary) -> list[int]:
-        rows = read_members(summary.folder, Catalogue.open(self.storage), self.storage)
+        rows = read_members(summary.folder, Catalogue.open(self.storage))
         return rows.tolist()
 
     def publish(self, corrected: Sequence[int], sure: Sequence[float], name: str = "t") -> None:
@@ -142,15 +144,15 @@ def test_labels_nobody_published_are_named_with_those_that_are_there(bench: Subs
     )
 
 
-def test_limits_on_places_change_nobody_and_spare_most(bench: SubsetBench) -> None:
+def test_limits_on_positions_change_no_pick_and_spare_most_samples(bench: SubsetBench) -> None:
     rng = np.random.default_rng(0)
     bench.shard("big.tar", [m for n in range(60, 1500) for m in sample(n, label=int(rng.integers(3)))])
     catalogue = bench.index().catalogue
     rule = Rule(catalogue, seed=7)
     quotas, counts = np.array([3, 3, 3]), np.array(catalogue.manifest["class_counts"])
-    rows, limits = range(0, catalogue.num_rows), place_limits(quotas, counts)
+    rows, limits = range(0, catalogue.num_rows), position_limits(quotas, counts)
     limited = candidates(rule, rows, quotas, limits)
-    assert limited.equals(candidates(rule, rows, quotas, no_limits(3)))
+    assert limited.equals(candidates(rule, rows, quotas, NO_LIMITS))
     assert (limits.astype(float) / 2**64 < 0.2).all()
     halves = [candidates(rule, half, quotas, limits) for half in (range(0, 700), range(700, len(rows)))]
     assert merge_picks(halves[::-1], quotas, 7).equals(limited)
@@ -219,7 +221,7 @@ def test_a_subset_of_a_newer_catalogue_is_refused(bench: SubsetBench) -> None:
     bench.index()
     summary = bench.draw("subset.per_class=5")
     with pytest.raises(PencilError, match="catalogue version 2, this run has version 1"):
-        read_members(summary.folder, Catalogue.open(bench.storage, version=1), bench.storage)
+        read_members(summary.folder, Catalogue.open(bench.storage, version=1))
 
 
 def test_neither_per_class_nor_total_is_an_error_of_one_line(
@@ -242,7 +244,7 @@ def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_sessi
     bench.storage = str(tmp_path / "lake")
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    here = candidates(Rule(catalogue, 1), range(0, 60), np.array([5, 5, 5]), no_limits(3))
+    here = candidates(Rule(catalogue, 1), range(0, 60), np.array([5, 5, 5]), NO_LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RANGE_ROWS", 16)
         drawn = bench.draw("subset.per_class=5", "subset.shards=always", "subset.samples_per_shard=5")
