@@ -13,7 +13,7 @@ from webdataset.tariterators import base_plus_ext
 
 from pipelines import make_shards
 from pipelines.shard_making.options import ShardJob, jobs_of, parse_arguments
-from pipelines.shard_making.writing import write_shard
+from pipelines.shard_making.samples import Source
 
 
 def image(number: int, format: str = "PNG") -> bytes:
@@ -48,12 +48,15 @@ def job_of(*arguments: object) -> ShardJob:
     return job
 
 
+def source_of(job: ShardJob) -> Source:
+    return job.read(per_shard=job.per_shard)
+
+
 def written_here(job: ShardJob) -> dict[str, dict[str, bytes]]:
     """Write a job's shards in this process, without Ray, and give the samples that tarfile finds."""
-    labels, _ = make_shards.add_noise(job.source.labels(), job.noise)
-    names = make_shards.shard_names(job.prefix, len(labels.given_class), job.per_shard)
-    for plan in make_shards.shard_plans(job, labels, names):
-        write_shard(plan, labels.classes, job.out)
+    source, _ = make_shards.add_noise(source_of(job), job.noise)
+    for shard in make_shards.shards_of(job, source):
+        make_shards.write_shard((source.classes, job.key_prefix, job.out), *shard)
     return samples_in(Path(job.out))
 
 

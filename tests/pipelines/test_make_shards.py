@@ -3,18 +3,15 @@
 import json
 import tarfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_sources import class_folders, image, job_of, parquet, refusal, written_here
+from shard_sources import class_folders, image, job_of, parquet, refusal, source_of, written_here
 
 from pencil_scale.method.noise import symmetric_noise
-from pencil_scale.storage.errors import PencilError
-from pipelines import make_shards
 from pipelines.shard_making.options import jobs_of, parse_arguments
 
 
@@ -69,28 +66,15 @@ def test_keys_of_another_prefix_carry_it_unless_a_column_names_the_samples(tmp_p
     assert keys_of("folder", tree, tmp_path / "6", *test) == [f"test-{key}" for key in plain]
 
 
-def test_shards_made_before_keys_carried_the_prefix_are_not_mixed_with_those_that_do(tmp_path: Path) -> None:
-    table = parquet(tmp_path / "t.parquet", range(2))
-    job = job_of("table", table, tmp_path / "out", "--prefix", "test")
-    before = {name: value for name, value in job.arguments.items() if name != "key_prefix"}
-    labels = job.source.labels()
-    make_shards.claim(replace(job, arguments=before), labels)
-    with pytest.raises(PencilError, match="keys that do not start with the prefix, now test-; repeat"):
-        make_shards.claim(job, labels)
-
-
 def test_class_names_are_found_in_a_parquet_schema(tmp_path: Path) -> None:
     features = {"info": {"features": {"label": {"names": ["a", "b", "c"]}}}}
-    for place, metadata in enumerate(
+    for number, metadata in enumerate(
         ({"class_names": '["a", "b", "c"]'}, {"huggingface": json.dumps(features)})
     ):
         table = pa.table({"image": [image(0)], "label": [1]}).replace_schema_metadata(metadata)
-        pq.write_table(table, tmp_path / f"{place}.parquet")
-        assert job_of("table", tmp_path / f"{place}.parquet", tmp_path).source.labels().classes == (
-            "a",
-            "b",
-            "c",
-        )
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+        found = source_of(job_of("table", tmp_path / f"{number}.parquet", tmp_path))
+        assert found.classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize("as_csv", [True, False])
@@ -128,9 +112,9 @@ def test_a_table_of_paths_reads_the_files_beside_it(tmp_path: Path, as_csv: bool
 
 def test_numbers_written_as_text_are_numbers_unless_they_are_names(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,label\na.png,2\nb.png,0\n")
-    numbers = job_of("table", tmp_path / "t.csv", tmp_path).source.labels()
+    numbers = source_of(job_of("table", tmp_path / "t.csv", tmp_path))
     assert (numbers.classes, numbers.given_class.tolist()) == (("0", "1", "2"), [2, 0])
-    names = job_of("table", tmp_path / "t.csv", tmp_path, "--label-names", "2,0").source.labels()
+    names = source_of(job_of("table", tmp_path / "t.csv", tmp_path, "--label-names", "2,0"))
     assert (names.classes, names.given_class.tolist()) == (("2", "0"), [0, 1])
 
 
@@ -194,15 +178,7 @@ def test_clothing1m_gives_each_split_its_own_labels(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_digits_split_into_two_sets_that_share_no_image() -> None:
     train, test = jobs_of(parse_arguments(["digits", "nowhere", "--noise", "symmetric:0.4"]))
-    keys = [
-        {
-            sample.key
-            for _ in [job.source.labels()]
-            for piece in job.source.pieces(500)
-            for sample in piece.samples()
-        }
-        for job in (train, test)
-    ]
+    keys = [{sample.key for piece in source_of(job).pieces for sample in piece()} for job in (train, test)]
     assert [len(each) for each in keys] == [1437, 360]
     assert not keys[0] & keys[1]
     assert test.noise is None
@@ -211,7 +187,7 @@ def test_digits_split_into_two_sets_that_share_no_image() -> None:
 REFUSALS = [
     (("table", "{}/t.parquet", "--label-column", "lable"), "no column 'lable'; found image, label"),
     (("table", "{}/t.parquet", "--label-names", "a,b"), "row 2 has the unknown class 2"),
-    (("table", "{}/twice.csv", "--key-column", "id"), "duplicate key 'x' in column id, found 2 times"),
+    (("table", "{}/twice.csv", "--key-column", "id"), "twice.csv, row 0 and"),
     (("table", "{}/names.csv", "--label-names", "cat,dog"), "unknown class 'owl'"),
     (("table", "{}/hole.csv"), "row 1 has no label"),
     (("table", "{}/empty.csv"), "not a readable CSV"),
