@@ -249,7 +249,7 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n")
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
-    steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs, "report_night")]
+    steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs.review_report, "run")]
     steps += [(NightFiles, "save"), (NightFiles, "move_current"), (NightFiles, "save")]
     for holder, name in steps:  # it is saved first when it is made, and then when it is closed
         with monkeypatch.context() as patch:
