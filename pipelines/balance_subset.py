@@ -116,7 +116,7 @@ def _short_hash(data: bytes) -> str:
 
 
 def _count(rule: Rule, here: bool) -> Counts:
-    if rule.is_plain:
+    if rule.labels is None and not len(rule.excluded):  # the catalogue has counted these
         return np.array(rule.catalogue.manifest["class_counts"], np.int64)
     total = np.zeros(rule.catalogue.num_classes, np.int64)
     for _, found in each("counting", count, [(rows,) for rows in row_ranges(rule)], rule, here=here):

@@ -150,9 +150,8 @@ def _learned(source: Source, rows: range, noisy_class: pa.ChunkedArray) -> Itera
     labels = PublishedLabels(manifest)
     given = noisy_class.fill_null(UNLABELLED).to_numpy().astype(np.int64)
     visited = labels.last_epoch(rows) > 0
-    last_change = LabelMoves(source.published.history, manifest.layout).last_change(
-        rows, source.order.back(given)
-    )
+    moves = LabelMoves(source.published.history, manifest.layout)
+    last_change = moves.last_change(rows, source.order.back(given))
     # A row without a given class has a class in the history, too, which was never learned.
     last_change = np.where(visited, last_change, np.int32(NEVER))
     for some in labels.batches(rows):
@@ -174,9 +173,9 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
         statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
         unlabelled = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False)
         wanted = np.flatnonzero(unlabelled & kept)
-        found, is_readable = predict(source.model, source.catalogue, known.take(wanted), logits.shape[1])
-        logits[wanted[is_readable]] = source.order.logits(found[is_readable])
-        speaker[wanted[is_readable]] = MODEL
+        if len(wanted):
+            read, found = predict(source.model, source.catalogue, known.take(wanted), logits.shape[1])
+            logits[wanted[read]], speaker[wanted[read]] = source.order.logits(found), MODEL
     speaker[pinned] = PERSON
     # Drop an older pin if the newest one is void: the sample has the class it was given.
     void = np.isin(np.array(rows), source.pins.void["row"].to_numpy()) & pinned
@@ -199,12 +198,8 @@ def read_images(catalogue: Catalogue, rows: pa.Table) -> list[bytes]:
 
 def predict(
     model: Model, catalogue: Catalogue, rows: pa.Table, num_classes: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Return class logits, and which images could be read; the logits of the others are zeros."""
-    logits = np.zeros((len(rows), num_classes), np.float32)
-    is_readable = np.zeros(len(rows), np.bool_)
-    if not len(rows):
-        return logits, is_readable
+) -> tuple[list[int], npt.NDArray[np.float32]]:
+    """Return the indices of the images that could be read, and their class logits."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
     from pencil_scale.images.augment import ImageSizeError, Recipe, centre
@@ -212,17 +207,18 @@ def predict(
 
     recipe = Recipe.from_config(model.images)
     network, device = _network(model.backbone, num_classes, model.weights)
+    readable, logits = [], [np.zeros((0, num_classes), np.float32)]
     for first in range(0, len(rows), PREDICT_BATCH):
-        readable = {}
+        images = []
         for number, data in enumerate(read_images(catalogue, rows.slice(first, PREDICT_BATCH)), first):
             with suppress(UndecodableError, ImageSizeError):
                 pixels = torch.from_numpy(decode(data, model.images.resize).copy())
-                readable[number] = centre(pixels.permute(2, 0, 1)[None], recipe)[0]
-        if readable:
+                images.append(centre(pixels.permute(2, 0, 1)[None], recipe)[0])
+                readable.append(number)
+        if images:
             with torch.no_grad():
-                found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()
-            logits[list(readable)], is_readable[list(readable)] = found, True
-    return logits, is_readable
+                logits.append(network(torch.stack(images).to(device)).float().cpu().numpy())
+    return readable, np.concatenate(logits)
 
 
 @lru_cache(maxsize=1)  # once in every process

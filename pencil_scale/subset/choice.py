@@ -54,11 +54,6 @@ class Rule:
     min_confidence: float = 0.0
     excluded: Keys = field(default_factory=lambda: np.empty(0, "S16"))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every ok sample may be taken, by its given class: the catalogue has counted those."""
-        return self.labels is None and len(self.excluded) == 0
-
 
 def allocate(
     class_counts: npt.ArrayLike,
