@@ -1,4 +1,4 @@
-"""Small sources to make shards of, and what was made of them."""
+"""Small sources to make shards from, and readers of what was made."""
 
 import tarfile
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ def image(number: int, format: str = "PNG") -> bytes:
 
 
 def class_folders(root: Path, per_class: int = 4, classes: tuple[str, ...] = ("cat", "dog", "owl")) -> Path:
-    for place, name in enumerate(classes):
+    for first, name in enumerate(classes):
         (root / name / "deep").mkdir(parents=True)
         for number in range(per_class):
-            data = image(100 * place + number, "PNG" if number % 2 else "JPEG")
+            data = image(100 * first + number, "PNG" if number % 2 else "JPEG")
             where = (
                 root
                 / name
@@ -53,7 +53,7 @@ def source_of(job: ShardJob) -> Source:
 
 
 def written_here(job: ShardJob) -> dict[str, dict[str, bytes]]:
-    """Write a job's shards in this process, without Ray, and give the samples that tarfile finds."""
+    """Write a job's shards in this process, without Ray, and return the samples that tarfile finds."""
     source, _ = make_shards.add_noise(source_of(job), job.noise)
     for shard in make_shards.shards_of(job, source):
         make_shards.write_shard((source.classes, job.key_prefix, job.out), *shard)

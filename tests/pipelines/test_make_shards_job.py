@@ -1,4 +1,4 @@
-"""Shards as they are written: read back by webdataset and tarfile, and the same after any interruption."""
+"""Written shards: webdataset and tarfile read them, and an interruption does not change them."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ DATA = Path(os.environ.get("PENCIL_DATA", Path(__file__).parents[3] / "shared" /
 
 
 @given(st.text(min_size=1).filter(lambda name: "/" not in name))
-def test_a_key_survives_webdatasets_own_way_of_reading_names(name: str) -> None:
+def test_webdataset_reads_a_key_back_from_the_name_of_a_member(name: str) -> None:
     try:
         key = clean_key(f"class.of.{'x'}/{name}.jpg")
     except make_shards.PencilError:
@@ -40,7 +40,7 @@ def write(out: Path | str, *images: bytes, num_labels: int | None = None) -> int
     return write_shard((["cat"], "", str(out)), "s-000000.tar", lambda: samples, given, None)
 
 
-def test_bytes_of_no_known_format_are_copied_and_counted(tmp_path: Path) -> None:
+def test_images_of_an_unknown_format_are_copied_and_counted(tmp_path: Path) -> None:
     assert write(tmp_path, image(1), b"not an image") == 1
     assert samples_in(tmp_path)["k1"]["gif"] == b"not an image"
 
@@ -59,14 +59,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
     )
 
 
-def test_a_shard_depends_on_its_samples_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_a_shard_depend_only_on_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, now in (("a", 1.0), ("b", 1e9)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         write(tmp_path / name, image(1), image(2))
     assert bytes_in(tmp_path / "a") == bytes_in(tmp_path / "b")
 
 
-def test_shards_reach_a_store_that_is_no_local_folder(tmp_path: Path) -> None:
+def test_shards_can_be_written_to_a_store_that_is_not_a_local_folder(tmp_path: Path) -> None:
     out = "memory://shards-of-a-test/deep"
     write(out, image(1))
     write(tmp_path, image(1))
@@ -74,7 +76,7 @@ def test_shards_reach_a_store_that_is_no_local_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shards_reach_s3_whole(tmp_path: Path, s3_endpoint: str) -> None:
+def test_a_shard_on_s3_has_the_same_bytes_as_a_local_one(tmp_path: Path, s3_endpoint: str) -> None:
     import s3fs
 
     store = s3fs.S3FileSystem()
@@ -95,7 +97,7 @@ def test_webdataset_reads_back_what_the_job_wrote(
 ) -> None:
     source = class_folders(tmp_path / "src", per_class=6)
     (source / "notes.txt").write_text("no image")
-    monkeypatch.chdir(tmp_path)  # Ray's workers stay where they are: relative paths must reach them whole
+    monkeypatch.chdir(tmp_path)  # Ray's workers stay where they are: so they need absolute paths
     assert make_shards.main(["folder", "src", "out", "--samples-per-shard", "4"]) == 0
     shards = str(tmp_path / "out" / "train-{000000..000004}.tar")
     samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False))
@@ -109,7 +111,7 @@ def test_webdataset_reads_back_what_the_job_wrote(
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_shards_that_only_another_machine_can_see_are_not_called_made(
+def test_shards_that_only_another_machine_can_see_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of("folder", class_folders(tmp_path / "src"), tmp_path / "out")
@@ -120,13 +122,13 @@ def test_shards_that_only_another_machine_can_see_are_not_called_made(
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_a_second_run_writes_only_what_is_missing_and_the_same_bytes(tmp_path: Path) -> None:
+def test_a_second_run_writes_only_missing_shards_with_the_same_bytes(tmp_path: Path) -> None:
     source = class_folders(tmp_path / "src")
     job = job_of("folder", source, tmp_path / "out", "--samples-per-shard", 3, "--noise", "symmetric:0.5")
     first = make_shards.run(job)
     before = bytes_in(tmp_path / "out")
     (tmp_path / "out" / "train-000002.tar").unlink()
-    (tmp_path / "out" / "train-000002.tar.0123.unfinished").write_bytes(b"left by a killed writer")
+    (tmp_path / "out" / "train-000002.tar.0123.unfinished").write_bytes(b"from a killed writer")
     kept = (tmp_path / "out" / "train-000001.tar").stat().st_mtime_ns
     second = make_shards.run(job)
     assert (first.num_written, second.num_written, make_shards.run(job).num_written) == (4, 1, 0)
@@ -141,7 +143,7 @@ def test_a_second_run_writes_only_what_is_missing_and_the_same_bytes(tmp_path: P
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_other_shards_in_the_folder_are_refused_by_name(
+def test_a_folder_with_shards_of_another_job_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = class_folders(tmp_path / "src"), tmp_path / "out"
@@ -170,7 +172,7 @@ def test_other_shards_in_the_folder_are_refused_by_name(
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_a_missing_image_file_is_named_and_its_shard_is_not_there(
+def test_a_missing_image_file_is_named_and_its_shard_is_not_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.png").write_bytes(image(0))
@@ -187,7 +189,7 @@ def test_a_missing_image_file_is_named_and_its_shard_is_not_there(
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_job_killed_midway_goes_on_to_the_same_shards(tmp_path: Path) -> None:
+def test_a_killed_job_resumes_and_writes_the_same_shards(tmp_path: Path) -> None:
     source, out = class_folders(tmp_path / "src", per_class=200), tmp_path / "out"
     typed = ["folder", str(source), str(out), "--samples-per-shard", "2"]
     words = [sys.executable, "-m", "pipelines.make_shards", *typed]
@@ -211,7 +213,7 @@ def test_a_job_killed_midway_goes_on_to_the_same_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no data at {DATA}; set PENCIL_DATA")
-def test_cifar10_with_human_labels_has_the_noise_that_is_known_of_it(tmp_path: Path) -> None:
+def test_cifar10_with_human_labels_has_the_published_noise_rate(tmp_path: Path) -> None:
     spec = f"{DATA / 'cifar10n_part.npz'}#random1"
     job = job_of(
         "table",
