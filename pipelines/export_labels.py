@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow.compute as pc
 
@@ -26,7 +27,7 @@ from pencil_scale.export.files import (
     refuse_strangers,
     same_content,
 )
-from pencil_scale.export.rows import Model, Source, find_source, stretches
+from pencil_scale.export.rows import Source, find_source, predict, stretches
 from pencil_scale.export.tar_rewrite import Rewritten
 from pencil_scale.labels.published import find_published
 from pencil_scale.storage.errors import PencilError, new_id
@@ -73,7 +74,7 @@ def run(config: Config) -> Summary:
             raise PencilError(
                 f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
             )
-        model = Model(config.model.backbone, weights, config.images)
+        model = partial(predict, config.model.backbone, weights, config.images)
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
     )

@@ -8,7 +8,7 @@ the labels; the shard.
         ...
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,19 +39,11 @@ IMAGE_COLUMNS = ["shard", "image_offset", "image_bytes"]
 COLUMNS = ["row", "sample_id", "sample_key", "key", "noisy_class", "status", *IMAGE_COLUMNS]
 STRETCH_ROWS = 1 << 17
 PREDICT_BATCH = 64
+Predict = Callable[[Catalogue, pa.Table, int], tuple[list[int], npt.NDArray[np.float32]]]
 
 # Samples with an image but without a label to learn from, and those kept for evaluation.
 FOR_THE_MODEL = {*OTHER_STATUSES, *(status for status in DAMAGED_STATUSES if status.startswith("label_"))}
 FOR_THE_MODEL -= {"excluded", "vanished"}
-
-
-@dataclass(frozen=True)
-class Model:
-    """The network that predicts, and how it sees images."""
-
-    backbone: str
-    weights: str
-    images: Images
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Source:
     pins: Pinned
     excluded: Keys  # including those that the catalogue does not mark as excluded yet
     words: Words
-    model: Model | None
+    model: Predict | None
 
 
 def find_source(
@@ -72,7 +64,7 @@ def find_source(
     labels: str,
     exclude: str | None,
     top_k: int,
-    model: Model | None,
+    model: Predict | None,
     moved: Mapping[str, str | None] | None = None,
     held: bool = False,
 ) -> Source:
@@ -174,7 +166,7 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
         unlabelled = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False)
         wanted = np.flatnonzero(unlabelled & kept)
         if len(wanted):
-            read, found = predict(source.model, source.catalogue, known.take(wanted), logits.shape[1])
+            read, found = source.model(source.catalogue, known.take(wanted), logits.shape[1])
             logits[wanted[read]], speaker[wanted[read]] = source.order.logits(found), MODEL
     speaker[pinned] = PERSON
     # Drop an older pin if the newest one is void: the sample has the class it was given.
@@ -197,7 +189,7 @@ def read_images(catalogue: Catalogue, rows: pa.Table) -> list[bytes]:
 
 
 def predict(
-    model: Model, catalogue: Catalogue, rows: pa.Table, num_classes: int
+    backbone: str, weights: str, images: Images, catalogue: Catalogue, rows: pa.Table, num_classes: int
 ) -> tuple[list[int], npt.NDArray[np.float32]]:
     """Return the indices of the images that could be read, and their class logits."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
@@ -205,19 +197,19 @@ def predict(
     from pencil_scale.images.augment import ImageSizeError, Recipe, centre
     from pencil_scale.images.decode import UndecodableError, decode
 
-    recipe = Recipe.from_config(model.images)
-    network, device = _network(model.backbone, num_classes, model.weights)
+    recipe = Recipe.from_config(images)
+    network, device = _network(backbone, num_classes, weights)
     readable, logits = [], [np.zeros((0, num_classes), np.float32)]
     for first in range(0, len(rows), PREDICT_BATCH):
-        images = []
+        inputs = []
         for number, data in enumerate(read_images(catalogue, rows.slice(first, PREDICT_BATCH)), first):
             with suppress(UndecodableError, ImageSizeError):
-                pixels = torch.from_numpy(decode(data, model.images.resize).copy())
-                images.append(centre(pixels.permute(2, 0, 1)[None], recipe)[0])
+                pixels = torch.from_numpy(decode(data, images.resize).copy())
+                inputs.append(centre(pixels.permute(2, 0, 1)[None], recipe)[0])
                 readable.append(number)
-        if images:
+        if inputs:
             with torch.no_grad():
-                logits.append(network(torch.stack(images).to(device)).float().cpu().numpy())
+                logits.append(network(torch.stack(inputs).to(device)).float().cpu().numpy())
     return readable, np.concatenate(logits)
 
 

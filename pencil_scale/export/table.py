@@ -87,6 +87,7 @@ def export_table(
     predicted[scored] = found.corrected_class
     issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, (PERSON, LABELS))
     top_labels, top_shares = _top(logits[scored], found.corrected_class, words.top_k)
+    in_scored = pa.array(np.cumsum(scored) - 1, mask=~scored)  # null for the other rows
     columns = {
         "row": rows["row"],
         "sample_id": rows["sample_id"],
@@ -94,14 +95,14 @@ def export_table(
         "key": rows["key"],
         "given_label": pa.array(given, mask=given == UNLABELLED),
         "predicted_label": pa.array(predicted, mask=predicted == UNLABELLED),
-        "label_score": _spread(found.score, scored),
+        "label_score": pa.array(found.score, from_pandas=True).take(in_scored),
         "is_label_issue": pa.array(issue),
         "given_class": _named(words.class_names, given),
         "predicted_class": _named(words.class_names, predicted),
-        "confidence": _spread(found.confidence, scored),
-        "margin": _spread(found.margin, scored),
-        "top_labels": _lists(top_labels, scored, pa.int64()),
-        "top_shares": _lists(top_shares, scored, pa.float32()),
+        "confidence": pa.array(found.confidence, from_pandas=True).take(in_scored),
+        "margin": pa.array(found.margin, from_pandas=True).take(in_scored),
+        "top_labels": _lists(top_labels).take(in_scored),
+        "top_shares": _lists(top_shares).take(in_scored),
         "last_change_epoch": pa.array(last_change, mask=last_change < 0),
         "pinned": pa.array(pinned),
         "status": rows["status"],
@@ -175,18 +176,9 @@ def _top(
     return order, np.take_along_axis(shares, order, axis=1)
 
 
-def _spread(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_]) -> pa.Array:
-    """Values of the scored rows, and null for the others."""
-    spread = np.full(len(scored), np.nan, np.float32)
-    spread[scored] = values
-    return pa.array(spread, mask=np.isnan(spread))
-
-
-def _lists(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_], kind: pa.DataType) -> pa.Array:
-    width = values.shape[1] if values.ndim == 2 else 0
-    ends = np.concatenate([[0], np.cumsum(scored) * width]).astype(np.int32)
-    offsets = pa.array(ends, mask=np.append(~scored, False))
-    return pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1), kind))
+def _lists(values: npt.NDArray[Any]) -> pa.Array:
+    """The rows of an array [B, K] as lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _named(names: tuple[str, ...], numbers: npt.NDArray[np.integer]) -> pa.Array:

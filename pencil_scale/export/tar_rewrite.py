@@ -19,8 +19,6 @@ from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, TarWalk
 from pencil_scale.storage.urls import ByteSource, Window
 
-COPY_BYTES = 8 << 20
-
 
 class NewLabel(NamedTuple):
     """A class by number and by name: a number is replaced by a number, a name by a name."""
@@ -95,26 +93,21 @@ def rewrite_shard(
                 done.add(key)
                 _replace(window, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
             else:
-                _copy(window, sink, piece.start, piece.end)
+                sink.write(window.peek(piece.start, piece.end - piece.start))
                 sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)
 
 
-def _copy(window: Window, sink: IO[bytes], start: int, end: int) -> None:
-    for first in range(start, end, COPY_BYTES):
-        sink.write(window.peek(first, min(COPY_BYTES, end - first)))
-
-
 def _replace(window: Window, sink: IO[bytes], member: Member, data: bytes) -> None:
     """Write a member with its old headers and new contents."""
-    _copy(window, sink, member.start, member.offset - BLOCK)  # long names and the like
-    header = bytearray(window.peek(member.offset - BLOCK, BLOCK))
+    headers = bytearray(window.peek(member.start, member.offset - member.start))
+    header = headers[-BLOCK:]  # after those of long names and the like
     header[124:136] = b"%011o\0" % len(data)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    sink.write(bytes(header) + data + bytes(padded(len(data)) - len(data)))
+    sink.write(headers[:-BLOCK] + header + data + bytes(padded(len(data)) - len(data)))
 
 
 def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMember, done: set[str]) -> None:
