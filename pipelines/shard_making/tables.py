@@ -85,19 +85,24 @@ def read_table(
     classes, numbered = number_classes(labels, label_names or _names_in_schema(tables[0], columns.label), url)
     keys = [clean_key(str(key)) for key in table[columns.key].to_pylist()] if columns.key else []
     refuse_repeats(keys, range(len(keys)), f"{url}, row ")
-    files = [f"{path.rsplit('/', 1)[-1]} {len(some)}" for path, some in zip(paths, tables, strict=True)]
+    sizes = [(path, len(some)) for path, some in zip(paths, tables, strict=True)]
+    files = [f"{path.rsplit('/', 1)[-1]} {num_rows}" for path, num_rows in sizes]
     fingerprint, root = fingerprint_of([*files, *keys]), image_root or folder_of(url)
     if is_csv(paths[0]):
-        images = table[columns.image].to_pylist()
-        if None in images:
-            raise PencilError(f"{url}: row {images.index(None):,} of the table has no image")
-        names = keys or [row_key(row) for row in range(len(table))]
-        items = [Item(key, image, row) for row, (key, image) in enumerate(zip(names, images, strict=True))]
-        pieces = file_pieces(root, items, per_shard)
+        pieces = file_pieces(root, _items(url, table[columns.image].to_pylist(), keys), per_shard)
     else:
-        sizes = [(path, len(some)) for path, some in zip(paths, tables, strict=True)]
         pieces = _parquet_pieces(url, sizes, per_shard, columns, root)
     return Source(classes, numbered[0], pieces, fingerprint, numbered[1] if len(numbered) > 1 else None)
+
+
+def _items(url: str, images: list[str | None], keys: list[str]) -> list[Item]:
+    """The images that a CSV names, with their keys or, if it has none, their row numbers."""
+    items = []
+    for row, image in enumerate(images):
+        if image is None:
+            raise PencilError(f"{url}: row {row:,} of the table has no image")
+        items.append(Item(keys[row] if keys else row_key(row), image, row))
+    return items
 
 
 def _parquet_pieces(
