@@ -71,16 +71,13 @@ def run(config: Config) -> Summary:
     here = is_in_memory(storage.url)
     available = _count(rule, here)
     quotas = _allocate(options, available, catalogue.class_names)
-    source, drawn_with = (catalogue.id, catalogue.version), _drawn_with(config, rule, published)
-    words = read_words(folder)
-    drawn = words is None or (words.catalogue, words.catalogue_version, words.drawn_with) != (
-        *source,
-        drawn_with,
-    )
+    words, drawn_with = read_words(folder), _drawn_with(config, rule, published)
+    drawn = words is None or words.drawn_with != drawn_with
     if drawn or words is None:
         members = _pick(rule, quotas, available, here)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
-        words = SubsetWords(storage.url, *source, len(members), catalogue.class_names, counts, drawn_with)
+        source = (storage.url, catalogue.id, catalogue.version)
+        words = SubsetWords(*source, len(members), catalogue.class_names, counts, drawn_with)
     else:
         members = read_table(folder, words)
     shards, num_written = _copy_shards(options, catalogue, folder, members, words.shards)
@@ -104,11 +101,12 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
 
 
 def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict[str, Any]:
-    """Every setting that decides which samples are members."""
+    """Everything that decides which samples are members."""
     chosen = config.subset.model_dump(include={"per_class", "total", "by", "on_shortage", "min_confidence"})
     labels = published and f"{published.name} {_short_hash(published.manifest.encode())}"
     excluded = _short_hash(rule.excluded.tobytes())
-    return chosen | {"seed": config.run.seed, "labels": labels, "excluded": excluded}
+    source = {"catalogue": f"{rule.catalogue.id} {rule.catalogue.version}", "seed": config.run.seed}
+    return chosen | source | {"labels": labels, "excluded": excluded}
 
 
 def _short_hash(data: bytes) -> str:
