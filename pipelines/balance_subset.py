@@ -34,12 +34,11 @@ from pencil_scale.subset.choice import (
     candidates,
     count,
     merge_picks,
-    no_limits,
-    place_limits,
+    position_limits,
     row_ranges,
 )
-from pencil_scale.subset.files import SubsetWords, read_table, read_words, same_place, write_subset
-from pipelines.tasks import each, is_in_memory, print_table
+from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
+from pipelines.tasks import all_of, each, is_in_memory, print_table
 
 MOST_CLASSES = 30  # in a printed table
 
@@ -69,17 +68,13 @@ def run(config: Config) -> Summary:
     if options.by != "noisy" or options.min_confidence > 0:
         published = find_published(storage.url, options.labels or config.run.name)
     rule = _rule(config, catalogue, published)
-    drawn_with = _drawn_with(config, rule, published)
-    words, available = read_words(folder), _count(rule, storage.url)
+    here = is_in_memory(storage.url)
+    available = _count(rule, here)
     quotas = _allocate(options, available, catalogue.class_names)
-    drawn = (
-        words is None
-        or same_place(words.storage) != same_place(storage.url)
-        or (words.catalogue, words.catalogue_version) != (catalogue.id, catalogue.version)
-        or dict(words.drawn_with) != json.loads(json.dumps(drawn_with))
-    )
+    words, drawn_with = read_words(folder), _drawn_with(config, rule, published)
+    drawn = words is None or words.drawn_with != drawn_with
     if drawn or words is None:
-        members = _pick(rule, storage.url, quotas, available)
+        members = _pick(rule, quotas, available, here)
         counts = tuple(np.bincount(members["class"].to_numpy(), minlength=catalogue.num_classes).tolist())
         source = (storage.url, catalogue.id, catalogue.version)
         words = SubsetWords(*source, len(members), catalogue.class_names, counts, drawn_with)
@@ -95,38 +90,34 @@ def run(config: Config) -> Summary:
 
 def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> Rule:
     options = config.subset
-    excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude) if url]
+    excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude)]
     manifest = None if published is None else published.manifest
     if manifest is not None:
         named = options.labels or config.run.name
         ClassOrder.between(manifest.class_names, catalogue.class_names, f"subset.labels: {named}")
         require_same_rows(manifest, catalogue)
-    keys = np.unique(np.concatenate([np.empty(0, "S16"), *excluded]))
-    by_corrected = options.by == "corrected"
+    keys, by_corrected = np.unique(np.concatenate(excluded)), options.by == "corrected"
     return Rule(catalogue, config.run.seed, manifest, by_corrected, options.min_confidence, keys)
 
 
 def _drawn_with(config: Config, rule: Rule, published: Published | None) -> dict[str, Any]:
-    """Every setting that decides which samples are members."""
+    """Everything that decides which samples are members."""
     chosen = config.subset.model_dump(include={"per_class", "total", "by", "on_shortage", "min_confidence"})
-    labels = excluded = None
-    if published is not None:
-        labels = f"{published.name} {_short_hash(published.manifest.encode())}"
-    if len(rule.excluded):
-        excluded = _short_hash(rule.excluded.tobytes())
-    return chosen | {"seed": config.run.seed, "labels": labels, "excluded": excluded}
+    labels = published and f"{published.name} {_short_hash(published.manifest.encode())}"
+    excluded = _short_hash(rule.excluded.tobytes())
+    source = {"catalogue": f"{rule.catalogue.id} {rule.catalogue.version}", "seed": config.run.seed}
+    return chosen | source | {"labels": labels, "excluded": excluded}
 
 
 def _short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _count(rule: Rule, storage: str) -> Counts:
-    if rule.is_plain:
+def _count(rule: Rule, here: bool) -> Counts:
+    if rule.labels is None and not len(rule.excluded):  # the catalogue has counted these
         return np.array(rule.catalogue.manifest["class_counts"], np.int64)
-    pieces = [(rows,) for rows in row_ranges(rule)]
     total = np.zeros(rule.catalogue.num_classes, np.int64)
-    for _, found in each("counting", count, pieces, rule, here=is_in_memory(storage)):
+    for _, found in each("counting", count, [(rows,) for rows in row_ranges(rule)], rule, here=here):
         total += found
     return total
 
@@ -134,7 +125,7 @@ def _count(rule: Rule, storage: str) -> Counts:
 def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Counts:
     """Say how many samples each class gives, and print it before anything is read."""
     wanted = options.model_dump(include={"per_class", "total", "on_shortage"})
-    quotas = allocate(available, **wanted, names=names)
+    quotas = allocate(available, names, **wanted)
     rows = {name: f"{quotas[c]:,} of {available[c]:,}" for c, name in enumerate(names[:MOST_CLASSES])}
     if len(names) > MOST_CLASSES:
         taken, others = (int(counts[MOST_CLASSES:].sum()) for counts in (quotas, available))
@@ -143,23 +134,21 @@ def _allocate(options: SubsetJob, available: Counts, names: Sequence[str]) -> Co
     return quotas
 
 
-def _pick(rule: Rule, storage: str, quotas: Counts, available: Counts) -> pa.Table:
+def _pick(rule: Rule, quotas: Counts, available: Counts, here: bool) -> pa.Table:
     """Pick from every range of rows; picks are merged as they arrive, to keep memory small."""
-    wanted = int(quotas.sum())
-    # If the first limits are too narrow, all samples are searched.
-    for limits in (place_limits(quotas, available), no_limits(len(quotas))):
-        pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
-        waiting: list[pa.Table] = []
-        for _, found in each("picking", candidates, pieces, rule, here=is_in_memory(storage)):
-            waiting.append(found)
-            if sum(map(len, waiting)) > 2 * wanted + (1 << 20):
-                waiting = [merge_picks(waiting, quotas, rule.seed)]
-        members = merge_picks(waiting, quotas, rule.seed)
-        if len(members) == wanted:
-            return members
-    raise PencilError(
-        f"{len(members):,} samples were found, {wanted:,} were expected; the catalogue has changed: run again"
-    )
+    wanted, limits = int(quotas.sum()), position_limits(quotas, available)
+    pieces = [(rows, quotas, limits) for rows in row_ranges(rule)]
+    picks: list[pa.Table] = []
+    for _, found in each("picking", candidates, pieces, rule, here=here):
+        picks.append(found)
+        if sum(map(len, picks)) > 2 * wanted + (1 << 20):
+            picks = [merge_picks(picks, quotas, rule.seed)]
+    members = merge_picks(picks, quotas, rule.seed)
+    if len(members) != wanted:
+        raise PencilError(
+            f"{len(members):,} samples were found, {wanted:,} were expected; set another run.seed"
+        )
+    return members
 
 
 def _copy_shards(
@@ -179,9 +168,7 @@ def _copy_shards(
     names = [f"{number:06d}.tar" for number in range(-(-len(places) // size))]
     finished = {name.rpartition("/")[2] for name in Folder(target).names("")}
     pieces = [(name, number * size, size) for number, name in enumerate(names) if name not in finished]
-    shared, here, num_done = (catalogue, places, target), is_in_memory(folder), len(names) - len(pieces)
-    for _ in each("copying shards", _copy_shard, pieces, shared, here=here, num_done=num_done):
-        pass
+    all_of("copying shards", _copy_shard, pieces, (catalogue, places, target), is_in_memory(folder))
     return target, len(pieces)
 
 

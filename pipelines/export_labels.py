@@ -11,31 +11,31 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.config.command import refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
-from pencil_scale.export.files import LEASE, MANIFEST, ExportManifest, begin, refuse_strangers, tidy
-from pencil_scale.export.rows import Model, Source, find_source, stretches
+from pencil_scale.export.files import (
+    LEASE,
+    MANIFEST,
+    ExportManifest,
+    exported_files,
+    read_manifest,
+    refuse_strangers,
+    same_content,
+)
+from pencil_scale.export.rows import Source, find_source, predict, stretches
+from pencil_scale.export.tar_rewrite import Rewritten
 from pencil_scale.labels.published import find_published
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
-from pipelines.export_tasks import (
-    Corrected,
-    Job,
-    Sidecar,
-    Written,
-    corrected_file,
-    known_files,
-    write_corrected,
-    write_sidecars,
-    write_stretch,
-)
+from pipelines.export_tasks import Job, Written, write_corrected, write_sidecars, write_stretch
 from pipelines.tasks import all_of, is_in_memory, print_table
 
 SHARDS_PER_TASK = 16
@@ -43,15 +43,18 @@ SHARDS_PER_TASK = 16
 
 @dataclass(frozen=True)
 class Summary:
-    """The export as it is published, and which of its files this run wrote."""
+    """The export as it is published, and what this run did."""
 
     folder: str
+    export: str  # id of this run, part of the names of the files it wrote
     manifest: ExportManifest
-    num_table_written: int
-    num_sidecars_written: int
-    num_shards_written: int
-    swept: tuple[str, ...]
+    removed: tuple[str, ...]
     predicted_by: dict[str, int]
+    rewritten: tuple[Rewritten, ...]  # what was changed in the shards written now
+
+    def num_written(self, kind: str) -> int:
+        """How many files of the table, sidecars or shards this run wrote."""
+        return sum(file.startswith(kind) and self.export in file for file in self.manifest.files())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +74,7 @@ def run(config: Config) -> Summary:
             raise PencilError(
                 f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
             )
-        model = Model(config.model.backbone, weights, config.images)
+        model = partial(predict, config.model.backbone, weights, config.images)
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
     )
@@ -91,35 +94,28 @@ def run(config: Config) -> Summary:
 
 
 def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool) -> Summary:
-    export = new_id()
-    before = begin(folder, export)
-    job = Job(source, folder, export, known_files(before), config.data.label)
+    export, earlier, before = new_id(), exported_files(folder), read_manifest(folder)
+    known = {same_content(file): file for file in (before.files() if before else ())}
+    job = Job(source, folder, export, known, config.data.label)
     table = all_of("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
-    sidecars = _sidecars(job, table, here)
-    shards: list[Corrected] = []
-    if config.export.corrected_shards:  # those that the last export does not have are written
-        named = [(found, *corrected_file(job, found.shard, found.file)) for found in sidecars]
-        shards = [Corrected(found.shard, file, None) for found, file, is_new in named if not is_new]
-        pieces = [(found.shard, found.file) for found, _, is_new in named if is_new]
-        shards += all_of("correcting shards", write_corrected, pieces, job, here)
+    sidecars = _sidecars(job._replace(table=tuple(written.file for written in table)), table, here)
+    wanted = sidecars if config.export.corrected_shards else {}
+    corrected = all_of("correcting shards", write_corrected, list(wanted.items()), job, here)
+    shards = {number: file for number, (file, _) in zip(wanted, corrected, strict=True)}
     manifest = _manifest(source, table, sidecars, shards)
     lease.put(MANIFEST, manifest.encode())
-    swept = tidy(folder, before, manifest.files())
-    predicted_by = sum((Counter(found.predicted_by) for found in table), Counter[str]())
-    summary = Summary(
-        folder,
-        manifest,
-        sum(found.is_new for found in table),
-        sum(found.is_new for found in sidecars),
-        sum(found.rewritten is not None for found in shards),
-        tuple(swept),
-        dict(sorted(predicted_by.items())),
-    )
-    print_summary(summary, shards)
+    removed = tuple(sorted(earlier - manifest.files()))
+    for name in removed:
+        Folder(folder).delete(name)
+    predicted_by = sum((written.predicted_by for written in table), Counter[str]())
+    rewritten = tuple(found for _, found in corrected if found is not None)
+    summary = Summary(folder, export, manifest, removed, dict(sorted(predicted_by.items())), rewritten)
+    print_summary(summary)
     return summary
 
 
-def _sidecars(job: Job, table: Sequence[Written], here: bool) -> list[Sidecar]:
+def _sidecars(job: Job, table: Sequence[Written], here: bool) -> dict[int, str]:
+    """Write a sidecar for each shard with samples or duplicates; return the files by shard number."""
     files: dict[int, list[str]] = defaultdict(list)
     for written in table:
         for shard in written.shards:
@@ -128,17 +124,16 @@ def _sidecars(job: Job, table: Sequence[Written], here: bool) -> list[Sidecar]:
         for shard in pc.unique(aliases["shard"]).to_pylist():
             files.setdefault(shard, [])
     shards = [number for number in sorted(files) if job.source.catalogue.shards[number].state == "indexed"]
-    all_files = [written.file for written in table]
     pieces = [
-        ({number: files[number] for number in shards[first : first + SHARDS_PER_TASK]}, all_files)
+        ({number: files[number] for number in shards[first : first + SHARDS_PER_TASK]},)
         for first in range(0, len(shards), SHARDS_PER_TASK)
     ]
     found = all_of("writing sidecars", write_sidecars, pieces, job, here)
-    return [sidecar for some in found for sidecar in some]
+    return {number: file for some in found for number, file in some.items()}
 
 
 def _manifest(
-    source: Source, table: Sequence[Written], sidecars: Sequence[Sidecar], shards: Sequence[Corrected]
+    source: Source, table: Sequence[Written], sidecars: dict[int, str], shards: dict[int, str]
 ) -> ExportManifest:
     urls = source.words.shard_urls
     return ExportManifest(
@@ -150,28 +145,27 @@ def _manifest(
         num_samples=sum(written.num_samples for written in table),
         num_label_issues=sum(written.num_issues for written in table),
         table=tuple(written.file for written in table),
-        sidecars={urls[found.shard]: found.file for found in sidecars},
-        shards={urls[found.shard]: found.file for found in shards},
+        sidecars={urls[number]: file for number, file in sidecars.items()},
+        shards={urls[number]: file for number, file in shards.items()},
     )
 
 
-def print_summary(summary: Summary, shards: Sequence[Corrected]) -> None:
+def print_summary(summary: Summary) -> None:
     """Print the summary table."""
     manifest = summary.manifest
     rows = {"samples": f"{manifest.num_samples:,}", "label issues": f"{manifest.num_label_issues:,}"}
     rows |= {f"  predicted by: {name}": f"{num:,}" for name, num in summary.predicted_by.items()}
-    rows["table"] = f"{len(manifest.table):,} files, {summary.num_table_written:,} written now"
-    rows["sidecars"] = f"{len(manifest.sidecars):,}, {summary.num_sidecars_written:,} written now"
-    if shards:
-        done = [found.rewritten for found in shards if found.rewritten]
-        rows["corrected shards"] = f"{len(shards):,}, {summary.num_shards_written:,} written now"
-        rows["  labels replaced"] = f"{sum(one.num_replaced for one in done):,}"
-        rows["  samples left out"] = f"{sum(one.num_left_out for one in done):,}"
-        rows["  damaged byte ranges"] = f"{sum(one.num_damaged for one in done):,}"
-    rows["outdated, removed"] = f"{len(summary.swept):,} files"
-    lost = [name for name in summary.swept if name.startswith("shards/")]
-    if lost and not shards:
-        rows["  of corrected shards"] = f"{len(lost):,}; export.corrected_shards=true writes them again"
+    rows["table"] = f"{len(manifest.table):,} files, {summary.num_written('table'):,} written now"
+    rows["sidecars"] = f"{len(manifest.sidecars):,}, {summary.num_written('sidecars'):,} written now"
+    if manifest.shards:
+        rows["corrected shards"] = f"{len(manifest.shards):,}, {summary.num_written('shards'):,} written now"
+        rows["  labels replaced"] = f"{sum(one.num_replaced for one in summary.rewritten):,}"
+        rows["  samples left out"] = f"{sum(one.num_left_out for one in summary.rewritten):,}"
+        rows["  damaged byte ranges"] = f"{sum(one.num_damaged for one in summary.rewritten):,}"
+    rows["outdated, removed"] = f"{len(summary.removed):,} files"
+    num_lost = sum(name.startswith("shards/") for name in summary.removed)
+    if num_lost and not manifest.shards:
+        rows["  of corrected shards"] = f"{num_lost:,}; export.corrected_shards=true writes them again"
     print_table("export", rows)
     say(f"export: {summary.folder}")  # a table would cut a long path
 

@@ -1,11 +1,13 @@
 """Export tasks: the independent pieces of an export. Each file is complete, or absent.
 
-written = write_stretch(job, rows)                        # one file of the table
-sidecars = write_sidecars(job, {42: [written.file]}, [written.file])
-corrected = write_corrected(job, 42, sidecars[0].file)
+written = write_stretch(job, rows)                                 # one file of the table
+sidecars = write_sidecars(job, {42: [written.file]})               # {42: a file}
+file, rewritten = write_corrected(job, 42, sidecars[42])
 """
 
 import hashlib
+import io
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +18,12 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored, shard_stem
-from pencil_scale.export.files import ExportManifest, file_name, first_row, same_content
-from pencil_scale.export.rows import ExportRows, Source
+from pencil_scale.export.files import first_row, same_content
+from pencil_scale.export.rows import Source, export_tables
 from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
-from pipelines.shard_making.writing import new_file
 
 
 class Job(NamedTuple):
@@ -31,98 +32,75 @@ class Job(NamedTuple):
     source: Source
     folder: str
     export: str  # id of this export, part of the names of new files
-    known: Mapping[str, str]  # files of the last manifest, reused if kind and digest are equal
+    known: Mapping[str, str]  # files of the last manifest, by their content
     label: str  # data.label of the config
+    table: tuple[str, ...] = ()  # files of the table, in the order of their rows
 
-    def file(self, kind: str, content: str, rest: str) -> tuple[str, bool]:
-        """Name the file with this content; and say whether it must be written."""
-        file = file_name(kind, content, rest, self.export)
-        existing = self.known.get(same_content(file))
-        return existing or file, existing is None
+    def name(self, kind: str, content: str, rest: str) -> str:
+        """Name the file with this content: the last export may have one."""
+        file = f"{kind}/{content}-{self.export}{rest}"
+        return self.known.get(same_content(file), file)
 
-
-def known_files(manifest: ExportManifest | None) -> dict[str, str]:
-    """Index the files of an export by their content."""
-    return {same_content(file): file for file in (manifest.files() if manifest else ())}
+    def put_table(self, kind: str, content: str, rest: str, table: pa.Table) -> str:
+        """Write a table and return its file, unless the last export has a file with the same content."""
+        file = self.name(kind, content, rest)
+        if self.export in file:
+            Folder(self.folder).put(file, parquet_bytes(table, self.source.words.class_names))
+        return file
 
 
 class Written(NamedTuple):
     """One file of the table."""
 
     file: str
-    is_new: bool
     num_samples: int
     num_issues: int
-    predicted_by: dict[str, int]
+    predicted_by: Counter[str]
     shards: list[int]
-
-
-class Sidecar(NamedTuple):
-    """The file of one shard."""
-
-    shard: int
-    file: str
-    is_new: bool
-
-
-class Corrected(NamedTuple):
-    """A shard with repaired labels."""
-
-    shard: int
-    file: str
-    rewritten: Rewritten | None  # None: written by an earlier export
 
 
 def write_stretch(job: Job, rows: range) -> Written:
     """Write one file of the table, unless the last export has a file with the same labels."""
-    table = pa.concat_tables(ExportRows(job.source).tables(rows)).combine_chunks()
-    file, is_new = job.file("table", f"{rows.start:010d}-{digest(table)}", ".parquet")
-    if is_new:
-        Folder(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
-    present = without(table, ("vanished",))
+    table = pa.concat_tables(export_tables(job.source, rows)).combine_chunks()
+    file = job.put_table("table", f"{rows.start:010d}-{digest(table)}", ".parquet", table)
     numbers = {url: number for number, url in enumerate(job.source.words.shard_urls)}
-    counts = pc.value_counts(table["predicted_by"].fill_null("none")).to_pylist()
     return Written(
         file,
-        is_new,
         len(table),
         pc.sum(table["is_label_issue"]).as_py() or 0,
-        {entry["values"]: entry["counts"] for entry in counts},
-        sorted(numbers[url] for url in pc.unique(present["shard"]).to_pylist()),
+        Counter(table["predicted_by"].fill_null("none").to_pylist()),
+        sorted(numbers[url] for url in pc.unique(without(table, "vanished")["shard"]).to_pylist()),
     )
 
 
-def write_sidecars(job: Job, files: dict[int, list[str]], all_files: list[str]) -> list[Sidecar]:
+def write_sidecars(job: Job, files: dict[int, list[str]]) -> dict[int, str]:
     """Write the sidecars of some shards, unless the last export has files with the same labels."""
-    aliases = _aliases_of(job, sorted(files), all_files)
-    written = []
+    aliases = _aliases_of(job, sorted(files))
+    written = {}
     for shard, named in files.items():
         url = job.source.words.shard_urls[shard]
         own = [_read(job, file, pc.field("shard") == url) for file in named]
         table = pa.concat_tables([*own, aliases.filter(pc.equal(aliases["shard"], url))])
-        table = without(table, ("vanished",)).sort_by([("key", "ascending"), ("row", "ascending")])
-        if len(table) == 0:
-            continue
-        file, is_new = job.file("sidecars", digest(table), f"/{shard_stem(url)}.labels.parquet")
-        if is_new:
-            Folder(job.folder).put(file, parquet_bytes(table, job.source.words.class_names))
-        written.append(Sidecar(shard, file, is_new))
+        table = without(table, "vanished").sort_by([("key", "ascending"), ("row", "ascending")])
+        if len(table):
+            name = f"/{shard_stem(url)}.labels.parquet"
+            written[shard] = job.put_table("sidecars", digest(table), name, table)
     return written
 
 
-def _aliases_of(job: Job, shards: list[int], all_files: list[str]) -> pa.Table:
+def _aliases_of(job: Job, shards: list[int]) -> pa.Table:
     """The duplicates in these shards, with the labels of the samples they repeat."""
     found = [SCHEMA.empty_table()]
+    starts = np.array([first_row(file) for file in job.table])
     for aliases in job.source.catalogue.small_tables("alias_tables"):
         here = pc.is_in(aliases["shard"], pa.array(shards, pa.int32()))
-        aliases = without(aliases.filter(here), ("excluded",))
+        aliases = without(aliases.filter(here), "excluded")
         excluded = contains(job.source.excluded, hashes_of(aliases["sample_key"]))
         aliases = aliases.filter(pa.array(~excluded))
         if len(aliases):
             rows = pc.unique(aliases["row"])
-            starts = np.array([first_row(file) for file in all_files])
             needed = np.unique(np.searchsorted(starts, rows.to_numpy(), side="right") - 1)
-            labels = [_read(job, all_files[place], pc.field("row").isin(rows)) for place in needed]
+            labels = [_read(job, job.table[number], pc.field("row").isin(rows)) for number in needed]
             found.append(alias_table(aliases, pa.concat_tables(labels), job.source.words))
     return pa.concat_tables(found)
 
@@ -133,26 +111,25 @@ def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
     return pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).cast(SCHEMA)
 
 
-def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
-    """Write a copy of one shard with the labels of its sidecar."""
-    entry, (file, _) = job.source.catalogue.shards[shard], corrected_file(job, shard, sidecar)
+def write_corrected(job: Job, shard: int, sidecar: str) -> tuple[str, Rewritten | None]:
+    """Write a copy of one shard with the labels of its sidecar, unless the last export has the same."""
+    entry, where = job.source.catalogue.shards[shard], LabelMember.of(job.label)
+    words = f"{same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
+    content = hashlib.sha256(words.encode()).hexdigest()[:16]
+    file = job.name("shards", content, f"/{shard_stem(entry.url)}.tar")
+    if job.export not in file:
+        return file, None
     job.source.catalogue.verify_shard(shard)
-    where, table = LabelMember.of(job.label), _read(job, sidecar)
     # A new label only where it differs, or for every sample if labels are added.
     columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
     labels: dict[str, NewLabel | None] = {}
-    for key, issue, number, name in zip(*(table[column].to_pylist() for column in columns), strict=True):
+    for key, issue, number, name in zip(
+        *_read(job, sidecar).select(columns).to_pydict().values(), strict=True
+    ):
         wanted = number is not None and (issue or where.add)
         labels[from_stored(key)] = NewLabel(number, name) if wanted else None
-    folder, _, name = file.rpartition("/")
-    with open_source(entry.url) as source, new_file(f"{job.folder}/{folder}", name) as sink:
+    sink = io.BytesIO()
+    with open_source(entry.url) as source:
         rewritten = rewrite_shard(source, sink, labels, where)
-    return Corrected(shard, file, rewritten)
-
-
-def corrected_file(job: Job, shard: int, sidecar: str) -> tuple[str, bool]:
-    """Name a corrected shard by its labels and its original; and say whether it must be written."""
-    entry = job.source.catalogue.shards[shard]
-    words = f"{same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
-    content = hashlib.sha256(words.encode()).hexdigest()[:16]
-    return job.file("shards", content, f"/{shard_stem(entry.url)}.tar")
+    Folder(job.folder).put(file, sink.getvalue())
+    return file, rewritten

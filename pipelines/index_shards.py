@@ -26,14 +26,7 @@ from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
 from pencil_scale.catalogue.staging import ShardReport, check_damage, check_early, stage_shard, staged_name
-from pencil_scale.catalogue.update import (
-    CatalogueUpdate,
-    Changes,
-    StagedShard,
-    Written,
-    compare,
-    merged_entries,
-)
+from pencil_scale.catalogue.update import CatalogueUpdate, Changes, StagedShard, compare, merged_entries
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, new_id
@@ -53,12 +46,11 @@ class Summary:
 
     catalogue: Catalogue
     num_shards_read: int
-    written: Written | None
     published: bool
 
 
 @dataclass(frozen=True)
-class Part:
+class Target:
     """One catalogue to bring up to date: training, validation or test."""
 
     name: str
@@ -92,66 +84,71 @@ def run(config: Config) -> Summary:
                 label = data.clean_label or data.label
                 rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
                 folder = storage.path(storage.catalogue(name))
-                part = Part(name, folder, urls, *rules, make_overlay(data.exclude), False, limit)
-                held_out.append(index(part, lease).catalogue)
+                target = Target(name, folder, urls, *rules, make_overlay(data.exclude), False, limit)
+                held_out.append(index(target, lease).catalogue)
         rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
         overlay, folder = make_overlay(data.exclude, held_out), storage.path(storage.catalogue())
         before = read_manifest(folder)
-        part = Part("training", folder, data.shards, *rules, overlay, data.img2dataset, limit)
-        summary = index(part, lease)
+        target = Target("training", folder, data.shards, *rules, overlay, data.img2dataset, limit)
+        summary = index(target, lease)
     _warn_about_excluded(overlay, before, summary.catalogue, held_out)
     return summary
 
 
-def index(part: Part, lease: Lease) -> Summary:
+def index(target: Target, lease: Lease) -> Summary:
     """Bring one catalogue up to date: list, read what changed, check the damage, merge, publish."""
-    store = Folder(part.folder)
+    store = Folder(target.folder)
     finish_publish(store)
-    manifest = read_manifest(part.folder)
-    old = Catalogue(part.folder, manifest) if manifest else None
-    _check_identity(old, part)
+    manifest = read_manifest(target.folder)
+    old = Catalogue(target.folder, manifest) if manifest else None
+    _check_identity(old, target)
     # A catalogue refers to its shards permanently. (A file of patterns may be sent along with a job.)
-    key = "data.shards" if part.name == "training" else f"data.{part.name}"
-    refuse_lost(key, *(pattern for pattern in part.shards if not pattern.startswith("@")))
-    listing = list_shards(part.shards, part.img2dataset)
-    changes = compare(listing, old, part.rules_name)
-    _say_changes(part, listing, changes, old)
-    if old is not None and _is_current(old, part, changes, listing):
-        _sweep(store, lease)
-        part.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
-        if alarm := held_out_alarm(old.manifest):
-            part.say(f"WARNING: {alarm}")
-        return Summary(old, 0, None, published=False)
+    key = "data.shards" if target.name == "training" else f"data.{target.name}"
+    refuse_lost(key, *(pattern for pattern in target.shards if not pattern.startswith("@")))
+    listing = list_shards(target.shards, target.img2dataset)
+    changes = compare(listing, old, target.rules_name)
+    _say_changes(target, listing, changes, old)
+    if old is not None and not changes.to_read and not changes.gone:
+        same_missing = old.manifest["damage"].get("shard_missing", 0) == len(listing.missing)
+        if same_missing and old.manifest["overlay"] == target.overlay.name:
+            _sweep(store, lease)
+            target.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+            if alarm := held_out_alarm(old.manifest):
+                target.say(f"WARNING: {alarm}")
+            return Summary(old, 0, published=False)
     # In the order of the list: of two equal samples, the first in the list is kept.
-    order = {shard.url: place for place, shard in enumerate(listing.shards)}
+    order = {shard.url: number for number, shard in enumerate(listing.shards)}
     shards = sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
-    reports = _stage_all(part, store, shards)
-    check_damage(shards, reports, listing.missing, part.max_damaged_share)
+    reports = _stage_all(target, store, shards)
+    check_damage(shards, reports, listing.missing, target.max_damaged_share)
     lease.check()
-    return _publish(part, old, changes, listing, list(zip(shards, reports, strict=True)), lease)
+    catalogue = _publish(target, old, changes, listing.missing, list(zip(shards, reports, strict=True)))
+    _sweep(store, lease)
+    print(summary_text(catalogue, target.name))
+    return Summary(catalogue, len(shards), published=True)
 
 
-def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
+def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
     """Read the shards, one task each, and return their reports; what an interrupted run staged is reused.
 
     Records go from the task to the store; only a report of a few hundred bytes comes back.
     """
     total_bytes = sum(shard.version.num_bytes for shard in shards)
-    pieces = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
+    pieces = [(shard, staged_name(shard, target.rules_name)) for shard in shards]
     reports: dict[int, ShardReport] = {}
     try:
-        what, shared = f"indexing {part.name} shards", (store.url, part.rules)
+        what, shared = f"indexing {target.name} shards", (store.url, target.rules)
         # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
         # an image that crashes its decoder must not crash the job.
         has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
-        is_small = total_bytes <= SMALL_BYTES and not has_cluster and not part.rules.decode_images
+        is_small = total_bytes <= SMALL_BYTES and not has_cluster and not target.rules.decode_images
         here = is_small or is_in_memory(store.url)
         for number, report in each(what, _stage, pieces, shared, here=here, isolated=True):
             reports[number] = report
             if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
                 found = [reports[number] for number in sorted(reports)]
                 read = [shards[number] for number in sorted(reports)]
-                check_early(read, found, total_bytes, part.max_damaged_share)
+                check_early(read, found, total_bytes, target.max_damaged_share)
     except TaskDiedError as error:
         raise PencilError(
             f"shard {shards[error.number].url}: the process that read it died in every attempt "
@@ -166,27 +163,24 @@ def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardRepo
 
 
 def _publish(
-    part: Part,
+    target: Target,
     old: Catalogue | None,
     changes: Changes,
-    listing: Listing,
+    missing: Sequence[str],
     read: list[tuple[Shard, ShardReport]],
-    lease: Lease,
-) -> Summary:
-    store = Folder(part.folder)
-    fresh = [_entry(shard, report, part.rules_name) for shard, report in read]
+) -> Catalogue:
+    store = Folder(target.folder)
+    fresh = [_entry(shard, report, target.rules_name) for shard, report in read]
     entries, numbers = merged_entries(old, fresh, changes.gone)
     staged = [StagedShard(numbers[shard.url], report.staged_as, report.num_records) for shard, report in read]
-    update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
-    written = update.write([missing_damage(listing.missing)])
+    update = CatalogueUpdate(store, old, staged, changes.gone, target.overlay)
+    written = update.write([missing_damage(missing)])
     version, catalogue_id = (old.version, old.id) if old else (0, new_id())
-    manifest = describe(store, written, entries, part.rules, part.overlay, version + 1, catalogue_id)
+    manifest = describe(store, written, entries, target.rules, target.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
-    _sweep(store, lease)
-    print(summary_text(catalogue, part.name))
-    return Summary(catalogue, len(read), written, published=True)
+    return catalogue
 
 
 def _sweep(store: Folder, lease: Lease) -> None:
@@ -197,34 +191,19 @@ def _sweep(store: Folder, lease: Lease) -> None:
 
 
 def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
-    return ShardEntry(
-        shard.url,
-        shard.version.num_bytes,
-        shard.version.tag,
-        "indexed",
-        report.num_samples,
-        rules_name,
-        report.oddities,
-        report.skipped,
-        dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)),
-        report.suffixes,
-    )
+    unknown = dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT))
+    counted = (report.oddities, report.skipped, unknown, report.suffixes)
+    return ShardEntry(shard.url, *shard.version, "indexed", report.num_samples, rules_name, *counted)
 
 
-def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:
-    same_shards = not changes.to_read and not changes.gone
-    same_missing = old.manifest["damage"].get("shard_missing", 0) == len(listing.missing)
-    return same_shards and same_missing and old.manifest["overlay"] == part.overlay.name
-
-
-def _check_identity(old: Catalogue | None, part: Part) -> None:
-    if old is not None and old.manifest["identity"] != part.rules.identity:
+def _check_identity(old: Catalogue | None, target: Target) -> None:
+    if old is not None and old.manifest["identity"] != target.rules.identity:
         raise PencilError(
             f"data.identity: {old.folder} identifies samples by {old.manifest['identity']}, the config by "
-            f"{part.rules.identity}; row numbers are permanent, so choose another run.storage"
+            f"{target.rules.identity}; row numbers are permanent, so choose another run.storage"
         )
-    if part.rules.identity == "shard_key":
-        stems = Counter(shard_stem(url) for url in expand_urls(part.shards))
+    if target.rules.identity == "shard_key":
+        stems = Counter(shard_stem(url) for url in expand_urls(target.shards))
         twice = next((stem for stem, count in stems.items() if count > 1), None)
         if twice is not None:
             raise PencilError(
@@ -233,7 +212,7 @@ def _check_identity(old: Catalogue | None, part: Part) -> None:
             )
 
 
-def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
+def _say_changes(target: Target, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
     gone = [old.shards[number].url for number in changes.gone] if old else []
     reread = [shard.url for shard in changes.reread]
     for what, urls in (
@@ -244,14 +223,16 @@ def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue 
         ("listed but missing", listing.missing),
     ):
         if urls:
-            part.say(f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
-    if old is not None and (differs := difference(part.rules.classes.names, old.class_names)):
-        part.say(
+            target.say(f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")
+    if old is not None and (differs := difference(target.rules.classes.names, old.class_names)):
+        target.say(
             f"WARNING: data.classes has changed: the list {differs}, compared with version {old.version}; "
             "labels given as names keep their class, labels given as numbers change it"
         )
     if changes.unlisted:
-        part.say(f"{many(len(changes.unlisted), 'shard')} no longer listed, but unchanged in the store: kept")
+        target.say(
+            f"{many(len(changes.unlisted), 'shard')} no longer listed, but unchanged in the store: kept"
+        )
 
 
 def _warn_about_excluded(

@@ -11,12 +11,16 @@ After an interruption, run the same command again: finished shards are kept, the
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from pencil_scale.catalogue.ranges import Members, shard_bytes
 from pencil_scale.config.command import exit_code, refuse_lost
+from pencil_scale.images.inspect import format_of
 from pencil_scale.method.noise import (
     CIFAR10_FLIPS,
     NoisyLabels,
@@ -26,13 +30,13 @@ from pencil_scale.method.noise import (
 )
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import BESIDE, Folder
-from pencil_scale.storage.urls import without_passwords
+from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pipelines.shard_making.options import NoiseSpec, ShardJob, jobs_of, parse_arguments
-from pipelines.shard_making.samples import Labels
-from pipelines.shard_making.writing import ShardPlan, ShardResult, file_sizes, write_shard
-from pipelines.tasks import each, is_in_memory, print_table
+from pipelines.shard_making.samples import IMAGE_SUFFIXES, Classes, Piece, RawSample, Source
+from pipelines.tasks import all_of, is_in_memory, print_table
 
 MOST_CLASSES = 50  # in the summary table
+SUFFIX_OF = {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,12 @@ class Summary:
     """The shards in the folder, and what this run did."""
 
     out: str
-    num_samples: int
+    source: Source
+    noise: NoisyLabels | None
     num_shards: int
     num_written: int  # by this run; the others existed before
     num_bytes: int
     num_unrecognised: int
-    class_counts: dict[str, int]
-    noise: NoisyLabels | None
-    num_differing: int | None  # given classes that differ from the true one, where that is known
-    ignored: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,122 +66,97 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(job: ShardJob) -> Summary:
     """Make one set of shards, or the part of it that is missing."""
-    labels, noise = add_noise(job.source.labels(), job.noise)
-    finished = claim(job, labels)
-    names = shard_names(job.prefix, len(labels.given_class), job.per_shard)
-    missing = {name for name in names if name not in finished}
-    results = list(write_missing(job, labels, names, missing)) if missing else []
+    source, noise = add_noise(job.read(per_shard=job.per_shard), job.noise)
+    finished = claim(job, source)
+    shards = shards_of(job, source)
+    missing = [shard for shard in shards if shard[0] not in finished]
+    shared = (source.classes, job.key_prefix, job.out)
+    unrecognised = all_of("writing shards", write_shard, missing, shared, is_in_memory(job.out))
     store = Folder(job.out)
     for name in store.names(""):  # remove what killed writers of these shards left behind
         if name.startswith(f"/{job.prefix}-") and name.endswith(BESIDE):
             store.delete(name.removeprefix("/"))
     sizes = file_sizes(job.out)
-    lost = [name for name in names if name not in sizes]
+    lost = [name for name, *_ in shards if name not in sizes]
     if lost:
         raise PencilError(
             f"{job.out}: {len(lost):,} shards such as {lost[0]} were written where this machine cannot see "
             "them; on a cluster OUT must be a shared folder or a URL"
         )
-    counts = np.bincount(labels.given_class, minlength=len(labels.classes)).tolist()
-    return Summary(
-        out=job.out,
-        num_samples=len(labels.given_class),
-        num_shards=len(names),
-        num_written=len(results),
-        num_bytes=sum(sizes[name] for name in names),
-        num_unrecognised=sum(result.num_unrecognised for result in results),
-        class_counts=dict(zip(labels.classes, counts, strict=True)),
-        noise=noise,
-        num_differing=num_differing(labels),
-        ignored=labels.ignored,
-    )
+    num_bytes = sum(sizes[name] for name, *_ in shards)
+    return Summary(job.out, source, noise, len(shards), len(missing), num_bytes, sum(unrecognised))
 
 
-def num_differing(labels: Labels) -> int | None:
-    """Count the given classes that differ from the true one; None if the truth is not known."""
-    if labels.true_class is None:
-        return None
-    return int(np.sum((labels.true_class >= 0) & (labels.true_class != labels.given_class)))
-
-
-def add_noise(labels: Labels, spec: NoiseSpec | None) -> tuple[Labels, NoisyLabels | None]:
+def add_noise(source: Source, spec: NoiseSpec | None) -> tuple[Source, NoisyLabels | None]:
     """Add noise to the labels; the labels as they were become the true classes."""
     if spec is None:
-        return labels, None
-    if labels.true_class is not None:
+        return source, None
+    if source.true_class is not None:
         raise PencilError("--noise: the source already has true labels beside the given ones; leave it out")
-    num_classes = len(labels.classes)
+    num_classes = len(source.classes)
     if spec.flips == "cifar10" and num_classes != 10:
         raise PencilError(f"--flips cifar10 needs the ten classes of CIFAR-10; {num_classes} were found")
     if spec.kind == "symmetric":
-        noise = symmetric_noise(labels.given_class, spec.rate, num_classes, spec.seed)
+        noise = symmetric_noise(source.given_class, spec.rate, num_classes, spec.seed)
     else:
         flips = CIFAR10_FLIPS if spec.flips == "cifar10" else next_class_flips(num_classes)
-        noise = asymmetric_noise(labels.given_class, spec.rate, flips, spec.seed)
-    return replace(labels, given_class=noise.noisy_class, true_class=labels.given_class), noise
+        noise = asymmetric_noise(source.given_class, spec.rate, flips, spec.seed)
+    return replace(source, given_class=noise.noisy_class, true_class=source.given_class), noise
 
 
-def shard_names(prefix: str, num_samples: int, per_shard: int) -> list[str]:
-    """Name the shards, in order."""
-    return [f"{prefix}-{number:06d}.tar" for number in range(-(-num_samples // per_shard))]
+def shards_of(job: ShardJob, source: Source) -> list[tuple[str, Piece, Classes, Classes | None]]:
+    """Name every shard, and say which samples it has, and their labels."""
+    shards = []
+    for number, piece in enumerate(source.pieces):
+        rows = slice(number * job.per_shard, (number + 1) * job.per_shard)
+        true = None if source.true_class is None else source.true_class[rows]
+        shards.append((f"{job.prefix}-{number:06d}.tar", piece, source.given_class[rows], true))
+    return shards
 
 
-def claim(job: ShardJob, labels: Labels) -> set[str]:
+def claim(job: ShardJob, source: Source) -> set[str]:
     """Return the names of finished shards, after checking that they belong to this job.
 
     The arguments of the job are kept beside the shards as PREFIX.make_shards.json. Other arguments, or a
     source that has changed, would mix two datasets under one name.
     """
-    store, record_name = Folder(job.out), f"{job.prefix}.make_shards.json"
-    names = file_sizes(job.out)
-    finished = {name for name in names if name.startswith(f"{job.prefix}-") and name.endswith(".tar")}
-    record = job.arguments | {
-        "samples": len(labels.given_class),
-        "source": labels.fingerprint,
-        "labels": hashlib.blake2b(labels.given_class.tobytes(), digest_size=16).hexdigest(),
+    store, file = Folder(job.out), f"{job.prefix}.make_shards.json"
+    finished = {
+        name for name in file_sizes(job.out) if name.startswith(f"{job.prefix}-") and name.endswith(".tar")
     }
-    before = store.read_json(record_name)
+    made_with = job.arguments | {
+        "number of samples": len(source.given_class),
+        "hash of the names": source.fingerprint,
+        "hash of the labels": hashlib.blake2b(source.given_class.tobytes(), digest_size=16).hexdigest(),
+    }
+    before = store.read_json(file)
     if before is not None:
-        _refuse_changes(job.out, before, json.loads(json.dumps(record)))
+        changed = [name for name in made_with if before.get(name) != made_with[name]]
+        if changed:
+            was, now = before.get(changed[0]), made_with[changed[0]]
+            raise PencilError(
+                f"{job.out}: its shards were made with {changed[0]} {was}, now {now}; repeat the first "
+                "arguments on the same source to resume, or use another folder"
+            )
     elif finished:
         raise PencilError(
             f"{job.out}: {min(finished)} was made by something else; use another folder or --prefix"
         )
-    _write_classes(store, labels.classes)
+    _write_classes(store, source.classes)
     if before is None:
-        store.put(record_name, json.dumps(record, indent=1, sort_keys=True).encode() + b"\n")
+        store.put_json(file, made_with)
     return finished
 
 
-def _refuse_changes(out: str, before: dict[str, object], record: dict[str, object]) -> None:
-    changed = [name for name in record if before.get(name) != record[name]]
-    arguments = [name for name in changed if name not in ("samples", "source", "labels")]
-    if arguments:
-        said = ", ".join(_said(name, before.get(name), record[name]) for name in arguments)
-        raise PencilError(
-            f"{out}: its shards were made with {said}; repeat the first arguments to resume, or use another "
-            "folder"
-        )
-    if changed:
-        # If samples were added or removed, everything else differs too: name the simplest change.
-        differs = "other files, or in another order" if "source" in changed else "other labels"
-        if "samples" in changed:
-            differs = f"{before.get('samples')} samples, now {record['samples']}"
-        raise PencilError(
-            f"{out}: its shards were made when the source had {differs}; restore the source to resume, or "
-            "use another folder"
-        )
-
-
-def _said(name: str, before: object, now: object) -> str:
-    """One argument before and now, as people write it."""
-    if name == "shuffle":
-        return "a shuffle, now --no-shuffle" if before else "--no-shuffle, now a shuffle"
-    if name == "key_prefix":
-        return f"keys that do not start with the prefix, now {now}"
-    spelt = name.upper() if name in ("kind", "src") else f"--{name.replace('_', '-')}"
-    was, is_now = ("none" if value is None else value for value in (before, now))
-    return f"{spelt} {was}, now {is_now}"
+def file_sizes(folder: str) -> dict[str, int]:
+    """List the finished files of a folder, with their sizes."""
+    filesystem, root = filesystem_of(folder.rstrip("/"))
+    filesystem.invalidate_cache()
+    if not filesystem.exists(root):
+        return {}
+    files = [entry for entry in filesystem.ls(root, detail=True) if entry["type"] == "file"]
+    sizes = {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
+    return {name: size for name, size in sizes.items() if not name.startswith(".") and BESIDE not in name}
 
 
 def _write_classes(store: Folder, classes: Sequence[str]) -> None:
@@ -198,53 +174,77 @@ def _write_classes(store: Folder, classes: Sequence[str]) -> None:
         )
 
 
-def write_missing(
-    job: ShardJob, labels: Labels, names: Sequence[str], missing: set[str]
-) -> Iterator[ShardResult]:
-    """Write the missing shards in tasks, and yield the results as they finish."""
-    pieces = ((plan,) for plan in shard_plans(job, labels, names) if plan.name in missing)
-    shared, here = (labels.classes, job.out), is_in_memory(job.out)
-    todo, done = len(missing), len(names) - len(missing)
-    work = each("writing shards", _write, pieces, shared, here=here, num_pieces=todo, num_done=done)
-    for _, result in work:
-        yield result
+def write_shard(
+    shared: tuple[Sequence[str], str, str], name: str, piece: Piece, given: Classes, true: Classes | None
+) -> int:
+    """Write one shard: each image bit for bit, its class number, and what is known about it as JSON.
+
+    A shard is complete, or absent; its bytes depend only on its samples. Returns the number of images of an
+    unknown format, which are copied all the same.
+    """
+    classes, key_prefix, out = shared
+    formats: Counter[str] = Counter()
+
+    def samples() -> Iterator[tuple[str, Members]]:
+        for number, sample in enumerate(piece()):
+            kind, key = format_of(sample.image), key_prefix + sample.key
+            formats[kind] += 1
+            true_class = -1 if true is None else int(true[number])
+            members = describe(sample, kind, classes, int(given[number]), true_class)
+            yield key, [(f"{key}.{suffix}", data) for suffix, data in members.items()]
+
+    data = shard_bytes(samples())
+    if formats.total() != len(given):
+        raise PencilError(
+            f"shard {name}: {formats.total():,} samples were found, {len(given):,} were expected; the source "
+            "changed while it was read: run again when it no longer changes"
+        )
+    Folder(out).put(name, data)
+    return formats["unknown"]
 
 
-def _write(shared: tuple[Sequence[str], str], plan: ShardPlan) -> ShardResult:
-    return write_shard(plan, *shared)
-
-
-def shard_plans(job: ShardJob, labels: Labels, names: Sequence[str]) -> Iterator[ShardPlan]:
-    """Say for each shard which samples it has, and their labels."""
-    for number, (name, piece) in enumerate(zip(names, job.source.pieces(job.per_shard), strict=True)):
-        rows = slice(number * job.per_shard, (number + 1) * job.per_shard)
-        true = None if labels.true_class is None else labels.true_class[rows]
-        yield ShardPlan(name, piece, labels.given_class[rows], true, job.key_prefix)
+def describe(sample: RawSample, kind: str, classes: Sequence[str], given: int, true: int) -> dict[str, bytes]:
+    """Make the members of a sample: the image, `cls` in WebDataset's convention, `json` with the rest."""
+    about = {"label": classes[given], "source": sample.source, "index": sample.row}
+    if true >= 0:
+        about |= {"true_class": true, "true_label": classes[true]}
+    suffix = SUFFIX_OF.get(kind, kind)
+    if kind == "unknown":
+        named = Path(sample.source).suffix.lower()
+        suffix = named[1:] if named in IMAGE_SUFFIXES else "jpg"
+    text = json.dumps(about, sort_keys=True)
+    return {suffix: sample.image, "cls": str(given).encode(), "json": text.encode()}
 
 
 def print_summary(summary: Summary) -> None:
     """Print the summary table."""
-    num_kept = summary.num_shards - summary.num_written
+    source, num_kept = summary.source, summary.num_shards - summary.num_written
     rows = {
-        "samples": f"{summary.num_samples:,}",
+        "samples": f"{len(source.given_class):,}",
         "shards": f"{summary.num_shards:,} ({summary.num_written:,} written now, {num_kept:,} from before)",
         "bytes": f"{summary.num_bytes:,}",
     }
     if summary.noise:
         made, asked = f"{summary.noise.rate_made:.4f} of the labels changed", summary.noise.rate_asked
         rows["noise"] = f"{made} (requested rate {asked})"
-    elif summary.num_differing is not None:
-        rows["noise"] = f"{summary.num_differing:,} given labels differ from the true class"
+    elif source.true_class is not None:
+        rows["noise"] = f"{num_differing(source):,} given labels differ from the true class"
     if summary.num_unrecognised:
         rows["unknown format"] = f"{summary.num_unrecognised:,} images, copied unchanged"
-    if summary.ignored:
-        rows["ignored"] = f"{len(summary.ignored):,} files that are not images: {summary.ignored[0]} ..."
-    counts = list(summary.class_counts.items())
-    rows |= {f"class {name}": f"{count:,}" for name, count in counts[:MOST_CLASSES]}
+    if source.ignored:
+        rows["ignored"] = f"{len(source.ignored):,} files that are not images: {source.ignored[0]} ..."
+    counts = np.bincount(source.given_class, minlength=len(source.classes)).tolist()
+    first = list(zip(source.classes, counts, strict=True))[:MOST_CLASSES]
+    rows |= {f"class {name}": f"{count:,}" for name, count in first}
     if len(counts) > MOST_CLASSES:
-        rest = sum(count for _, count in counts[MOST_CLASSES:])
-        rows[f"{len(counts) - MOST_CLASSES:,} more classes"] = f"{rest:,}"
+        rows[f"{len(counts) - MOST_CLASSES:,} more classes"] = f"{sum(counts[MOST_CLASSES:]):,}"
     print_table(f"shards in {without_passwords(summary.out)}", rows)
+
+
+def num_differing(source: Source) -> int:
+    """Count the given classes that differ from the true one, where that is known."""
+    true = source.given_class if source.true_class is None else source.true_class
+    return int(np.sum((true >= 0) & (true != source.given_class)))
 
 
 if __name__ == "__main__":

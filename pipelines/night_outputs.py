@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
-from pencil_scale.export.files import ExportError, read_manifest
+from pencil_scale.export.files import read_manifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
@@ -24,16 +24,12 @@ from pipelines import export_labels, review_report
 ALIAS = "current"
 
 
-def export_night(config: Config, name: str) -> str:
-    """Export the labels of a night; return the folder."""
-    job = config.export.model_copy(update={"labels": name, "folder": None})
-    return export_labels.run(config.model_copy(update={"export": job})).folder
-
-
-def report_night(config: Config, name: str, since: str | None) -> str | None:
-    """Render the page of a night, with what changed since its parent; return its URL."""
-    job = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
-    return review_report.run(config.model_copy(update={"report": job})).page
+def show_night(config: Config, name: str, since: str | None = None) -> dict[str, str | None]:
+    """Export the labels of a night and render its page, with what changed since; return where they are."""
+    export = config.export.model_copy(update={"labels": name, "folder": None})
+    page = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
+    config = config.model_copy(update={"export": export, "report": page})
+    return {"export": export_labels.run(config).folder, "report": review_report.run(config).page}
 
 
 def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
@@ -53,13 +49,12 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
     if is_exported and night.report is not None and _is_there(night.report) and night.overlay == overlay:
         return night
     print(f"{night.name}: its export or page is gone or outdated, and is made again", flush=True)
-    export, report = export_night(config, night.name), report_night(config, night.name, None)
-    return nights.save(night, export=export, report=report, overlay=overlay)
+    return nights.save(night, **show_night(config, night.name), overlay=overlay)
 
 
 def holds_export(folder: str, night: Night) -> bool:
     """Whether a folder has an export of this night's labels; other files there are no reason to fail."""
-    with suppress(ExportError):
+    with suppress(PencilError):
         found = read_manifest(folder)
         return found is not None and found.labels == night.labels
     return False

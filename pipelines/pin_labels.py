@@ -78,7 +78,7 @@ def run(config: Config) -> Summary:
     }
     pins = pa.table(columns, schema=PINS)
     news = list(zip(pins["row"].to_pylist(), pins["class"].to_pylist(), strict=True))
-    fresh = [place for place, (row, name) in enumerate(news) if before.get(row) != name]
+    fresh = [number for number, (row, name) in enumerate(news) if before.get(row) != name]
     if fresh:
         add_pins(storage, pins.take(pa.array(fresh, pa.int64())))
     num_new = sum(row not in before for row, _ in news)
@@ -98,14 +98,14 @@ def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -
     """Find the row and key of every sample by the hash of its id, in one pass over the catalogue."""
     # An id may be spelled as it is, or as in our own tables.
     spelled = [{decision.sample_id, from_stored(decision.sample_id)} for decision in decisions]
-    owners = {sample_key(name): place for place, names in enumerate(spelled) for name in names}
+    owners = {sample_key(name): number for number, names in enumerate(spelled) for name in names}
     keys = pa.array(list(owners), pa.binary(16))
     rows, found_keys = np.full(len(decisions), -1, np.int64), [b""] * len(decisions)
     for table in catalogue.batches(["row", "sample_key"]):
         found = table.filter(pc.is_in(table["sample_key"], keys)).to_pydict()
         for row, key in zip(found["row"], found["sample_key"], strict=True):
             rows[owners[key]], found_keys[owners[key]] = row, key
-    unknown = [decisions[place].sample_id for place in np.flatnonzero(rows < 0).tolist()]
+    unknown = [decisions[number].sample_id for number in np.flatnonzero(rows < 0).tolist()]
     if unknown:
         raise PencilError(
             f"{file}: {len(unknown):,} of {len(decisions):,} samples are not in {catalogue.folder}, such as "

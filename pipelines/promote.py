@@ -11,8 +11,6 @@ shows held ones.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config
@@ -23,18 +21,6 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pipelines.tasks import print_table
-
-if TYPE_CHECKING:
-    from pencil_scale.train.summary import Summary as RunSummary
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Which night is in use now, and which one was before."""
-
-    night: Night
-    before: str | None
-    export: str | None  # of its labels, made by the night or by hand
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def run(config: Config, name: str) -> "Summary | RunSummary":
+def run(config: Config, name: str) -> None:
     """Release a held run, or move CURRENT to a night, held or not."""
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
@@ -56,11 +42,10 @@ def run(config: Config, name: str) -> "Summary | RunSummary":
     if record is not None:
         what = f"run {name} is being trained or released"
         with Lease.hold(nights.storage, Storage(nights.storage).run(name, "lease"), what=what) as lease:
-            return _release(config, record, lease)
-    with nights.leased() as nights:
-        summary = _promote(config, nights, nights.must_find(name))
-    print_summary(summary)
-    return summary
+            _release(config, record, lease)
+    else:
+        with nights.leased() as nights:
+            _promote(config, nights, nights.must_find(name))
 
 
 def _held_run(nights: NightFiles, name: str) -> RunRecord | None:
@@ -82,61 +67,57 @@ def _known(nights: NightFiles) -> str:
     return f"held runs: {', '.join(held) or 'none'}; nights: {', '.join(kept) or 'none'}"
 
 
-def _release(config: Config, record: RunRecord, lease: Lease) -> "RunSummary":
+def _release(config: Config, record: RunRecord, lease: Lease) -> None:
     """Publish the labels of a held run; steps that were done before an interruption are repeated."""
     from pencil_scale.nights.start import run_facts
-    from pencil_scale.train.summary import Summary as RunSummary
-    from pencil_scale.train.summary import write_facts
+    from pencil_scale.train.summary import Summary, write_facts
     from pipelines.night_outputs import track_released
 
     storage, name = Storage(config.run.storage), record.name
     published = storage.path(storage.published(name))
     if record.status == "finished":
         say(f"{name} was released before, its labels are {published}; nothing is changed")
-        return RunSummary(run_facts(storage.url, name))
+        return
     labels = find_published(storage.url, name, held=True).manifest
     lease.put(storage.published(name), labels.encode())
     storage.delete(storage.held(name))
-    summary = RunSummary({**run_facts(storage.url, name), "status": "finished", "labels": published})
+    summary = Summary({**run_facts(storage.url, name), "status": "finished", "labels": published})
     write_facts(storage.url, name, summary.facts, lease)
     write_record(storage.url, track_released(config, record), lease, status="finished")
     print(f"released: the labels of {name} are published")
     for reason in record.held_because:
         print(f"  held because {reason}")
     say(summary.table())
-    return summary
 
 
-def _promote(config: Config, nights: NightFiles, night: Night) -> Summary:
+def _promote(config: Config, nights: NightFiles, night: Night) -> None:
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
     from pipelines.night_outputs import holds_export, shown_again, track_current
 
     before = nights.current()
-    name = None if before is None else before.name
     night = shown_again(config, nights, night)
     # A night that was killed before its last step would otherwise take CURRENT back when it resumes.
     for other in nights.nights():
         if not other.closed:
             nights.save(other, closed=True)
-    nights.move_current(night, expected=name)
+    nights.move_current(night, expected=before.name if before else None)
     track_current(config, night, before)
+    rows = {"before": before.name if before else "-", "verdict of that night": night.status}
+    if night.reasons:
+        rows["  held because"] = "\n".join(night.reasons)
+    print_table(f"CURRENT is {night.name}", rows)
     # The export of a training run that nights continue was made by hand, if at all.
     storage = Storage(config.run.storage)
     folders = (night.export, storage.path(storage.export(night.name)), config.export.folder)
     export = next((folder for folder in folders if folder and holds_export(folder, night)), None)
-    return Summary(night, name, export)
-
-
-def print_summary(summary: Summary) -> None:
-    """Print the end table."""
-    night = summary.night
-    rows = {"before": summary.before or "-", "verdict of that night": night.status}
-    if night.reasons:
-        rows["  held because"] = "\n".join(night.reasons)
-    print_table(f"CURRENT is {night.name}", rows)
-    for what in ("labels", "model", "export", "report"):
-        say(f"{what:<8} {getattr(summary if what == 'export' else night, what) or '-'}")
-    if summary.export is None:
+    for what, url in (
+        ("labels", night.labels),
+        ("model", night.model),
+        ("export", export),
+        ("report", night.report),
+    ):
+        say(f"{what:<8} {url or '-'}")
+    if export is None:
         command = f"python -m pipelines.export_labels CONFIG export.labels={night.name}"
         print(f"no export of these labels was found; to make one: {command}")
 

@@ -155,14 +155,16 @@ def _new_night(config: Config, nights: NightFiles, catalogue: Catalogue, parent:
 def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapping[str, str]]:
     """Train, check, export and show one night; its record is written last."""
     # Ray takes seconds to import; --help and a broken config answer at once. Below likewise.
-    from pipelines.night_outputs import export_night, report_night
+    from pipelines.night_outputs import show_night
 
     prepared = prepare(config, nights, night)
     _learn(config, nights, night, prepared)
-    findings = _check(config, nights, night, prepared)
     storage, name = Storage(nights.storage), night.name
+    run, parent = read_record(storage.url, name), prepared.parent if prepared else None
+    # If nothing was to train, the model and the clean set of its accuracy are those of the parent.
+    clean = clean_set(storage.url, run.clean) if run else parent.clean if parent else ""
+    findings = _check(config, storage, name, prepared, run is not None, clean)
     catalogue = Catalogue.open(storage.url, night.catalogue_version)
-    is_trained = prepared is None or read_record(storage.url, name) is not None
     since = None  # the labels to compare with: the parent's, or those carried over to a new class list
     if prepared is not None:
         since = prepared.parent.labels if prepared.same_classes else nights.path(name, CARRIED)
@@ -170,14 +172,13 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
         night,
         status="held" if findings.reasons else "passed",
         reasons=findings.reasons,
-        class_names=tuple(catalogue.manifest["classes"]),
+        class_names=catalogue.class_names,
         labels=storage.path(storage.published(name)),
         model=storage.path(storage.model(name)),
-        trained_by=name if is_trained or prepared is None else prepared.parent.trained_by,
-        export=export_night(config, name),
-        report=report_night(config, name, since),
+        trained_by=parent.trained_by if parent and not run else name,
+        **show_night(config, name, since),
         figures=findings.figures,
-        clean=_clean(nights, night, prepared),
+        clean=clean,
         overlay=catalogue.manifest["overlay"],
         finished=now(),
     )
@@ -207,29 +208,21 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared 
     nights.put(storage.published(name), prepared.labels.encode())
 
 
-def _check(config: Config, nights: NightFiles, night: Night, prepared: Prepared | None) -> "Findings":
+def _check(
+    config: Config, storage: Storage, name: str, prepared: Prepared | None, is_trained: bool, clean: str
+) -> "Findings":
+    """Compare a night with its parent, and take over the reasons for which its run would be held."""
     from pencil_scale.nights.guard_rails import Findings, check_night
 
-    storage = Storage(nights.storage)
-    is_trained = read_record(storage.url, night.name) is not None
-    facts = run_facts(storage.url, night.name) if is_trained else {}
+    facts = run_facts(storage.url, name) if is_trained else {}
     reasons = tuple(facts.get("held_because", ()))
     if prepared is None:
         counts = {"new_samples": facts["samples"], "new_repaired": facts["corrected"]}
         return Findings({**counts, **clean_accuracy(facts)}, reasons)
     figures = clean_accuracy(facts) if is_trained else prepared.parent.figures
-    labels = Manifest.load(storage.path(storage.published(night.name)))
-    clean = _clean(nights, night, prepared)
+    labels = Manifest.load(storage.path(storage.published(name)))
     findings = check_night(config.nightly, prepared, labels, figures.get("clean_accuracy"), clean)
     return replace(findings, reasons=(*findings.reasons, *reasons))
-
-
-def _clean(nights: NightFiles, night: Night, prepared: Prepared | None) -> str:
-    """The clean set on which the accuracy of a night was measured; its parent's, if it trained nothing."""
-    record = read_record(nights.storage, night.name)
-    if record is None:
-        return "" if prepared is None else prepared.parent.clean
-    return clean_set(nights.storage, record.clean)
 
 
 def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str, str]) -> Summary:
@@ -244,44 +237,35 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
     if status == "current":
         track_current(config, night, current)
         nights.move_current(night, expected=night.parent)
+        current = night
     elif status == "held":
         track_night(config, night, "held")
-    if status != "current" and current is not None and current.overlay != night.overlay:
-        _take_down(config, nights, current, night.overlay)
+    if current is not None:
+        _tidy(config, nights, night, current)
     nights.save(night, closed=True)
-    if status == "current":
-        _tidy(config, nights, night)
-    current = nights.current()
     return Summary(status, night, None if current is None else current.name, facts)
 
 
-def _take_down(config: Config, nights: NightFiles, current: Night, overlay: str) -> None:
-    """Export the night in use again: excluded ids must not wait until another night is used."""
-    from pipelines.night_outputs import export_night, report_night
+def _tidy(config: Config, nights: NightFiles, night: Night, current: Night) -> None:
+    """Remove what is no longer needed, and what shows ids that are excluded now, from exports and pages.
+
+    Excluded ids must not wait until another night is used. CURRENT has moved, or stays: a failure here does
+    not fail the night.
+    """
+    from pipelines.night_outputs import shown_again
 
     try:
-        if current.export is not None:
-            export, report = export_night(config, current.name), report_night(config, current.name, None)
-            nights.save(current, export=export, report=report, overlay=overlay)
-            say(f"{current.name} is exported again: data.exclude has changed since")
-        _remove_exports(nights, overlay)
+        if current.name == night.name:
+            for name in remove_old(nights, config.nightly.keep_nights):
+                say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
+        elif current.overlay == night.overlay:
+            return
+        else:
+            shown_again(config, nights, current)
+        for name in remove_taken_down(nights, night.overlay):
+            say(f"the export of {name} is removed: data.exclude has changed since")
     except (PencilError, OSError) as error:
-        say(f"WARNING: {current.export} still holds excluded ids: {error}")
-
-
-def _tidy(config: Config, nights: NightFiles, night: Night) -> None:
-    """Remove what is no longer needed; CURRENT has moved, so a failure does not fail the night."""
-    try:
-        for name in remove_old(nights, config.nightly.keep_nights):
-            say(f"{name} is removed: nightly.keep_nights is {config.nightly.keep_nights}")
-        _remove_exports(nights, night.overlay)
-    except (PencilError, OSError) as error:
-        say(f"outdated files were not removed: {error}")
-
-
-def _remove_exports(nights: NightFiles, overlay: str) -> None:
-    for name in remove_taken_down(nights, overlay):
-        say(f"the export of {name} is removed: data.exclude has changed since")
+        say(f"WARNING: outdated files, which may show excluded ids, were not removed: {error}")
 
 
 def print_summary(summary: Summary) -> None:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -27,7 +26,7 @@ from pencil_scale.export.rows import Source, find_source, stretches
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.review.audit import Findings, read_judged, study
+from pencil_scale.review.audit import read_judged, study
 from pencil_scale.review.page import page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
@@ -53,7 +52,6 @@ class Summary:
     num_listed: int = 0
     num_drawn: int = 0
     copied: str = "not requested"  # to MLflow
-    findings: Findings | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,10 +72,10 @@ def run(config: Config) -> Summary:
         storage.url, named, config.data.exclude, TOP_K, None, config.nightly.remap, held=True
     )
     rules, warnings = _rules(config, source, storage)
-    here = is_in_memory(storage.url)
-    pieces = [(rows,) for rows in stretches(source)]
-    tally = merged(all_of("scanning labels", _scan_stretch, pieces, (source, rules), here), rules)
-    html = _page(config, storage, source, tally, rules, warnings, here)
+    shared, pieces = (source, rules), [(rows,) for rows in stretches(source)]
+    scanned = all_of("scanning labels", _scan_stretch, pieces, shared, is_in_memory(storage.url))
+    tally = merged(scanned, rules)
+    html = _page(config, storage, source, tally, rules, warnings)
     url = config.report.page or storage.path(storage.report(source.published.name))
     name = url.rpartition("/")[2]
     store = Folder(url.removesuffix(name) or ".")
@@ -116,17 +114,11 @@ def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
 
 
 def _page(
-    config: Config,
-    storage: Storage,
-    source: Source,
-    tally: Tally,
-    rules: Rules,
-    warnings: list[str],
-    here: bool,
+    config: Config, storage: Storage, source: Source, tally: Tally, rules: Rules, warnings: list[str]
 ) -> str:
     name = source.published.name
     figures = storage.read_json(storage.run(name, "epochs.json")) or []  # labels may come from elsewhere
-    thumbnails = _thumbnails(config, source, tally, here)
+    thumbnails = _thumbnails(config, source, tally, is_in_memory(storage.url))
     rows = samples_of(tally)["row"].to_numpy()
     order = np.argsort(rows, kind="stable")
     back = np.argsort(order, kind="stable")
@@ -151,16 +143,11 @@ def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thu
         return found
     listed = tally.listed["row"].to_numpy()[: config.report.thumbnails]
     rows, step = np.unique(np.concatenate([listed, tally.drawn["row"].to_numpy()])), THUMBNAILS_PER_TASK
-    pieces = [(rows[first : first + step],) for first in range(0, len(rows), step)]
-    shared = (source.catalogue, config.report.thumbnail_px)
-    for some in all_of("making thumbnails", _some_thumbnails, pieces, shared, here):
+    pieces = [(rows[first : first + step], config.report.thumbnail_px) for first in range(0, len(rows), step)]
+    for some in all_of("making thumbnails", make_thumbnails, pieces, source.catalogue, here):
         found.pictures |= some.pictures
         found.problems |= some.problems
     return found
-
-
-def _some_thumbnails(shared: tuple[Any, int], rows: Any) -> Thumbnails:
-    return make_thumbnails(shared[0], rows, shared[1])
 
 
 def _copy(config: Config, storage: Storage, name: str, html: str) -> str:
@@ -185,7 +172,7 @@ def _print_audit(url: str) -> Summary:
         "remaining noise": str(findings.remaining),
     }
     print_table(f"audit {without_passwords(url)}", rows)
-    return Summary(None, {}, findings=findings)
+    return Summary(None, {})
 
 
 def print_summary(summary: Summary) -> None:

@@ -4,46 +4,38 @@
         ...                                       # as they finish; `number` is that of the piece
     print_table("subset", {"samples": "500", "classes": "10"})
 
-A single piece, and work on a store in memory, which no task could see, runs in this process. Progress is a
-bar on a terminal, and an occasional line in a log.
+A single piece, and work on a store in memory, which no task could see, runs in this process.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import rich.progress
 from rich.console import Console
 from rich.table import Table
 
 Result = TypeVar("Result")
 
-LOG_EVERY_S = 15.0
+LOG_EVERY_S = 5.0
 
 
 def each(
     what: str,
     work: Callable[..., Result],
-    pieces: Iterable[tuple[Any, ...]],
+    pieces: Sequence[tuple[Any, ...]],
     shared: Any,
     *,
     here: bool = False,
     isolated: bool = False,
-    num_pieces: int | None = None,
-    num_done: int = 0,
 ) -> Iterator[tuple[int, Result]]:
     """Call `work(shared, *piece)` for every piece; yield the number of the piece with the result.
 
     With `here` all of it runs in this process; with `isolated` a single piece is a task too, as it might kill
-    its process. `num_pieces` is needed if `pieces` has no length. `num_done` more count as done before.
+    its process. Progress goes to stderr, so that stdout has only the result.
     """
-    if num_pieces is None:
-        assert isinstance(pieces, Sequence)
-        num_pieces = len(pieces)
     results: Iterable[tuple[int, Result]]
-    if here or (num_pieces <= 1 and not isolated):
+    if here or (len(pieces) <= 1 and not isolated):
         results = ((number, work(shared, *piece)) for number, piece in enumerate(pieces))
     else:
         # Ray takes seconds to import, which small jobs and --help need not wait for.
@@ -52,10 +44,17 @@ def each(
 
         ensure_ray()
         results = run_tasks(work, pieces, shared)
-    with _progress(what, num_done + num_pieces, num_done) as advance:
-        for number, result in results:
-            advance()
-            yield number, result
+    started_at = said_at = time.monotonic()
+    for num_done, (number, result) in enumerate(results, start=1):
+        now = time.monotonic()
+        if now - said_at > LOG_EVERY_S or num_done == len(pieces):
+            said_at = now
+            print(
+                f"{what}: {num_done:,} of {len(pieces):,} after {now - started_at:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield number, result
 
 
 def all_of(
@@ -69,33 +68,6 @@ def all_of(
 def is_in_memory(url: str) -> bool:
     """Whether a store is in the memory of this process, where no task can see it."""
     return url.startswith("memory:")
-
-
-@contextmanager
-def _progress(what: str, total: int, done: int) -> Iterator[Callable[[], None]]:
-    """Count finished items on stderr, so that stdout has only the result; give the function that counts."""
-    if sys.stderr.isatty():
-        with rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=Console(stderr=True),
-        ) as bar:
-            task = bar.add_task(what, total=total, completed=done)
-            yield lambda: bar.advance(task)
-        return
-    started_at = said_at = time.monotonic()
-
-    def advance() -> None:
-        nonlocal done, said_at
-        done, now = done + 1, time.monotonic()
-        if now - said_at > LOG_EVERY_S or done == total:
-            said_at = now
-            print(f"{what}: {done:,} of {total:,} after {now - started_at:.0f} s", file=sys.stderr)
-
-    yield advance
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:

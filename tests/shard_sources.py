@@ -1,4 +1,4 @@
-"""Small sources to make shards of, and what was made of them."""
+"""Small sources to make shards from, and readers of what was made."""
 
 import tarfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from webdataset.tariterators import base_plus_ext
 
 from pipelines import make_shards
 from pipelines.shard_making.options import ShardJob, jobs_of, parse_arguments
-from pipelines.shard_making.writing import write_shard
+from pipelines.shard_making.samples import Source
 
 
 def image(number: int, format: str = "PNG") -> bytes:
@@ -23,10 +23,10 @@ def image(number: int, format: str = "PNG") -> bytes:
 
 
 def class_folders(root: Path, per_class: int = 4, classes: tuple[str, ...] = ("cat", "dog", "owl")) -> Path:
-    for place, name in enumerate(classes):
+    for first, name in enumerate(classes):
         (root / name / "deep").mkdir(parents=True)
         for number in range(per_class):
-            data = image(100 * place + number, "PNG" if number % 2 else "JPEG")
+            data = image(100 * first + number, "PNG" if number % 2 else "JPEG")
             where = (
                 root
                 / name
@@ -48,12 +48,15 @@ def job_of(*arguments: object) -> ShardJob:
     return job
 
 
+def source_of(job: ShardJob) -> Source:
+    return job.read(per_shard=job.per_shard)
+
+
 def written_here(job: ShardJob) -> dict[str, dict[str, bytes]]:
-    """Write a job's shards in this process, without Ray, and give the samples that tarfile finds."""
-    labels, _ = make_shards.add_noise(job.source.labels(), job.noise)
-    names = make_shards.shard_names(job.prefix, len(labels.given_class), job.per_shard)
-    for plan in make_shards.shard_plans(job, labels, names):
-        write_shard(plan, labels.classes, job.out)
+    """Write a job's shards in this process, without Ray, and return the samples that tarfile finds."""
+    source, _ = make_shards.add_noise(source_of(job), job.noise)
+    for shard in make_shards.shards_of(job, source):
+        make_shards.write_shard((source.classes, job.key_prefix, job.out), *shard)
     return samples_in(Path(job.out))
 
 

@@ -4,15 +4,16 @@ The label of a row comes from the first of these that has one: a person who pinn
 a run trained on the row; the network, for a sample that has no usable label, is held out, or is newer than
 the labels; the shard.
 
-    for table in ExportRows(source).tables(range(0, 65_536)):       # one per label part, in row order
+    for table in export_tables(source, range(0, 65_536)):       # one per label part, in row order
         ...
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from pencil_scale.catalogue.class_names import ClassOrder, difference
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.ranges import RangeReader
 from pencil_scale.catalogue.rules import make_overlay
+from pencil_scale.catalogue.schema import DAMAGED_STATUSES, OTHER_STATUSES
 from pencil_scale.config.settings import Images
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Words, export_table, without
 from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
@@ -33,30 +35,15 @@ from pencil_scale.labels.working_copy import key_bytes, scaled_one_hot
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
 
-COLUMNS = ["row", "sample_id", "sample_key", "shard", "key", "noisy_class", "status"]
-PLACES = ["image_offset", "image_bytes"]
+IMAGE_COLUMNS = ["shard", "image_offset", "image_bytes"]
+COLUMNS = ["row", "sample_id", "sample_key", "key", "noisy_class", "status", *IMAGE_COLUMNS]
 STRETCH_ROWS = 1 << 17
 PREDICT_BATCH = 64
+Predict = Callable[[Catalogue, pa.Table, int], tuple[list[int], npt.NDArray[np.float32]]]
 
 # Samples with an image but without a label to learn from, and those kept for evaluation.
-FOR_THE_MODEL = (
-    "unlabelled",
-    "several_labels",
-    "unknown_class",
-    "held_out",
-    "label_not_a_number",
-    "label_out_of_range",
-    "label_unreadable",
-)
-
-
-@dataclass(frozen=True)
-class Model:
-    """The network that predicts, and how it sees images."""
-
-    backbone: str
-    weights: str
-    images: Images
+FOR_THE_MODEL = {*OTHER_STATUSES, *(status for status in DAMAGED_STATUSES if status.startswith("label_"))}
+FOR_THE_MODEL -= {"excluded", "vanished"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Source:
     pins: Pinned
     excluded: Keys  # including those that the catalogue does not mark as excluded yet
     words: Words
-    model: Model | None
+    model: Predict | None
 
 
 def find_source(
@@ -77,7 +64,7 @@ def find_source(
     labels: str,
     exclude: str | None,
     top_k: int,
-    model: Model | None,
+    model: Predict | None,
     moved: Mapping[str, str | None] | None = None,
     held: bool = False,
 ) -> Source:
@@ -98,25 +85,24 @@ def find_source(
 
 def newest_of_classes(storage: str, published: Published) -> Catalogue:
     """Open the newest catalogue that has the classes of the labels, in any order."""
-    newest = catalogue = Catalogue.open(storage)
-    wanted = set(published.manifest.class_names)
-    while set(catalogue.class_names) != wanted and catalogue.version > 1:
-        catalogue = Catalogue.open(storage, catalogue.version - 1)
-    if set(catalogue.class_names) != wanted:
-        differs = difference(published.manifest.class_names, newest.class_names)
-        raise PencilError(
-            f"{published.url}: its class list {differs}, compared with catalogue version {newest.version}, "
-            "and no version of the catalogue has its classes; choose labels of this class list, or run a "
-            "night with nightly.remap"
-        )
-    if catalogue is not newest:
-        print(
-            f"labels {published.name}: the class list has changed since (the newest catalogue's "
-            f"{difference(newest.class_names, catalogue.class_names)}); using catalogue version "
-            f"{catalogue.version}, the newest with their classes",
-            flush=True,
-        )
-    return catalogue
+    newest, wanted = Catalogue.open(storage), published.manifest.class_names
+    if set(newest.class_names) == set(wanted):
+        return newest
+    for version in range(newest.version - 1, 0, -1):
+        catalogue = Catalogue.open(storage, version)
+        if set(catalogue.class_names) == set(wanted):
+            print(
+                f"labels {published.name}: the class list has changed since (the newest catalogue's "
+                f"{difference(newest.class_names, wanted)}); using catalogue version {version}, the newest "
+                "with their classes",
+                flush=True,
+            )
+            return catalogue
+    raise PencilError(
+        f"{published.url}: its class list {difference(wanted, newest.class_names)}, compared with catalogue "
+        f"version {newest.version}, and no version of the catalogue has its classes; choose labels of this "
+        "class list, or run a night with nightly.remap"
+    )
 
 
 def stretches(source: Source) -> list[range]:
@@ -124,115 +110,107 @@ def stretches(source: Source) -> list[range]:
     layout, num_rows = source.published.manifest.layout, source.catalogue.num_rows
     labelled = min(layout.num_rows, num_rows)
     step = max(1, STRETCH_ROWS // layout.part_rows) * layout.part_rows
-    cuts = [range(first, min(first + step, labelled)) for first in range(0, labelled, step)]
-    newer = range(labelled, num_rows, STRETCH_ROWS)
-    return cuts + [range(first, min(first + STRETCH_ROWS, num_rows)) for first in newer]
+    firsts = [*range(0, labelled, step), *range(labelled, num_rows, STRETCH_ROWS), num_rows]
+    return [range(first, end) for first, end in pairwise(firsts)]
 
 
-class ExportRows:
-    """Reads rows for an export, one label part at a time."""
+class Learned(NamedTuple):
+    """What was learned about consecutive rows."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._manifest = source.published.manifest
-        self._labels = PublishedLabels(self._manifest)
-        self._moves = LabelMoves(source.published.history, self._manifest.layout)
+    rows: range
+    logits: npt.NDArray[np.float32]
+    pinned: npt.NDArray[np.bool_]
+    visited: npt.NDArray[np.bool_]
+    last_change: npt.NDArray[np.int32]
 
-    def tables(self, rows: range) -> Iterator[pa.Table]:
-        """Read the rows of a stretch; excluded ids are left out."""
-        known = self._source.catalogue.read(rows.start, rows.stop, COLUMNS + PLACES)
-        layout = self._manifest.layout
-        if rows.start >= layout.num_rows:
-            logits = np.zeros((len(rows), layout.num_classes), np.float32)
-            pinned, visited = np.zeros((2, len(rows)), np.bool_)
-            yield self._table(known, rows, logits, pinned, visited, np.full(len(rows), NEVER, np.int32))
-            return
-        given = known["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-        visited = self._labels.last_epoch(rows) > 0
-        # A row without a given class has a class in the history, too, which was never learned.
-        last_change = self._moves.last_change(rows, self._source.order.back(given))
-        last_change = np.where(visited, last_change, np.int32(NEVER))
-        for labels in self._labels.batches(rows):
-            here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
-            logits = self._source.order.logits(labels.logits).copy()
-            learned = logits, labels.pinned, visited[here], last_change[here]
-            yield self._table(known[here], labels.rows, *learned)
 
-    def _table(
-        self,
-        known: pa.Table,
-        rows: range,
-        logits: npt.NDArray[np.float32],
-        pinned: npt.NDArray[np.bool_],
-        visited: npt.NDArray[np.bool_],
-        last_change: npt.NDArray[np.int32],
-    ) -> pa.Table:
-        source, is_newer = self._source, rows.start >= self._manifest.layout.num_rows
-        kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
-        ok = pc.equal(known["status"], "ok").to_numpy()
-        speaker = np.full(len(known), None, np.object_)
-        speaker[ok] = GIVEN
-        speaker[ok & visited] = LABELS
+def export_tables(source: Source, rows: range) -> Iterator[pa.Table]:
+    """Read the rows of a stretch, one label part at a time; excluded ids are left out."""
+    known = source.catalogue.read(rows.start, rows.stop, COLUMNS)
+    for learned in _learned(source, rows, known["noisy_class"]):
+        here = slice(learned.rows.start - rows.start, learned.rows.stop - rows.start)
+        yield _table(source, known[here], learned)
+
+
+def _learned(source: Source, rows: range, noisy_class: pa.ChunkedArray) -> Iterator[Learned]:
+    manifest = source.published.manifest
+    if rows.start >= manifest.layout.num_rows:
+        logits = np.zeros((len(rows), manifest.layout.num_classes), np.float32)
+        pinned, visited = np.zeros((2, len(rows)), np.bool_)
+        yield Learned(rows, logits, pinned, visited, np.full(len(rows), NEVER, np.int32))
+        return
+    labels = PublishedLabels(manifest)
+    given = noisy_class.fill_null(UNLABELLED).to_numpy().astype(np.int64)
+    visited = labels.last_epoch(rows) > 0
+    moves = LabelMoves(source.published.history, manifest.layout)
+    last_change = moves.last_change(rows, source.order.back(given))
+    # A row without a given class has a class in the history, too, which was never learned.
+    last_change = np.where(visited, last_change, np.int32(NEVER))
+    for some in labels.batches(rows):
+        here = slice(some.rows.start - rows.start, some.rows.stop - rows.start)
+        logits = source.order.logits(some.logits).copy()
+        yield Learned(some.rows, logits, some.pinned, visited[here], last_change[here])
+
+
+def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
+    rows, logits, pinned, visited, last_change = learned
+    manifest = source.published.manifest
+    kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
+    ok = pc.equal(known["status"], "ok").to_numpy()
+    speaker = np.full(len(known), None, np.object_)
+    speaker[ok] = GIVEN
+    speaker[ok & visited] = LABELS
+    if source.model is not None:
+        is_newer = rows.start >= manifest.layout.num_rows
         statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
-        is_wanted = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False) & kept
-        wanted = np.flatnonzero(is_wanted)
-        if source.model is not None and len(wanted):
-            places = known.take(pa.array(wanted))
-            found, is_readable = predict(source.model, source.catalogue, places, logits.shape[1])
-            logits[wanted[is_readable]] = source.order.logits(found[is_readable])
-            speaker[wanted[is_readable]] = MODEL
-        speaker[pinned] = PERSON
-        # Drop an older pin if the newest one is void: the sample has the class it was given.
-        void = source.pins.void["row"].to_numpy() - rows.start
-        void = void[(void >= 0) & (void < len(rows))]
-        void = void[pinned[void]]
-        speaker[void] = None
-        speaker[void[ok[void]]] = GIVEN
-        pinned[void] = False
-        # Apply the pins that were made after these labels were published.
-        pins = source.pins.between(rows)
-        here = pins.rows - rows.start
-        require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
-        logits[here] = scaled_one_hot(pins.classes, logits.shape[1], self._manifest.scale)
-        speaker[here], pinned[here] = PERSON, True
-        table = export_table(known, logits, speaker, pinned, last_change, source.words)
-        return without(table.filter(pa.array(kept)), ("excluded",))
+        unlabelled = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False)
+        wanted = np.flatnonzero(unlabelled & kept)
+        if len(wanted):
+            read, found = source.model(source.catalogue, known.take(wanted), logits.shape[1])
+            logits[wanted[read]], speaker[wanted[read]] = source.order.logits(found), MODEL
+    speaker[pinned] = PERSON
+    # Drop an older pin if the newest one is void: the sample has the class it was given.
+    void = np.isin(np.array(rows), source.pins.void["row"].to_numpy()) & pinned
+    speaker[void], speaker[void & ok] = None, GIVEN
+    pinned[void] = False
+    # Apply the pins that were made after these labels were published.
+    pins = source.pins.between(rows)
+    here = pins.rows - rows.start
+    require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
+    logits[here] = scaled_one_hot(pins.classes, logits.shape[1], manifest.scale)
+    speaker[here], pinned[here] = PERSON, True
+    table = export_table(known, logits, speaker, pinned, last_change, source.words)
+    return without(table.filter(pa.array(kept)), "excluded")
 
 
-# --- prediction --------------------------------------------------------------------------------------
-
-
-def read_images(catalogue: Catalogue, places: pa.Table) -> list[bytes]:
-    """Read the bytes of images, given their `shard`, `image_offset` and `image_bytes`."""
-    columns = [places[name].to_numpy() for name in ("shard", *PLACES)]
-    return RangeReader(catalogue.shards).read(*columns)
+def read_images(catalogue: Catalogue, rows: pa.Table) -> list[bytes]:
+    """Read the bytes of images, given the columns that say where they are."""
+    return RangeReader(catalogue.shards).read(*(rows[name].to_numpy() for name in IMAGE_COLUMNS))
 
 
 def predict(
-    model: Model, catalogue: Catalogue, places: pa.Table, num_classes: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Return class logits, and which images could be read; the logits of the others are zeros."""
+    backbone: str, weights: str, images: Images, catalogue: Catalogue, rows: pa.Table, num_classes: int
+) -> tuple[list[int], npt.NDArray[np.float32]]:
+    """Return the indices of the images that could be read, and their class logits."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
     from pencil_scale.images.augment import ImageSizeError, Recipe, centre
     from pencil_scale.images.decode import UndecodableError, decode
 
-    recipe = Recipe.from_config(model.images)
-    network, device = _network(model.backbone, num_classes, model.weights)
-    logits = np.zeros((len(places), num_classes), np.float32)
-    is_readable = np.zeros(len(places), np.bool_)
-    for first in range(0, len(places), PREDICT_BATCH):
-        data = read_images(catalogue, places.slice(first, PREDICT_BATCH))
-        readable = {}
-        for place, one in enumerate(data, first):
+    recipe = Recipe.from_config(images)
+    network, device = _network(backbone, num_classes, weights)
+    readable, logits = [], [np.zeros((0, num_classes), np.float32)]
+    for first in range(0, len(rows), PREDICT_BATCH):
+        inputs = []
+        for number, data in enumerate(read_images(catalogue, rows.slice(first, PREDICT_BATCH)), first):
             with suppress(UndecodableError, ImageSizeError):
-                pixels = torch.from_numpy(decode(one, model.images.resize).copy())
-                readable[place] = centre(pixels.permute(2, 0, 1)[None], recipe)[0]
-        if readable:
+                pixels = torch.from_numpy(decode(data, images.resize).copy())
+                inputs.append(centre(pixels.permute(2, 0, 1)[None], recipe)[0])
+                readable.append(number)
+        if inputs:
             with torch.no_grad():
-                found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()
-            logits[list(readable)], is_readable[list(readable)] = found, True
-    return logits, is_readable
+                logits.append(network(torch.stack(inputs).to(device)).float().cpu().numpy())
+    return readable, np.concatenate(logits)
 
 
 @lru_cache(maxsize=1)  # once in every process

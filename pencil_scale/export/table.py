@@ -25,7 +25,10 @@ from pencil_scale.method.decisions import UNLABELLED, decide, label_distribution
 
 # Where a predicted label comes from: a person, the learned labels, the network, or only the shard.
 PERSON, LABELS, MODEL, GIVEN = "person", "labels", "model", "given"
-VERSIONS = ["catalogue_version", "model_version"]
+LAST_CHANGE = (
+    "epoch of the run, counted from 0 (the console counts from 1), in which the label last changed its "
+    "class; null: it never changed, was never trained on, or no history was kept"
+)
 SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -42,7 +45,7 @@ SCHEMA = pa.schema(
         ("margin", pa.float32()),
         ("top_labels", pa.list_(pa.int64())),
         ("top_shares", pa.list_(pa.float32())),
-        ("last_change_epoch", pa.int32()),
+        pa.field("last_change_epoch", pa.int32(), metadata={"description": LAST_CHANGE}),
         ("pinned", pa.bool_()),
         ("status", pa.string()),
         ("predicted_by", pa.string()),
@@ -50,11 +53,6 @@ SCHEMA = pa.schema(
         ("model_version", pa.string()),
     ]
 )
-# Written into the files as metadata of the column.
-MEANINGS = {
-    "last_change_epoch": "epoch of the run, counted from 0 (the console counts from 1), in which the label "
-    "last changed its class; null: it never changed, was never trained on, or no history was kept",
-}
 ROW_GROUP = 4096
 
 
@@ -89,6 +87,7 @@ def export_table(
     predicted[scored] = found.corrected_class
     issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, (PERSON, LABELS))
     top_labels, top_shares = _top(logits[scored], found.corrected_class, words.top_k)
+    in_scored = pa.array(np.cumsum(scored) - 1, mask=~scored)  # null for the other rows
     columns = {
         "row": rows["row"],
         "sample_id": rows["sample_id"],
@@ -96,14 +95,14 @@ def export_table(
         "key": rows["key"],
         "given_label": pa.array(given, mask=given == UNLABELLED),
         "predicted_label": pa.array(predicted, mask=predicted == UNLABELLED),
-        "label_score": _spread(found.score, scored),
+        "label_score": pa.array(found.score, from_pandas=True).take(in_scored),
         "is_label_issue": pa.array(issue),
         "given_class": _named(words.class_names, given),
         "predicted_class": _named(words.class_names, predicted),
-        "confidence": _spread(found.confidence, scored),
-        "margin": _spread(found.margin, scored),
-        "top_labels": _lists(top_labels, scored, pa.int64()),
-        "top_shares": _lists(top_shares, scored, pa.float32()),
+        "confidence": pa.array(found.confidence, from_pandas=True).take(in_scored),
+        "margin": pa.array(found.margin, from_pandas=True).take(in_scored),
+        "top_labels": _lists(top_labels).take(in_scored),
+        "top_shares": _lists(top_shares).take(in_scored),
         "last_change_epoch": pa.array(last_change, mask=last_change < 0),
         "pinned": pa.array(pinned),
         "status": rows["status"],
@@ -111,7 +110,7 @@ def export_table(
         "catalogue_version": pa.array(np.full(len(given), words.catalogue_version, np.int32)),
         "model_version": pa.array([words.model_version] * len(given), pa.string()),
     }
-    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    return pa.table(columns, schema=SCHEMA)
 
 
 def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
@@ -119,24 +118,24 @@ def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
     known = {entry["row"]: entry for entry in labels.to_pylist()}
     entries = []
     for alias in aliases.to_pylist():
-        entry = known.get(alias["row"])
-        if entry is None:
+        if (entry := known.get(alias["row"])) is None:
             continue
         given, score = alias["noisy_class"], entry["label_score"]
-        if given != entry["given_label"]:
-            shares = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True))
-            score = shares.get(given)  # the table has only the first few classes
+        if given != entry["given_label"]:  # the table has only the shares of the first few classes
+            score = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True)).get(given)
         judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
-        own = {
-            "shard": words.shard_urls[alias["shard"]],
-            "key": alias["key"],
-            "given_label": given,
-            "given_class": None if given is None else words.class_names[given],
-            "label_score": score,
-            "is_label_issue": judged and entry["predicted_label"] != given,
-            "status": "duplicate" if alias["status"] == "ok" else alias["status"],
-        }
-        entries.append(entry | own)
+        entries.append(
+            entry
+            | {
+                "shard": words.shard_urls[alias["shard"]],
+                "key": alias["key"],
+                "given_label": given,
+                "given_class": None if given is None else words.class_names[given],
+                "label_score": score,
+                "is_label_issue": judged and entry["predicted_label"] != given,
+                "status": "duplicate" if alias["status"] == "ok" else alias["status"],
+            }
+        )
     return pa.Table.from_pylist(entries, schema=SCHEMA)
 
 
@@ -144,26 +143,23 @@ def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
     """Encode an export as a Parquet file that Hugging Face datasets reads with its class names."""
     label = {"names": list(class_names), "_type": "ClassLabel"}
     features = {"info": {"features": {"given_label": label, "predicted_label": label}}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps(features)})
     sink = io.BytesIO()
-    fields = [
-        field.with_metadata({"description": MEANINGS[field.name]}) if field.name in MEANINGS else field
-        for field in table.schema
-    ]
-    schema = pa.schema(fields, {"huggingface": json.dumps(features)})
-    pq.write_table(pa.table(table.columns, schema=schema), sink, row_group_size=ROW_GROUP, compression="zstd")
+    pq.write_table(table, sink, row_group_size=ROW_GROUP, compression="zstd")
     return sink.getvalue()
 
 
 def digest(table: pa.Table) -> str:
     """Hash the labels of an export, without the catalogue and model versions."""
     sink = io.BytesIO()
-    pq.write_table(table.drop_columns(VERSIONS), sink, compression="none", use_dictionary=False)
+    labels = table.drop_columns(["catalogue_version", "model_version"])
+    pq.write_table(labels, sink, compression="none", use_dictionary=False)
     return hashlib.sha256(sink.getvalue()).hexdigest()[:16]
 
 
-def without(table: pa.Table, statuses: tuple[str, ...]) -> pa.Table:
-    """Leave out rows of these statuses."""
-    return table.filter(pc.invert(pc.is_in(table["status"], pa.array(statuses))))
+def without(table: pa.Table, status: str) -> pa.Table:
+    """Leave out rows of a status."""
+    return table.filter(pc.not_equal(table["status"], status))
 
 
 def _top(
@@ -180,18 +176,9 @@ def _top(
     return order, np.take_along_axis(shares, order, axis=1)
 
 
-def _spread(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_]) -> pa.Array:
-    """Values of the scored rows, and null for the others."""
-    spread = np.full(len(scored), np.nan, np.float32)
-    spread[scored] = values
-    return pa.array(spread, mask=np.isnan(spread))
-
-
-def _lists(values: npt.NDArray[Any], scored: npt.NDArray[np.bool_], kind: pa.DataType) -> pa.Array:
-    width = values.shape[1] if values.ndim == 2 else 0
-    ends = np.concatenate([[0], np.cumsum(scored) * width]).astype(np.int32)
-    offsets = pa.array(ends, mask=np.append(~scored, False))
-    return pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1), kind))
+def _lists(values: npt.NDArray[Any]) -> pa.Array:
+    """The rows of an array [B, K] as lists."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _named(names: tuple[str, ...], numbers: npt.NDArray[np.integer]) -> pa.Array:

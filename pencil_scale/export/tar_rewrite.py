@@ -17,10 +17,7 @@ from typing import IO, NamedTuple
 from pencil_scale.catalogue.shards import split_name
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, TarWalk
-from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ByteSource, Window
-
-COPY_BYTES = 8 << 20
 
 
 class NewLabel(NamedTuple):
@@ -86,39 +83,31 @@ def rewrite_shard(
             _add_label(sink, current, labels.get(current), where, done)
         current = key
         is_ended = isinstance(piece, Filler) and piece.end == source.num_bytes
-        if isinstance(piece, Damage) or (key is not None and key not in labels):
-            num_damaged += isinstance(piece, Damage) and piece.end > piece.start
-            left_out |= {key} if key is not None and key not in labels else set()
-            continue
-        label = labels.get(key) if key is not None else None
-        if isinstance(piece, Member) and key and label and suffix == where.suffix and key not in done:
-            done.add(key)
-            _replace(source, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
-        else:
-            _copy(source, sink, piece.start, piece.end)
-            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
+        if key is not None and key not in labels:
+            left_out.add(key)
+        if isinstance(piece, Damage):
+            num_damaged += piece.end > piece.start
+        elif key is None or key in labels:
+            label = labels[key] if key and suffix == where.suffix and key not in done else None
+            if isinstance(piece, Member) and key and label:
+                done.add(key)
+                _replace(window, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
+            else:
+                sink.write(window.peek(piece.start, piece.end - piece.start))
+                sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)
 
 
-def _copy(source: ByteSource, sink: IO[bytes], start: int, end: int) -> None:
-    for first in range(start, end, COPY_BYTES):
-        num_bytes = min(COPY_BYTES, end - first)
-        data = source.read(first, num_bytes)
-        if len(data) != num_bytes:
-            raise PencilError(f"shard {source.url}: changed while it was read; run again")
-        sink.write(data)
-
-
-def _replace(source: ByteSource, sink: IO[bytes], member: Member, data: bytes) -> None:
+def _replace(window: Window, sink: IO[bytes], member: Member, data: bytes) -> None:
     """Write a member with its old headers and new contents."""
-    _copy(source, sink, member.start, member.offset - BLOCK)  # long names and the like
-    header = bytearray(source.read(member.offset - BLOCK, BLOCK))
+    headers = bytearray(window.peek(member.start, member.offset - member.start))
+    header = headers[-BLOCK:]  # after those of long names and the like
     header[124:136] = b"%011o\0" % len(data)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    sink.write(bytes(header) + data + bytes(padded(len(data)) - len(data)))
+    sink.write(headers[:-BLOCK] + header + data + bytes(padded(len(data)) - len(data)))
 
 
 def _add_label(sink: IO[bytes], key: str, label: NewLabel | None, where: LabelMember, done: set[str]) -> None:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import ClassOrder
-from pencil_scale.export.rows import ExportRows, Source
+from pencil_scale.export.rows import Source, export_tables
 from pencil_scale.export.table import LABELS, PERSON, SCHEMA
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED, decide
@@ -106,7 +106,7 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
             before[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
         before = ClassOrder.between(manifest.class_names, source.words.class_names, name).classes(before)
     tallies = []
-    for table in ExportRows(source).tables(rows):
+    for table in export_tables(source, rows):
         here = before[table["row"].to_numpy() - rows.start]
         column = pa.array(here, pa.int64(), mask=here == UNLABELLED)
         tallies.append(_of_table(table.append_column("before", column), rules))

@@ -15,7 +15,7 @@ from PIL import Image
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.export.rows import PLACES, read_images
+from pencil_scale.export.rows import IMAGE_COLUMNS, read_images
 from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
 
@@ -34,7 +34,7 @@ class Thumbnails:
 
 def make_thumbnails(catalogue: Catalogue, rows: npt.NDArray[np.int64], side: int) -> Thumbnails:
     """Make thumbnails of rows in ascending order; a bad picture or a changed shard affects no other."""
-    found, columns = Thumbnails(), ["row", "shard", *PLACES]
+    found, columns = Thumbnails(), ["row", *IMAGE_COLUMNS]
     for chunk in np.unique(rows // CHUNK_ROWS).tolist():
         first = chunk * CHUNK_ROWS
         here = rows[slice(*np.searchsorted(rows, [first, first + CHUNK_ROWS]))]

@@ -1,6 +1,6 @@
 """A class-balanced choice of samples that barely changes when samples are added.
 
-Every sample has a place in a seeded order that depends on its key alone (the first 64 bits of its
+Every sample has a position in a seeded order that depends on its key alone (the first 64 bits of its
 `sample_key`), and a class takes its first samples. A new sample can replace at most one member, the last one
 of its class.
 
@@ -8,12 +8,12 @@ A range of rows is processed alone, in any process: counts add up, and picks are
 
     for rows in row_ranges(rule):
         counts += count(rule, rows)
-    quotas = allocate(counts, total=260_000)
-    limits = place_limits(quotas, counts)
+    quotas = allocate(counts, class_names, total=260_000)
+    limits = position_limits(quotas, counts)
     picked = merge_picks([candidates(rule, rows, quotas, limits) for rows in row_ranges(rule)], quotas, seed)
 
-A class is the given one or, with published labels, the decided one. Limits on the places in the seeded order
-let through slightly more samples than a class needs, so 100 million rows return little more than the subset.
+A class is the given one or, with published labels, the decided one. Limits on the positions let through
+slightly more samples than a class needs, so 100 million rows return little more than the subset.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,10 @@ from pencil_scale.subset.files import MEMBERS
 
 RANGE_ROWS = 1 << 18
 SLACK = 8.0  # standard deviations: too few candidates about once in 10**15 draws
-LAST_PLACE = 2**64 - 1
+COLUMNS = ["row", "status", "noisy_class", "sample_key"]
 Classes = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
-Places = npt.NDArray[np.uint64]
-OnShortage = Literal["error", "take_all"]
+Positions = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,14 @@ class Rule:
     min_confidence: float = 0.0
     excluded: Keys = field(default_factory=lambda: np.empty(0, "S16"))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every ok sample may be taken, by its given class: the catalogue has counted those."""
-        return self.labels is None and len(self.excluded) == 0
-
 
 def allocate(
     class_counts: npt.ArrayLike,
+    names: Sequence[str],
     *,
     per_class: int | None = None,
     total: int | None = None,
-    on_shortage: OnShortage = "error",
-    names: Sequence[str] = (),
+    on_shortage: Literal["error", "take_all"] = "error",
 ) -> Counts:
     """Decide how many samples to take from each class; a remainder goes to the first classes.
 
@@ -79,92 +73,79 @@ def allocate(
         raise PencilError(
             "subset.per_class, subset.total: set exactly one of them, as in subset.total=260000"
         )
-    asked = per_class if per_class is not None else total
-    if asked is None or asked < 0 or len(counts) == 0:
-        raise PencilError(f"{asked} samples of {len(counts)} classes: expected at least 0 samples, 1 class")
-    quotas = np.full(len(counts), asked, dtype=np.int64)
-    if total is not None:
-        quotas = total // len(counts) + (np.arange(len(counts)) < total % len(counts)).astype(np.int64)
+    if per_class is not None:
+        quotas = np.full(len(counts), per_class, np.int64)
+    else:
+        each, rest = divmod(total or 0, len(counts))
+        quotas = each + (np.arange(len(counts)) < rest).astype(np.int64)
     short = np.flatnonzero(counts < quotas).tolist()
     if short and on_shortage == "error":
-        called = {c: f"class {c} ({names[c]})" if c < len(names) else f"class {c}" for c in short[:10]}
-        listed = ", ".join(f"{name} has {counts[c]:,} of {quotas[c]:,}" for c, name in called.items())
+        listed = [f"class {c} ({names[c]}) has {counts[c]:,} of {quotas[c]:,}" for c in short[:10]]
         more = f" and {len(short) - 10} more" if len(short) > 10 else ""
         raise PencilError(
-            f"too few samples: {listed}{more}; ask for fewer, or set subset.on_shortage: take_all"
+            f"too few samples: {', '.join(listed)}{more}; ask for fewer, or set subset.on_shortage: take_all"
         )
     return np.minimum(quotas, counts)
 
 
-def seeded_order(sample_keys: npt.NDArray[np.uint64], seed: int) -> Places:
-    """Give every key its place in the order of a seed."""
+def seeded_order(sample_keys: npt.NDArray[np.uint64], seed: int) -> Positions:
+    """Give every key its position in the order of a seed."""
     return splitmix64(sample_keys.astype(np.uint64) + np.uint64((seed + 1) * GOLDEN % 2**64))
 
 
 def pick(
     sample_keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.integer], quotas: Counts, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Take each class's first samples in the seeded order; returns their positions, rising.
+    """Take each class's first samples in the seeded order; returns their indices, in ascending order.
 
     Rows with a class below 0 (unlabelled) are never taken.
     """
-    places = seeded_order(sample_keys, seed)
-    order = np.lexsort((sample_keys, places, classes))
+    order = np.lexsort((sample_keys, seeded_order(sample_keys, seed), classes))
     sorted_classes = np.asarray(classes)[order]
     starts = np.searchsorted(sorted_classes, np.arange(len(quotas)))
-    known = (sorted_classes >= 0) & (sorted_classes < len(quotas))
+    known = np.flatnonzero((sorted_classes >= 0) & (sorted_classes < len(quotas)))
     order, sorted_classes = order[known], sorted_classes[known]
-    rank = np.flatnonzero(known) - starts[sorted_classes]
-    return np.sort(order[rank < quotas[sorted_classes]])
+    return np.sort(order[known - starts[sorted_classes] < quotas[sorted_classes]])
 
 
 def row_ranges(rule: Rule) -> list[range]:
     """Cut the rows into ranges of complete label parts; rows after the last part have no label yet."""
-    if rule.labels is None:
-        num_rows, step = rule.catalogue.num_rows, RANGE_ROWS
-    else:
+    num_rows, step = rule.catalogue.num_rows, RANGE_ROWS
+    if rule.labels is not None:
         layout = rule.labels.layout
-        num_rows = min(layout.num_rows, rule.catalogue.num_rows)
-        step = max(1, RANGE_ROWS // layout.part_rows) * layout.part_rows
+        num_rows, step = min(layout.num_rows, num_rows), max(1, step // layout.part_rows) * layout.part_rows
     return [range(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
 
 def count(rule: Rule, rows: range) -> Counts:
     """Count the samples of each class that may be taken."""
-    columns = ["status", "noisy_class", *(["sample_key"] if len(rule.excluded) else [])]
-    classes = _classes(rule, rows, rule.catalogue.read(rows.start, rows.stop, columns))
+    _, classes = _read(rule, rows)
     return np.bincount(classes[classes >= 0], minlength=rule.catalogue.num_classes)
 
 
-def place_limits(quotas: Counts, counts: Counts) -> Places:
+def position_limits(quotas: Counts, counts: Counts) -> Positions:
     """How far into the seeded order a class must be searched to find its quota, almost surely.
 
-    Places are practically uniform, so a share p of the order has about p * count samples, plus or minus the
-    square root. The caller counts what was found, and searches without limits if a class has too few.
+    Positions are practically uniform, so a share p of the order has about p * count samples, plus or minus
+    the square root.
     """
     asked = quotas + SLACK * np.sqrt(quotas) + SLACK**2
     shares = np.minimum(asked / np.maximum(counts, 1), 1.0)
-    return np.array([min(int(share * 2.0**64), LAST_PLACE) for share in shares], np.uint64)
+    return np.array([min(int(share * 2.0**64), 2**64 - 1) for share in shares], np.uint64)
 
 
-def no_limits(num_classes: int) -> Places:
-    """Limits that let every sample through."""
-    return np.full(num_classes, LAST_PLACE, np.uint64)
-
-
-def candidates(rule: Rule, rows: range, quotas: Counts, limits: Places) -> pa.Table:
-    """Pick each class's first samples in a range, among those whose place is within their class's limit."""
-    table = rule.catalogue.read(rows.start, rows.stop, ["row", "status", "noisy_class", "sample_key"])
-    classes = _classes(rule, rows, table)
-    places = seeded_order(_first_bits(table["sample_key"]), rule.seed)
-    near = np.flatnonzero((classes >= 0) & (places <= limits[np.maximum(classes, 0)]))
+def candidates(rule: Rule, rows: range, quotas: Counts, limits: Positions) -> pa.Table:
+    """Pick each class's first samples in a range, among those within the limit of their class."""
+    table, classes = _read(rule, rows)
+    positions = seeded_order(_first_bits(table["sample_key"]), rule.seed)
+    near = np.flatnonzero((classes >= 0) & (positions <= limits[np.maximum(classes, 0)]))
     table = table.take(pa.array(near))
     columns = [table["row"], table["sample_key"], pa.array(classes[near].astype(np.int32))]
     return merge_picks([pa.table(columns, schema=MEMBERS)], quotas, rule.seed)
 
 
 def merge_picks(picks: Sequence[pa.Table], quotas: Counts, seed: int) -> pa.Table:
-    """Pick again from the picks of several ranges; rows come out rising."""
+    """Pick again from the picks of several ranges; rows come out in ascending order."""
     table = pa.concat_tables([*picks, MEMBERS.empty_table()]).combine_chunks()
     chosen = pick(_first_bits(table["sample_key"]), table["class"].to_numpy(), quotas, seed)
     return table.take(pa.array(chosen)).sort_by("row")
@@ -175,27 +156,19 @@ def _first_bits(keys: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(hashes_of(keys).view("<u8")[::2])
 
 
-def _classes(rule: Rule, rows: range, table: pa.Table) -> Classes:
-    """The class for which each row may be taken; -1 if it may not."""
+def _read(rule: Rule, rows: range) -> tuple[pa.Table, Classes]:
+    """Read some rows, and the class for which each may be taken; -1 if it may not."""
+    table = rule.catalogue.read(rows.start, rows.stop, COLUMNS)
     classes: Classes = table["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
     allowed = pc.equal(table["status"], "ok").to_numpy()
-    if len(rule.excluded):
-        allowed &= ~contains(rule.excluded, hashes_of(table["sample_key"]))
+    allowed &= ~contains(rule.excluded, hashes_of(table["sample_key"]))
     if rule.labels is not None:
-        classes, confidence = _decided(rule, rule.labels, rows, classes)
-        allowed &= confidence >= rule.min_confidence
-    return np.where(allowed, classes, UNLABELLED)
-
-
-def _decided(
-    rule: Rule, labels: Manifest, rows: range, given: Classes
-) -> tuple[Classes, npt.NDArray[np.float32]]:
-    """The class to use, and the share of the label on it."""
-    order = ClassOrder.between(labels.class_names, rule.catalogue.class_names, "subset.labels")
-    classes, shares = [], []
-    for batch in PublishedLabels(labels).batches(rows):
-        own = given[batch.rows.start - rows.start : batch.rows.stop - rows.start]
-        found = decide(order.logits(batch.logits), own)
-        classes.append(found.corrected_class if rule.corrected else own)
-        shares.append(found.confidence if rule.corrected else found.score)
-    return np.concatenate(classes), np.concatenate(shares)
+        order = ClassOrder.between(rule.labels.class_names, rule.catalogue.class_names, "subset.labels")
+        for labels in PublishedLabels(rule.labels).batches(rows):
+            here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
+            found = decide(order.logits(labels.logits), classes[here])
+            share = found.confidence if rule.corrected else found.score
+            allowed[here] &= share >= rule.min_confidence
+            if rule.corrected:
+                classes[here] = found.corrected_class
+    return table, np.where(allowed, classes, UNLABELLED)

@@ -77,7 +77,7 @@ def check_run(config: Config, version: int | None = None) -> Checked:
         )
     subset = None
     if config.data.subset is not None:
-        subset = read_members(config.data.subset, catalogue, config.run.storage)
+        subset = read_members(config.data.subset, catalogue)
     subset, num_taken_down = _without_taken_down(config, catalogue, subset)
     samples = f"{catalogue.num_ok:,} samples"
     if subset is not None:

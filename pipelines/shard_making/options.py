@@ -6,18 +6,18 @@ jobs = jobs_of(parse_arguments(["folder", "photos", "shards", "--noise", "symmet
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pencil_scale.storage.errors import PencilError
-from pipelines.shard_making.files import CLOTHING1M_SPLITS, Clothing1MSource, DigitsSource, FolderSource
-from pipelines.shard_making.samples import Source, absolute_url
-from pipelines.shard_making.tables import TableColumns, TableSource
+from pipelines.shard_making.files import CLOTHING1M_SPLITS, read_clothing1m, read_digits, read_folder
+from pipelines.shard_making.samples import Classes, Source, absolute_url
+from pipelines.shard_making.tables import Columns, read_table
 
 DESCRIPTION = """\
 Make WebDataset shards: PREFIX-000000.tar, PREFIX-000001.tar ... and classes.txt in OUT.
@@ -54,7 +54,7 @@ class NoiseSpec:
 class ShardJob:
     """One set of shards to make; `arguments` must be the same when the job is resumed."""
 
-    source: Source
+    read: Callable[..., Source]  # called with per_shard
     out: str
     prefix: str
     per_shard: int = 1000
@@ -81,10 +81,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     clothing1m.add_argument("src", metavar="SRC", help="folder with images/, the key lists and label files")
     for kind in (folder, table, clothing1m, digits):
         _common_options(kind)
-    also_keys = "; any other prefix also starts the keys"
-    _prefix_option(folder, "train", f"{also_keys}, as in test-cat/0012")
-    _prefix_option(table, "train", f"{also_keys}, as in test-000000012, unless --key-column is set")
-    _prefix_option(clothing1m, None)
+    start, also_keys = "start of the shards' names", "(train); any other prefix also starts the keys"
+    folder.add_argument("--prefix", default="train", help=f"{start} {also_keys}, as in test-cat/0012")
+    table.add_argument(
+        "--prefix",
+        default="train",
+        help=f"{start} {also_keys}, as in test-000000012, unless --key-column is set",
+    )
+    clothing1m.add_argument("--prefix", help=f"{start} (the split)")
     for kind in (folder, table):
         kind.add_argument(
             "--label-names", metavar="FILE|A,B", help="class names in the order of their numbers"
@@ -92,8 +96,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for kind in (folder, clothing1m):
         kind.add_argument(
             "--no-shuffle",
-            dest="shuffle",
-            action="store_false",
+            action="store_true",
             help="keep the order of the source (default: shuffle, so that every shard has all classes)",
         )
     _table_options(table)
@@ -119,13 +122,6 @@ def _common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the noise and the shuffle (1)")
 
 
-def _prefix_option(parser: argparse.ArgumentParser, default: str | None, keys: str = "") -> None:
-    parser.add_argument(
-        "--prefix", default=default, help=f"start of the shards' names ({default or 'the split'}){keys}"
-    )
-    parser.set_defaults(default_prefix=default)
-
-
 def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-column", default="image", metavar="NAME", help="bytes or paths (image)")
     parser.add_argument("--label-column", default="label", metavar="NAME", help="names or numbers (label)")
@@ -143,53 +139,44 @@ def jobs_of(arguments: argparse.Namespace) -> list[ShardJob]:
     """Turn a command line into the sets of shards it asks for: two for digits, otherwise one."""
     if arguments.samples_per_shard < 1:
         raise PencilError(f"--samples-per-shard {arguments.samples_per_shard}: at least 1 was expected")
-    noise = noise_of(arguments)
+    noise, out, size = noise_of(arguments), absolute_url(arguments.out), arguments.samples_per_shard
+    recorded = {name: value for name, value in vars(arguments).items() if name not in ("out", "prefix")}
     if arguments.kind == "digits":
         # The test labels stay clean: they measure the effect of training on noisy labels.
+        noises = {"train": noise, "test": None}
         return [
-            _job(arguments, DigitsSource("train"), "train", noise),
-            _job(arguments, DigitsSource("test"), "test", None),
+            ShardJob(partial(read_digits, split), out, split, size, noises[split], "", recorded)
+            for split in noises
         ]
-    prefix = arguments.prefix or getattr(arguments, "split", "")
+    prefix = arguments.prefix or arguments.split
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", prefix):
         raise PencilError(f"--prefix {prefix!r}: letters, digits, - and _ were expected")
     # Row numbers and paths of a second set would repeat those of the first. A key column, and the lists of
     # Clothing1M, name samples across all sets.
-    default = arguments.default_prefix
-    is_named = default is None or getattr(arguments, "key_column", None) or prefix == default
-    return [_job(arguments, source_of(arguments), prefix, noise, "" if is_named else f"{prefix}-")]
+    is_named = arguments.kind == "clothing1m" or getattr(arguments, "key_column", None) or prefix == "train"
+    keys = "" if is_named else f"{prefix}-"
+    return [ShardJob(_reader(arguments), out, prefix, size, noise, keys, recorded)]
 
 
-def _job(
-    arguments: argparse.Namespace, source: Source, prefix: str, noise: NoiseSpec | None, keys: str = ""
-) -> ShardJob:
-    hidden = ("out", "prefix", "default_prefix")
-    recorded = {name: value for name, value in vars(arguments).items() if name not in hidden}
-    if keys:
-        recorded["key_prefix"] = keys
-    out = absolute_url(arguments.out)
-    return ShardJob(source, out, prefix, arguments.samples_per_shard, noise, keys, recorded)
-
-
-def source_of(arguments: argparse.Namespace) -> Source:
-    """Make the source that the command line names."""
+def _reader(arguments: argparse.Namespace) -> Callable[..., Source]:
+    """The function that reads the source that the command line names."""
     src = absolute_url(arguments.src)
-    seed = arguments.seed if getattr(arguments, "shuffle", False) else None
+    seed = None if getattr(arguments, "no_shuffle", True) else arguments.seed
     if arguments.kind == "clothing1m":
-        return Clothing1MSource(src, arguments.split, seed)
+        return partial(read_clothing1m, src, arguments.split, seed)
     names = read_names(arguments.label_names) if arguments.label_names else None
     if arguments.kind == "folder":
-        return FolderSource(src, names, seed)
+        return partial(read_folder, src, names, seed)
     if arguments.given_labels and arguments.true_column:
         raise PencilError(
             "--given-labels makes the label column the true class; it cannot be combined with --true-column"
         )
-    columns = TableColumns(
+    columns = Columns(
         arguments.image_column, arguments.label_column, arguments.true_column, arguments.key_column
     )
     given = read_given_labels(arguments.given_labels) if arguments.given_labels else None
     root = absolute_url(arguments.image_root) if arguments.image_root else None
-    return TableSource(src, columns, names, root, given)
+    return partial(read_table, src, columns, names, root, given)
 
 
 def noise_of(arguments: argparse.Namespace) -> NoiseSpec | None:
@@ -226,7 +213,7 @@ def read_names(given: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def read_given_labels(spec: str) -> npt.NDArray[np.int64]:
+def read_given_labels(spec: str) -> Classes:
     """Read one array of class numbers from FILE.npz#ARRAY; nothing in the file is unpickled."""
     path, _, name = spec.partition("#")
     try:

@@ -1,18 +1,19 @@
-"""Samples on their way into shards: what a source provides, and the parts that all sources share.
+"""Samples on their way into shards: what is read from a source, and what all sources share.
 
-A source is read twice. `labels` reads every label and no image, in the main process. `pieces` then says, for
-one shard at a time, where the images are; the task that writes the shard reads them.
+Reading a source gives every label and no image. Its pieces, one per shard, say where the images are; the task
+that writes a shard reads them.
 
-    labels = source.labels()                  # class names, and one class number per sample
-    for piece in source.pieces(per_shard=1000):
-        for sample in piece.samples(): ...    # key, image bytes, where they came from
+    source = read_folder("photos/by-class", None, shuffle_seed=1, per_shard=1000)
+    source.classes, source.given_class        # class names, and one class number per sample
+    for sample in source.pieces[0](): ...     # key, image bytes, where they came from
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -36,61 +37,53 @@ class RawSample(NamedTuple):
     row: int
 
 
-class Piece(Protocol):
-    """The samples of one shard, small enough to send to the task that writes it."""
-
-    def samples(self) -> Iterator[RawSample]: ...
+Piece = Callable[[], Iterable[RawSample]]  # reads the samples of one shard; small enough to send to a task
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Every label of a source, in the order of its samples; -1 where the true class is not known."""
+class Source:
+    """Every label of a source, in the order of its samples, and where to read them."""
 
     classes: tuple[str, ...]
     given_class: Classes
-    true_class: Classes | None = None
-    fingerprint: str = ""  # of names and order: shows whether a source changed between two runs
+    pieces: Sequence[Piece]
+    fingerprint: str  # of names and order: shows whether a source changed between two runs
+    true_class: Classes | None = None  # -1 where it is not known
     ignored: tuple[str, ...] = ()  # files that are not samples
 
 
-class Source(Protocol):
-    """What `make_shards` needs from a source."""
-
-    def labels(self) -> Labels: ...
-
-    def pieces(self, per_shard: int) -> Iterator[Piece]: ...
-
-
 class Item(NamedTuple):
-    """One image file: its key in the shard, its path under the source's root, its place in the order."""
+    """One image file: its key in the shard, its path under the source's root, its number in the order."""
 
     key: str
     path: str
     row: int
 
 
-@dataclass(frozen=True)
-class FilePiece:
-    """Image files under one root."""
-
-    root: str
-    items: list[Item]
-
-    def samples(self) -> Iterator[RawSample]:
-        filesystem, base = open_root(self.root)
-        for item in self.items:
-            yield RawSample(item.key, read_image(filesystem, base, item.path), item.path, item.row)
+def file_pieces(root: str, items: Sequence[Item], per_shard: int) -> list[Piece]:
+    """Cut image files under one root into shards."""
+    return [partial(_read_files, root, some) for some in shares_of(items, per_shard)]
 
 
-def as_items(paths: Sequence[str]) -> list[Item]:
-    """Give every path its key and place; two paths with the same key are an error."""
-    items = [Item(clean_key(path), path, row) for row, path in enumerate(paths)]
-    seen: dict[str, str] = {}
+def shares_of(samples: Sequence[Any], per_shard: int) -> list[Any]:
+    """Cut samples into shards."""
+    return [samples[first : first + per_shard] for first in range(0, len(samples), per_shard)]
+
+
+def _read_files(root: str, items: Sequence[Item]) -> Iterator[RawSample]:
+    filesystem, base = open_root(root)
     for item in items:
-        other = seen.setdefault(item.key, item.path)
-        if other is not item.path:
-            raise PencilError(f"duplicate key {item.key!r}: {other} and {item.path}; rename one of them")
-    return items
+        yield RawSample(item.key, read_image(filesystem, base, item.path), item.path, item.row)
+
+
+def refuse_repeats(keys: Sequence[str], origins: Sequence[object], what: str = "") -> None:
+    """Refuse two samples with the same key; `origins` are the paths or rows where each is."""
+    seen: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        other = seen.setdefault(key, number)
+        if other != number:
+            both = f"{what}{origins[other]} and {what}{origins[number]}"
+            raise PencilError(f"duplicate key {key!r}: {both}; rename one of them")
 
 
 def clean_key(name: str) -> str:
@@ -147,76 +140,63 @@ def read_image(filesystem: Any, base: str, path: str) -> bytes:
     return data
 
 
-def label_array(column: Any, first_row: int = 0) -> pa.Array:
-    """Check one batch of labels: int64 class numbers, or words, of which each is stored once."""
-    if column.null_count:
-        row = first_row + int(pc.index(pc.is_null(column), True).as_py())
-        raise PencilError(f"row {row:,} has no label; add one, or drop the row")
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
-        return column.cast(pa.int64())
-    if pa.types.is_floating(column.type):
-        values = column.to_numpy(zero_copy_only=False)
-        bad = np.flatnonzero(values != np.floor(values))
-        if bad.size:
-            raise PencilError(
-                f"row {first_row + bad[0]:,} has the label {values[bad[0]]}; a whole number was expected"
-            )
-        return column.cast(pa.int64())
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return column.cast(pa.string()).dictionary_encode()
-    raise PencilError(f"labels have the type {column.type}; words or whole numbers were expected")
-
-
 def number_classes(
-    columns: Sequence[Sequence[pa.Array]], label_names: Sequence[str] | None, where: str
+    columns: Mapping[str, pa.ChunkedArray], label_names: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[Classes]]:
     """Agree on one list of classes for all label columns of a source, and number each column by it.
 
-    A column is a list of batches from `label_array`. Without `label_names` the classes are the words found,
-    in alphabetical order, or the numbers up to the largest. A label outside the names is an error.
+    Labels are words or numbers. Without `label_names` the classes are the words found, in alphabetical order,
+    or the numbers up to the largest. A label outside the names is an error.
     """
-    found = [_codes(batches, set(label_names or ()), where) for batches in columns]
-    words = sorted({word for _, known in found for word in known})
-    largest = max((int(codes.max(initial=-1)) for codes, _ in found), default=-1)
+    found = {
+        f"{where}, {name}": _labels(column, set(label_names or ()), f"{where}, {name}")
+        for name, column in columns.items()
+    }
+    unique = [label for column in found.values() for label in pc.unique(column).to_pylist()]
+    words = sorted({label for label in unique if isinstance(label, str)})
+    largest = max((label for label in unique if isinstance(label, int)), default=-1)
     classes = tuple(label_names or words or (str(number) for number in range(largest + 1)))
     if len(set(classes)) != len(classes):
         raise PencilError(f"{where}: two classes have the same name among {', '.join(classes[:20])}")
-    places = {name: number for number, name in enumerate(classes)}
-    return classes, [_numbered(codes, known, places, where) for codes, known in found]
+    return classes, [_numbered(column, classes, name) for name, column in found.items()]
 
 
-def _codes(batches: Sequence[pa.Array], names: set[str], where: str) -> tuple[Classes, list[str]]:
-    """Join the batches of a column: codes and the words they stand for, or class numbers and no words."""
-    kinds = {str(batch.type) for batch in batches}
-    if len(kinds) > 1:
-        raise PencilError(f"{where}: labels are words in some places and numbers in others")
-    joined = pa.chunked_array(batches).unify_dictionaries().combine_chunks()
-    if not pa.types.is_dictionary(joined.type):
-        return joined.to_numpy(), []
-    codes, words = joined.indices.to_numpy().astype(np.int64), joined.dictionary.to_pylist()
-    # A text file has only words: "7" is a number, unless the names say otherwise.
-    if words and not names & set(words) and all(word.isdecimal() for word in words):
-        return np.array([int(word) for word in words], np.int64)[codes], []
-    return codes, words
+def _labels(column: pa.ChunkedArray, names: set[str], where: str) -> pa.ChunkedArray:
+    """Check a column of labels; give it as text, or as int64."""
+    if column.null_count:
+        row = pc.index(pc.is_null(column), True).as_py()
+        raise PencilError(f"{where}: row {row:,} has no label; add one, or drop the row")
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        words = pc.unique(column).to_pylist()
+        # A text file has only words: "7" is a number, unless the names say otherwise.
+        if names & set(words) or not all(word.isascii() and word.isdigit() for word in words):
+            return column.cast(pa.string())
+    elif not any(
+        test(column.type) for test in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_floating)
+    ):
+        raise PencilError(f"{where}: labels have the type {column.type}; expected words or whole numbers")
+    try:
+        return column.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise PencilError(f"{where}: expected words or whole numbers as labels ({error})") from error
 
 
-def _numbered(codes: Classes, words: Sequence[str], places: Mapping[str, int], where: str) -> Classes:
-    if words:
-        unknown = [word for word in words if word not in places]
+def _numbered(column: pa.ChunkedArray, classes: Sequence[str], where: str) -> Classes:
+    if pa.types.is_string(column.type):
+        unknown = [word for word in pc.unique(column).to_pylist() if word not in classes]
         if unknown:
-            raise PencilError(
-                f"{where}: unknown class {_some(unknown)}; the classes are {_some(list(places))}"
-            )
-        return np.array([places[word] for word in words], np.int64)[codes]
-    bad = np.flatnonzero((codes < 0) | (codes >= len(places)))
+            raise PencilError(f"{where}: unknown class {_some(unknown)}; the classes are {_some(classes)}")
+        return np.asarray(pc.index_in(column, pa.array(classes)).to_numpy(), np.int64)
+    numbers: Classes = column.to_numpy()
+    bad = np.flatnonzero((numbers < 0) | (numbers >= len(classes)))
     if bad.size:
         raise PencilError(
-            f"{where}: row {bad[0]:,} has the unknown class {codes[bad[0]]}; "
-            f"classes 0 to {len(places) - 1} were expected ({_some(list(places))})"
+            f"{where}: row {bad[0]:,} has the unknown class {numbers[bad[0]]}; "
+            f"classes 0 to {len(classes) - 1} were expected ({_some(classes)})"
         )
-    return codes
+    return numbers
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,47 +1,43 @@
 """Tables as a source: Parquet with image bytes or paths, CSV with paths.
 
-The main process streams the labels in batches. The task that writes a shard reads its rows of a Parquet
-table directly from their row groups. A CSV cannot be read from the middle, so the main process streams its
-paths and sends them to the tasks. Files are read in natural order of their names: 2, then 10.
+The main process reads the labels. The task that writes a shard reads its rows of a Parquet table directly
+from their row groups. A CSV cannot be read from the middle, so the main process reads its paths and sends
+them to the tasks. Files are read in natural order of their names: 2, then 10.
 
-    source = TableSource("cifar10/train-*.parquet", TableColumns(image="image", label="label"))
+    source = read_table("cifar10/train-*.parquet", Columns(), per_shard=1000)
 """
 
-import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from pencil_scale.storage.errors import PencilError, sample_key
+from pencil_scale.storage.errors import PencilError
 from pipelines.shard_making.samples import (
-    FilePiece,
+    Classes,
     Item,
-    Labels,
     Piece,
     RawSample,
+    Source,
     clean_key,
+    file_pieces,
     fingerprint_of,
-    label_array,
     number_classes,
     open_root,
     read_image,
+    refuse_repeats,
 )
 
 BATCH_ROWS = 256  # rows with images that are in memory at a time while a shard is written
 
 
-@dataclass(frozen=True)
-class TableColumns:
+class Columns(NamedTuple):
     """The names of the columns to read; `true` and `key` may be absent."""
 
     image: str = "image"
@@ -50,38 +46,112 @@ class TableColumns:
     key: str | None = None
 
 
-class Span(NamedTuple):
-    """Rows [start, stop) of one Parquet file, whose row 0 is row `first` of the complete table."""
+class Rows(NamedTuple):
+    """Rows [start, stop) of a Parquet table, and its files that hold them, each with its first row."""
 
-    path: str
-    first: int
+    table: str
+    files: list[tuple[str, int]]
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class ParquetPiece:
-    """The rows of a Parquet table that go into one shard."""
+def read_table(
+    url: str,
+    columns: Columns,
+    label_names: Sequence[str] | None = None,
+    image_root: str | None = None,
+    given: Classes | None = None,
+    *,
+    per_shard: int,
+) -> Source:
+    """Read a CSV or Parquet table in one file or several; `given` replaces its labels, which become true."""
+    paths = table_files(url)
+    wanted = [columns.label, columns.true, columns.key, columns.image if is_csv(paths[0]) else None]
+    tables = [_read_columns(url, path, wanted, columns.image) for path in paths]
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowTypeError as error:
+        raise PencilError(f"{url}: its files have different types of columns ({error})") from error
+    if not len(table):
+        raise PencilError(f"{url}: the table has no rows")
+    labels = {f"column {name}": table[name] for name in (columns.label, columns.true) if name}
+    if given is not None:
+        if len(given) != len(table):
+            raise PencilError(
+                f"--given-labels has {len(given):,} labels and {url} {len(table):,} rows; "
+                "one label per row, in the order of the rows, was expected"
+            )
+        labels = {"--given-labels": pa.chunked_array([given]), **labels}
+    classes, numbered = number_classes(labels, label_names or _names_in_schema(tables[0], columns.label), url)
+    keys = [clean_key(str(key)) for key in table[columns.key].to_pylist()] if columns.key else []
+    refuse_repeats(keys, range(len(keys)), f"{url}, row ")
+    sizes = [(path, len(some)) for path, some in zip(paths, tables, strict=True)]
+    files = [f"{path.rsplit('/', 1)[-1]} {num_rows}" for path, num_rows in sizes]
+    fingerprint, root = fingerprint_of([*files, *keys]), image_root or folder_of(url)
+    if is_csv(paths[0]):
+        pieces = file_pieces(root, _items(url, table[columns.image].to_pylist(), keys), per_shard)
+    else:
+        pieces = _parquet_pieces(url, sizes, per_shard, columns, root)
+    return Source(classes, numbered[0], pieces, fingerprint, numbered[1] if len(numbered) > 1 else None)
 
-    table: str
-    spans: list[Span]
-    columns: TableColumns
-    image_root: str
 
-    def samples(self) -> Iterator[RawSample]:
-        filesystem, _ = open_root(self.table)
-        images, base = open_root(self.image_root)
-        wanted = [name for name in (self.columns.image, self.columns.key) if name]
-        for span in self.spans:
-            with filesystem.open(span.path) as file:
-                for row, record in _rows_of(pq.ParquetFile(file), span, wanted):
-                    key = clean_key(str(record[self.columns.key])) if self.columns.key else row_key(row)
-                    image, path = _image_or_path(record[self.columns.image])
-                    if image is None and path is None:
-                        raise PencilError(f"{span.path}: row {row:,} of the table has no image")
-                    if image is None:
-                        image = read_image(images, base, str(path))
-                    yield RawSample(key, image, path or span.path.rsplit("/", 1)[-1], row)
+def _items(url: str, images: list[str | None], keys: list[str]) -> list[Item]:
+    """The images that a CSV names, with their keys or, if it has none, their row numbers."""
+    items = []
+    for row, image in enumerate(images):
+        if image is None:
+            raise PencilError(f"{url}: row {row:,} of the table has no image")
+        items.append(Item(keys[row] if keys else row_key(row), image, row))
+    return items
+
+
+def _parquet_pieces(
+    url: str, sizes: list[tuple[str, int]], per_shard: int, columns: Columns, root: str
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    firsts = list(accumulate((num for _, num in sizes), initial=0))
+    for start in range(0, firsts[-1], per_shard):
+        stop = min(start + per_shard, firsts[-1])
+        files = [
+            (path, first)
+            for (path, num), first in zip(sizes, firsts, strict=False)
+            if first < stop and first + num > start
+        ]
+        pieces.append(partial(_read_rows, Rows(url, files, start, stop), columns, root))
+    return pieces
+
+
+def _read_rows(rows: Rows, columns: Columns, image_root: str) -> Iterator[RawSample]:
+    """Read the samples of some rows of a Parquet table."""
+    filesystem, _ = open_root(rows.table)
+    images, base = open_root(image_root)
+    wanted = [name for name in (columns.image, columns.key) if name]
+    for path, first in rows.files:
+        with filesystem.open(path) as file:
+            for row, values in _values(pq.ParquetFile(file), first, rows, wanted):
+                key = clean_key(str(values[columns.key])) if columns.key else row_key(row)
+                image, image_path = _image_or_path(values[columns.image])
+                if image is None and image_path is None:
+                    raise PencilError(f"{path}: row {row:,} of the table has no image")
+                if image is None:
+                    image = read_image(images, base, str(image_path))
+                yield RawSample(key, image, image_path or path.rsplit("/", 1)[-1], row)
+
+
+def _values(table: Any, row: int, rows: Rows, wanted: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows of a file that starts with `row`, reading only the row groups that are needed."""
+    for group in range(table.num_row_groups):
+        num_rows = table.metadata.row_group(group).num_rows
+        if row < rows.stop and row + num_rows > rows.start:
+            first = row
+            for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
+                low, high = max(rows.start - first, 0), min(rows.stop - first, batch.num_rows)
+                if low < high:
+                    yield from enumerate(batch.slice(low, high - low).to_pylist(), first + low)
+                first += batch.num_rows
+                if first >= rows.stop:
+                    return
+        row += num_rows
 
 
 def _image_or_path(value: Any) -> tuple[bytes | None, str | None]:
@@ -96,142 +166,16 @@ def row_key(row: int) -> str:
     return f"{row:09d}"
 
 
-def _rows_of(table: Any, span: Span, wanted: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row of the complete table, record), reading only the row groups that the span touches."""
-    sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-    firsts = np.cumsum([0, *sizes]).tolist()
-    groups = [n for n in range(len(sizes)) if firsts[n] < span.stop and firsts[n + 1] > span.start]
-    row = firsts[groups[0]]
-    for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=wanted):
-        start, stop = max(span.start - row, 0), min(span.stop - row, batch.num_rows)
-        if start < stop:
-            yield from enumerate(batch.slice(start, stop - start).to_pylist(), span.first + row + start)
-        row += batch.num_rows
-        if row >= span.stop:
-            return
-
-
-@dataclass
-class TableSource:
-    """A CSV or Parquet table in one file or several; `given` replaces its labels, which become the truth."""
-
-    url: str
-    columns: TableColumns
-    label_names: Sequence[str] | None = None
-    image_root: str | None = None
-    given: npt.NDArray[np.int64] | None = None
-    _num_rows: list[int] = field(default_factory=list)
-
-    def labels(self) -> Labels:
-        names = [name for name in (self.columns.label, self.columns.true) if name]
-        raw: dict[str, list[pa.Array]] = {name: [] for name in names}
-        hashes = [np.zeros(0, np.uint64)]
-        self._num_rows = [self._collect(path, raw, hashes) for path in self._paths]
-        num_rows = sum(self._num_rows)
-        if not num_rows:
-            raise PencilError(f"{self.url}: the table has no rows")
-        all_hashes = np.concatenate(hashes)
-        self._refuse_repeats(all_hashes)
-        batches = [raw[name] for name in names]
-        if self.given is not None:
-            if len(self.given) != num_rows:
-                raise PencilError(
-                    f"--given-labels has {len(self.given):,} labels and {self.url} {num_rows:,} rows; "
-                    "one label per row, in the order of the rows, was expected"
-                )
-            batches = [[label_array(pa.array(self.given))], raw[self.columns.label]]
-        classes, numbered = number_classes(batches, self.label_names or self._names_in_schema(), self.url)
-        files = (path.rsplit("/", 1)[-1] for path in self._paths)
-        digest = hashlib.blake2b(all_hashes.tobytes(), digest_size=16).hexdigest()
-        fingerprint = fingerprint_of([*files, *map(str, self._num_rows), digest])
-        return Labels(classes, numbered[0], numbered[1] if len(numbered) > 1 else None, fingerprint)
-
-    def pieces(self, per_shard: int) -> Iterator[Piece]:
-        root = self.image_root or folder_of(self.url)
-        if is_csv(self._paths[0]):
-            return self._csv_pieces(per_shard, root)
-        return self._parquet_pieces(per_shard, root)
-
-    @cached_property
-    def _paths(self) -> list[str]:
-        return table_files(self.url)
-
-    def _collect(self, path: str, raw: Mapping[str, list[pa.Array]], hashes: list[Any]) -> int:
-        """Take in the labels and the key hashes of one file; return its number of rows."""
-        num_rows = 0
-        for batch in stream_columns(self.url, path, [*raw, self.columns.key], [self.columns.image]):
-            for name, found in raw.items():
-                try:
-                    found.append(label_array(batch.column(name), num_rows))
-                except PencilError as error:
-                    raise PencilError(f"{path}, column {name}: {error}") from None
-            if self.columns.key:
-                hashes.append(np.array([_hash_of(key) for key in self._keys(batch)], np.uint64))
-            num_rows += batch.num_rows
-        return num_rows
-
-    def _keys(self, batch: Any) -> list[str]:
-        return [clean_key(str(key)) for key in batch.column(self.columns.key).to_pylist()]
-
-    def _refuse_repeats(self, hashes: npt.NDArray[np.uint64]) -> None:
-        """Refuse keys that repeat. Eight bytes per key are held; keys with equal hashes are read again."""
-        values, times = np.unique(hashes, return_counts=True)
-        suspects = set(values[times > 1].tolist())
-        seen: Counter[str] = Counter()
-        for path in self._paths if suspects else ():
-            for batch in stream_columns(self.url, path, [self.columns.key]):
-                seen.update(key for key in self._keys(batch) if _hash_of(key) in suspects)
-        for key, num in seen.most_common(1):
-            if num > 1:
-                raise PencilError(
-                    f"{self.url}: duplicate key {key!r} in column {self.columns.key}, found {num} times"
-                )
-
-    def _names_in_schema(self) -> list[str] | None:
-        """Class names in a Parquet schema: a list `class_names`, or what Hugging Face datasets writes."""
-        if is_csv(self._paths[0]):
-            return None
-        filesystem, _ = open_root(self.url)
-        with filesystem.open(self._paths[0]) as file:
-            metadata = pq.read_schema(file).metadata or {}
-        try:
-            if b"class_names" in metadata:
-                return [str(name) for name in json.loads(metadata[b"class_names"])]
-            features = json.loads(metadata[b"huggingface"])["info"]["features"]
-            return [str(name) for name in features[self.columns.label]["names"]]
-        except (ValueError, KeyError, TypeError):
-            return None
-
-    def _parquet_pieces(self, per_shard: int, root: str) -> Iterator[Piece]:
-        firsts = np.cumsum([0, *self._num_rows])
-        for start in range(0, int(firsts[-1]), per_shard):
-            spans = []
-            for path, first, num in zip(self._paths, firsts.tolist(), self._num_rows, strict=False):
-                low, high = max(start - first, 0), min(start + per_shard - first, num)
-                if low < high:
-                    spans.append(Span(path, first, low, high))
-            yield ParquetPiece(self.url, spans, self.columns, root)
-
-    def _csv_pieces(self, per_shard: int, root: str) -> Iterator[Piece]:
-        items: list[Item] = []
-        row = 0
-        for path in self._paths:
-            for batch in stream_columns(self.url, path, [self.columns.image, self.columns.key]):
-                keys = self._keys(batch) if self.columns.key else None
-                for place, image in enumerate(batch.column(self.columns.image).to_pylist()):
-                    if image is None:
-                        raise PencilError(f"{path}: row {row:,} of the table has no image")
-                    items.append(Item(keys[place] if keys else row_key(row), image, row))
-                    row += 1
-                    if len(items) == per_shard:
-                        yield FilePiece(root, items)
-                        items = []
-        if items:
-            yield FilePiece(root, items)
-
-
-def _hash_of(key: str) -> int:
-    return int.from_bytes(sample_key(key)[:8], "little")
+def _names_in_schema(table: pa.Table, label: str) -> list[str] | None:
+    """Class names in a Parquet schema: a list `class_names`, or what Hugging Face datasets writes."""
+    metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
+    try:
+        if b"class_names" in metadata:
+            return [str(name) for name in json.loads(metadata[b"class_names"])]
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return [str(name) for name in features[label]["names"]]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def table_files(url: str) -> list[str]:
@@ -250,11 +194,7 @@ def table_files(url: str) -> list[str]:
         raise PencilError(
             f"{url}: found {', '.join(sorted(kinds))} files; all .parquet or all .csv was expected"
         )
-    return sorted(found, key=_natural)
-
-
-def _natural(name: str) -> list[str]:
-    return [part.zfill(20) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return sorted(found, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(20), name))
 
 
 def folder_of(url: str) -> str:
@@ -270,22 +210,21 @@ def is_csv(path: str) -> bool:
     return path.lower().endswith(".csv")
 
 
-def stream_columns(
-    url: str, path: str, columns: Sequence[str | None], present: Sequence[str] = ()
-) -> Iterator[Any]:
-    """Stream some columns of one file of the table at `url`; `present` must exist too, but is not read."""
+def _read_columns(url: str, path: str, columns: Sequence[str | None], image: str) -> pa.Table:
+    """Read some columns of one file of a table; the column of images must exist too."""
     filesystem, _ = open_root(url)
     names = list(dict.fromkeys(name for name in columns if name))
     try:
         with filesystem.open(path) as file:
-            if is_csv(path):
-                _refuse_missing(path, _open_csv(file).schema.names, [*names, *present])
-                file.seek(0)
-                yield from _open_csv(file, names)
-            else:
-                table = pq.ParquetFile(file)
-                _refuse_missing(path, table.schema_arrow.names, [*names, *present])
-                yield from table.iter_batches(columns=names)
+            table = None if is_csv(path) else pq.ParquetFile(file)
+            found = table.schema_arrow.names if table else _open_csv(file).schema.names
+            for name in [*names, image]:
+                if name not in found:
+                    raise PencilError(f"{path}: no column {name!r}; found {', '.join(found[:30])}")
+            if table:
+                return table.read(columns=names)
+            file.seek(0)
+            return _open_csv(file, names).read_all()
     except (pa.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         kind, why = "CSV" if is_csv(path) else "Parquet", str(error).splitlines()[0]
         raise PencilError(f"{path}: not a readable {kind} table ({why})") from None
@@ -301,9 +240,3 @@ def _open_csv(file: Any, names: Sequence[str] = ()) -> Any:
             include_columns=names, column_types=text, strings_can_be_null=True, null_values=[""]
         ),
     )
-
-
-def _refuse_missing(path: str, found: Sequence[str], wanted: Sequence[str]) -> None:
-    for name in wanted:
-        if name not in found:
-            raise PencilError(f"{path}: no column {name!r}; found {', '.join(found[:30])}")

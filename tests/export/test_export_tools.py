@@ -1,4 +1,4 @@
-"""Exports are opened with tools that know nothing of us."""
+"""Exports opened with other tools."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def bench(tmp_path: Path) -> ExportBench:
     return two_shards(tmp_path)
 
 
-def test_the_files_say_that_epochs_count_from_0(bench: ExportBench) -> None:
+def test_the_files_state_that_epochs_count_from_0(bench: ExportBench) -> None:
     bench.export()
     field = pq.read_schema(next(bench.out.glob("table/*"))).field("last_change_epoch")
     assert b"counted from 0" in field.metadata[b"description"]
@@ -58,12 +58,12 @@ def test_the_files_carry_hugging_faces_features_for_int64_labels(bench: ExportBe
 def test_the_score_is_cleanlabs_self_confidence(bench: ExportBench) -> None:
     rank = pytest.importorskip("cleanlab.rank")
     bench.export("export.top_k=3")
-    told = bench.table()
+    exported = bench.table()
     shares = np.zeros((12, 3))
-    for row, each in enumerate(told):
+    for row, each in enumerate(exported):
         shares[row, each["top_labels"]] = each["top_shares"]
-    given = np.array([each["given_label"] for each in told])
+    given = np.array([each["given_label"] for each in exported])
     expected = rank.get_self_confidence_for_each_label(given, shares)
-    np.testing.assert_allclose([each["label_score"] for each in told], expected, atol=1e-6)
-    issues = rank.order_label_issues(np.array([each["is_label_issue"] for each in told]), given, shares)
+    np.testing.assert_allclose([each["label_score"] for each in exported], expected, atol=1e-6)
+    issues = rank.order_label_issues(np.array([each["is_label_issue"] for each in exported]), given, shares)
     assert sorted(issues) == [1, 7]

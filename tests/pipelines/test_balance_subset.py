@@ -1,4 +1,4 @@
-"""Balanced subsets: alike, seeded, stable when samples are added, and taken by the trainer."""
+"""Subsets: balanced, seeded, stable when samples are added, and usable for training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +16,12 @@ from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import label_store
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.subset.choice import Rule, candidates, merge_picks, no_limits, place_limits
+from pencil_scale.subset.choice import Rule, candidates, merge_picks, position_limits
 from pencil_scale.subset.files import read_members
 from pencil_scale.train.preflight import check_run
 from pipelines.balance_subset import Summary, main, run
+
+NO_LIMITS = np.full(3, 2**64 - 1, np.uint64)
 
 
 class SubsetBench(Bench):
@@ -32,11 +34,11 @@ class SubsetBench(Bench):
         return run(self.config(*overrides))
 
     def members(self, summary: Summary) -> list[int]:
-        rows = read_members(summary.folder, Catalogue.open(self.storage), self.storage)
+        rows = read_members(summary.folder, Catalogue.open(self.storage))
         return rows.tolist()
 
     def publish(self, corrected: Sequence[int], sure: Sequence[float], name: str = "t") -> None:
-        """Publish labels with these classes; a sure one has all its mass there, a half sure one half."""
+        """Publish labels with these classes, which have these shares of the labels."""
         catalogue = Catalogue.open(self.storage)
         given = np.array([row["noisy_class"] for row in catalogue.read(0, catalogue.num_rows).to_pylist()])
         table = LabelTable.create(self.folder / f"table-{name}", given, catalogue.class_names)
@@ -56,7 +58,7 @@ def bench(tmp_path: Path) -> SubsetBench:
     return found
 
 
-def test_every_class_gives_equally_many(bench: SubsetBench) -> None:
+def test_all_classes_have_equally_many_members(bench: SubsetBench) -> None:
     summary = bench.draw("subset.per_class=5")
     rows = bench.members(summary)
     assert np.bincount(np.array(rows) % 3).tolist() == [5, 5, 5]
@@ -64,13 +66,13 @@ def test_every_class_gives_equally_many(bench: SubsetBench) -> None:
     assert sum(bench.draw("subset.total=20").words.class_counts) == 20
 
 
-def test_the_same_seed_draws_the_same_members_and_another_seed_others(bench: SubsetBench) -> None:
+def test_the_members_depend_on_the_seed(bench: SubsetBench) -> None:
     first = bench.members(bench.draw("subset.per_class=6", "subset.name=x"))
     assert bench.members(bench.draw("subset.per_class=6", "subset.name=y")) == first
     assert bench.members(bench.draw("subset.per_class=6", "subset.name=z", "run.seed=2")) != first
 
 
-def test_run_again_with_nothing_changed_draws_nothing(bench: SubsetBench) -> None:
+def test_a_second_run_draws_nothing_if_nothing_changed(bench: SubsetBench) -> None:
     first = bench.draw("subset.per_class=6")
     assert first.drawn
     again = bench.draw("subset.per_class=6")
@@ -79,7 +81,7 @@ def test_run_again_with_nothing_changed_draws_nothing(bench: SubsetBench) -> Non
     assert bench.draw("subset.per_class=7").drawn
 
 
-def test_a_grown_catalogue_pushes_out_no_more_members_than_newcomers_take(bench: SubsetBench) -> None:
+def test_when_the_catalogue_grows_new_members_replace_equally_many_old_ones(bench: SubsetBench) -> None:
     before = set(bench.members(bench.draw("subset.per_class=10")))
     bench.shard("c.tar", samples(range(60, 75)))
     bench.index()
@@ -89,7 +91,7 @@ def test_a_grown_catalogue_pushes_out_no_more_members_than_newcomers_take(bench:
     assert len(before - after) == len(newcomers)
 
 
-def test_a_class_with_too_few_samples_is_named_or_gives_all(bench: SubsetBench) -> None:
+def test_a_class_with_too_few_samples_is_named_or_used_completely(bench: SubsetBench) -> None:
     bench.shard("c.tar", [member for number in (60, 61, 62) for member in sample(number, label=0)])
     bench.index()
     with pytest.raises(PencilError, match=r"class 1 \(bee\) has 20 of 23, class 2 \(cat\) has 20 of 23"):
@@ -106,7 +108,7 @@ def test_the_allocation_is_printed_before_the_subset(
     assert 0 <= said.index("allocation: 30 samples") < said.index("data.subset=")
 
 
-def test_listed_ids_and_rows_that_are_not_ok_are_never_taken(bench: SubsetBench) -> None:
+def test_excluded_ids_and_rows_that_are_not_ok_are_never_drawn(bench: SubsetBench) -> None:
     bench.shard("c.tar", [("000060.png", b"broken"), ("000060.cls", b"0")])
     bench.index()
     (bench.folder / "out.txt").write_text("000000\n000003\n")
@@ -117,8 +119,8 @@ def test_listed_ids_and_rows_that_are_not_ok_are_never_taken(bench: SubsetBench)
     assert not {0, 3, 60} & set(bench.members(drawn))
 
 
-def test_by_corrected_class_and_above_a_confidence(bench: SubsetBench) -> None:
-    corrected = np.where(np.arange(60) < 30, 0, np.arange(60) % 3)  # the first shard is all of class 0 now
+def test_a_subset_can_be_balanced_by_corrected_class_and_confidence(bench: SubsetBench) -> None:
+    corrected = np.where(np.arange(60) < 30, 0, np.arange(60) % 3)  # all of the first shard is class 0
     bench.publish(corrected, [0.95] * 50 + [0.5] * 10)
     drawn = bench.draw("subset.per_class=30", "subset.by=corrected", "subset.on_shortage=take_all")
     assert drawn.words.class_counts == (30, 10, 10)
@@ -126,12 +128,12 @@ def test_by_corrected_class_and_above_a_confidence(bench: SubsetBench) -> None:
     assert drawn.available.tolist() == [40, 10, 10]
     drawn = bench.draw("subset.per_class=60", *sure)
     assert drawn.words.class_counts == (37, 7, 6)
-    # By given class, the share on the given class counts: the first shard has kept a third of its labels.
+    # By given class, the share of the given class counts: a third of the first shard still has it.
     drawn = bench.draw("subset.per_class=60", "subset.min_confidence=0.9", "subset.on_shortage=take_all")
     assert drawn.words.class_counts == (17, 7, 6)
 
 
-def test_labels_nobody_published_are_named_with_those_that_are_there(bench: SubsetBench) -> None:
+def test_an_error_about_unpublished_labels_lists_the_published_ones(bench: SubsetBench) -> None:
     with pytest.raises(PencilError, match="no published labels; train first"):
         bench.draw("subset.per_class=3", "subset.by=corrected")
     bench.publish([0] * 60, [0.9] * 60, name="night-1")
@@ -142,21 +144,21 @@ def test_labels_nobody_published_are_named_with_those_that_are_there(bench: Subs
     )
 
 
-def test_limits_on_places_change_nobody_and_spare_most(bench: SubsetBench) -> None:
+def test_limits_on_positions_change_no_pick_and_spare_most_samples(bench: SubsetBench) -> None:
     rng = np.random.default_rng(0)
     bench.shard("big.tar", [m for n in range(60, 1500) for m in sample(n, label=int(rng.integers(3)))])
     catalogue = bench.index().catalogue
     rule = Rule(catalogue, seed=7)
     quotas, counts = np.array([3, 3, 3]), np.array(catalogue.manifest["class_counts"])
-    rows, limits = range(0, catalogue.num_rows), place_limits(quotas, counts)
+    rows, limits = range(0, catalogue.num_rows), position_limits(quotas, counts)
     limited = candidates(rule, rows, quotas, limits)
-    assert limited.equals(candidates(rule, rows, quotas, no_limits(3)))
+    assert limited.equals(candidates(rule, rows, quotas, NO_LIMITS))
     assert (limits.astype(float) / 2**64 < 0.2).all()
     halves = [candidates(rule, half, quotas, limits) for half in (range(0, 700), range(700, len(rows)))]
     assert merge_picks(halves[::-1], quotas, 7).equals(limited)
 
 
-def test_members_are_copied_whole_into_shards_that_webdataset_reads(bench: SubsetBench) -> None:
+def test_webdataset_reads_the_shards_that_members_are_copied_into(bench: SubsetBench) -> None:
     summary = bench.draw("subset.per_class=4", "subset.shards=always", "subset.samples_per_shard=5")
     assert summary.num_shards_written == 3
     found = list(_webdataset_of(bench, summary))
@@ -168,7 +170,7 @@ def test_members_are_copied_whole_into_shards_that_webdataset_reads(bench: Subse
     assert (again.num_shards_written, again.words.shards) == (0, summary.words.shards)
 
 
-def test_samples_are_copied_whole_whichever_member_comes_first(tmp_path: Path) -> None:
+def test_samples_are_copied_completely_whichever_member_comes_first(tmp_path: Path) -> None:
     bench = SubsetBench(tmp_path)
     for name in ("a", "b"):  # the same keys in both shards
         members = [sample(number + 30 * (name == "b"), key=f"k{number}") for number in range(30)]
@@ -186,18 +188,18 @@ def test_samples_are_copied_whole_whichever_member_comes_first(tmp_path: Path) -
         assert {f"{key}.{suffix}": found[suffix] for suffix in ("png", "cls", "json")} == members
 
 
-def test_thin_members_get_shards_of_their_own_without_being_asked(bench: SubsetBench) -> None:
+def test_thinly_spread_members_are_copied_into_new_shards_by_default(bench: SubsetBench) -> None:
     assert bench.draw("subset.per_class=1", "subset.thin_share=0.5").words.shards is not None
     assert bench.draw("subset.per_class=9", "subset.thin_share=0.01").words.shards is None
 
 
-def test_a_shard_that_changed_since_it_was_indexed_is_not_copied_from(bench: SubsetBench) -> None:
+def test_members_are_not_copied_from_a_shard_that_changed_since_it_was_indexed(bench: SubsetBench) -> None:
     bench.shard("b.tar", samples(range(30, 61)))
     with pytest.raises(PencilError, match="changed since it was indexed"):
         bench.draw("subset.per_class=15", "subset.shards=always")
 
 
-def test_the_trainer_takes_the_subset_and_refuses_one_of_elsewhere(
+def test_training_accepts_the_subset_and_refuses_one_of_another_storage(
     bench: SubsetBench, tmp_path: Path
 ) -> None:
     summary = bench.draw("subset.per_class=5")
@@ -219,10 +221,10 @@ def test_a_subset_of_a_newer_catalogue_is_refused(bench: SubsetBench) -> None:
     bench.index()
     summary = bench.draw("subset.per_class=5")
     with pytest.raises(PencilError, match="catalogue version 2, this run has version 1"):
-        read_members(summary.folder, Catalogue.open(bench.storage, version=1), bench.storage)
+        read_members(summary.folder, Catalogue.open(bench.storage, version=1))
 
 
-def test_neither_per_class_nor_total_is_an_error_of_one_line(
+def test_setting_neither_per_class_nor_total_ends_with_one_line(
     bench: SubsetBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(bench.folder / "config.yaml")]) == 2
@@ -234,7 +236,7 @@ def test_neither_per_class_nor_total_is_an_error_of_one_line(
 
 
 @pytest.mark.ray
-def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_session: None) -> None:
+def test_a_cluster_draws_the_same_members_as_one_process(tmp_path: Path, ray_session: None) -> None:
     import pencil_scale.subset.choice as module
 
     bench = SubsetBench(tmp_path)
@@ -242,7 +244,7 @@ def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_sessi
     bench.storage = str(tmp_path / "lake")
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    here = candidates(Rule(catalogue, 1), range(0, 60), np.array([5, 5, 5]), no_limits(3))
+    here = candidates(Rule(catalogue, 1), range(0, 60), np.array([5, 5, 5]), NO_LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RANGE_ROWS", 16)
         drawn = bench.draw("subset.per_class=5", "subset.shards=always", "subset.samples_per_shard=5")
@@ -251,7 +253,7 @@ def test_on_a_cluster_the_members_are_those_drawn_here(tmp_path: Path, ray_sessi
 
 
 def _webdataset_of(bench: SubsetBench, summary: Summary) -> Any:
-    """The new shards, brought to disk and read by webdataset's own loader."""
+    """Copy the new shards to disk and read them with webdataset's loader."""
     import fsspec
 
     files = fsspec.open_files(f"{summary.words.shards}/*.tar", "rb")

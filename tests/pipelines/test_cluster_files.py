@@ -16,7 +16,7 @@ from pencil_scale.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 
-# What KubeRay 1.7's ray.io/v1 knows, as far as we use it; Kubernetes rejects no unknown field by itself.
+# The fields of KubeRay 1.7's ray.io/v1 that we use; Kubernetes itself accepts unknown fields.
 JOB_FIELDS = {
     "entrypoint",
     "submissionMode",
@@ -64,7 +64,7 @@ def test_a_job_is_a_rayjob_with_fields_that_kuberay_knows(job: dict[str, Any]) -
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
 
 
-def test_its_entrypoint_is_a_job_of_ours_with_a_config_that_loads(job: dict[str, Any]) -> None:
+def test_its_entrypoint_is_one_of_our_jobs_with_a_config_that_loads(job: dict[str, Any]) -> None:
     python, flag, module, config, *overrides = shlex.split(job["spec"]["entrypoint"])
     assert (python, flag) == ("python", "-m")
     assert module in ("pencil_scale.train", "pipelines.reclean_nightly")
@@ -102,7 +102,7 @@ def test_a_stopped_job_gets_time_to_save(job: dict[str, Any]) -> None:
     assert runtime["working_dir"] == head["containers"][0]["workingDir"]
 
 
-# What batch/v1 knows of a CronJob, as far as we use it.
+# The fields of a CronJob in batch/v1 that we use.
 CRON_FIELDS = {
     "schedule",
     "timeZone",
@@ -156,7 +156,7 @@ def test_a_second_rayjob_is_created_only_when_the_last_has_ended(
     tmp_path: Path, found: str, creates: bool
 ) -> None:
     (container,) = nightly()["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    kubectl = tmp_path / "kubectl"  # Kubernetes itself is not here: this says what it would, and takes note
+    kubectl = tmp_path / "kubectl"  # a stub that answers like Kubernetes and logs its calls
     kubectl.write_text(f"#!/bin/sh\necho \"$1\" >> {tmp_path}/asked\n[ $1 != get ] || printf '{found}'\n")
     kubectl.chmod(0o755)
     path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -173,5 +173,5 @@ def test_the_local_cluster_is_a_program_that_explains_itself() -> None:
     assert "ray job submit" in page.stdout
 
 
-def test_the_local_cluster_calls_no_ray_stop_which_would_end_every_ray_of_the_machine() -> None:
+def test_the_local_cluster_never_calls_ray_stop_which_would_end_every_ray_on_the_machine() -> None:
     assert '"stop"' not in (ROOT / "cluster" / "local-cluster").read_text()

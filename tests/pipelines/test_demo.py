@@ -1,4 +1,4 @@
-"""The demo rebuilds its folder, so it must not start by accident, nor remove what is not its own."""
+"""The demo rebuilds its folder, so it must not start by accident or remove files of others."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_asking_for_help_or_giving_an_argument_removes_nothing(
 
 
 @pytest.mark.parametrize("theirs", ["runs/mine/run.json", "labels/pins/a.parquet", "nights/CURRENT"])
-def test_what_somebody_made_in_the_folder_of_the_demo_is_not_removed(theirs: str, tmp_path: Path) -> None:
+def test_the_demo_does_not_remove_what_a_user_made_in_its_folder(theirs: str, tmp_path: Path) -> None:
     for name in ("shards/train-000000.tar", "runs/demo/run.json", theirs):
         (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "demo" / name).write_text("{}")
@@ -33,7 +33,7 @@ def test_what_somebody_made_in_the_folder_of_the_demo_is_not_removed(theirs: str
     assert (tmp_path / "demo" / theirs).exists()
 
 
-def test_what_an_earlier_demo_left_is_rebuilt(tmp_path: Path) -> None:
+def test_the_output_of_an_earlier_demo_is_removed(tmp_path: Path) -> None:
     for name in ("shards/train-000000.tar", "runs/demo/run.json", "labels/published/demo.json"):
         (tmp_path / "demo" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "demo" / name).write_text("{}")

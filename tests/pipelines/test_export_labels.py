@@ -1,4 +1,4 @@
-"""Exports hold exactly what may be told of every sample."""
+"""Exports contain what is known about every sample, except excluded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from night_making import pins_of
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.export.files import ExportError, ExportManifest, read_manifest, same_content
+from pencil_scale.export.files import ExportManifest, read_manifest, same_content
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.report import HISTORY, history_folder
@@ -31,12 +31,12 @@ def bench(tmp_path: Path) -> ExportBench:
     return two_shards(tmp_path)
 
 
-def test_a_sample_is_told_in_cleanlabs_words_with_all_that_is_known(bench: ExportBench) -> None:
+def test_a_sidecar_has_cleanlabs_columns_and_everything_known_about_a_sample(bench: ExportBench) -> None:
     bench.export()
-    told = bench.sidecar("00041")[1]
-    shares = told.pop("top_shares")
-    scores = [told.pop(name) for name in ("label_score", "confidence", "margin")]
-    assert told == {
+    exported = bench.sidecar("00041")[1]
+    shares = exported.pop("top_shares")
+    scores = [exported.pop(name) for name in ("label_score", "confidence", "margin")]
+    assert exported == {
         "row": 1,
         "sample_id": "000001",
         "shard": str(bench.folder / "00041.tar"),
@@ -56,24 +56,24 @@ def test_a_sample_is_told_in_cleanlabs_words_with_all_that_is_known(bench: Expor
     }
     np.testing.assert_allclose(scores, [0.1, 0.8, 0.7], atol=1e-6)
     np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=1e-6)
-    assert [told["is_label_issue"] for told in bench.table()] == [row in (1, 7) for row in range(12)]
+    assert [exported["is_label_issue"] for exported in bench.table()] == [row in (1, 7) for row in range(12)]
 
 
 def test_only_sidecars_of_shards_whose_labels_changed_are_written_again(bench: ExportBench) -> None:
-    assert bench.export().num_sidecars_written == 2
+    assert bench.export().num_written("sidecars") == 2
     before = bench.write_times("sidecars")
     again = bench.export()
-    assert (again.num_sidecars_written, again.num_table_written, again.swept) == (0, 0, ())
+    assert (again.num_written("sidecars"), again.num_written("table"), again.removed) == (0, 0, ())
     bench.publish({1: 2, 7: 1})
     third = bench.export()
-    assert third.num_sidecars_written == 1
+    assert third.num_written("sidecars") == 1
     after = bench.write_times("sidecars")
     assert after["00041.labels.parquet"] == before["00041.labels.parquet"]
     assert after["00042.labels.parquet"] > before["00042.labels.parquet"]
-    assert len(after) == 2  # what is outdated is gone
+    assert len(after) == 2  # outdated files are removed
 
 
-def test_excluded_ids_appear_in_no_file_not_even_an_older_one(bench: ExportBench) -> None:
+def test_excluded_ids_are_in_no_file_not_even_an_older_one(bench: ExportBench) -> None:
     bench.shard("00043.tar", [*sample(7), *sample(20)])  # an alias of 000007
     bench.index()
     bench.export("export.corrected_shards=true")
@@ -88,23 +88,23 @@ def test_excluded_ids_appear_in_no_file_not_even_an_older_one(bench: ExportBench
     assert len(bench.sidecar("00043")) == 1
 
 
-def test_a_duplicate_stands_in_its_own_shards_sidecar_with_its_own_given_label(bench: ExportBench) -> None:
+def test_a_duplicate_is_in_the_sidecar_of_its_own_shard_with_its_own_given_label(bench: ExportBench) -> None:
     bench.shard("00043.tar", sample(1, label=0))
     bench.index()
     bench.export()
-    (told,) = bench.sidecar("00043")
-    assert (told["row"], told["status"], told["given_label"], told["predicted_label"]) == (
+    (exported,) = bench.sidecar("00043")
+    assert (exported["row"], exported["status"], exported["given_label"], exported["predicted_label"]) == (
         1,
         "duplicate",
         0,
         2,
     )
-    assert told["label_score"] == pytest.approx(0.1)
-    assert told["is_label_issue"]
+    assert exported["label_score"] == pytest.approx(0.1)
+    assert exported["is_label_issue"]
     assert len(bench.table()) == 12
 
 
-def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> None:
+def test_the_model_predicts_unlabelled_samples(bench: ExportBench) -> None:
     bench.shard(
         "00043.tar", [("x.png", image(77)), ("y.png", b"no image"), ("z.png", image(9)), ("z.cls", b"9")]
     )
@@ -117,36 +117,36 @@ def test_unlabelled_samples_get_the_models_prediction(bench: ExportBench) -> Non
     with fsspec.open(f"{bench.storage}/models/t.pt", "wb") as file:
         torch.save(model.state_dict(), file)
     summary = bench.export(predict=True)
-    told = {each["key"]: each for each in bench.sidecar("00043")}
+    exported = {each["key"]: each for each in bench.sidecar("00043")}
     assert summary.predicted_by == {"labels": 12, "model": 2, "none": 1}
-    assert told["y"]["predicted_label"] is None
-    assert told["x"]["given_label"] is None
-    assert told["x"]["label_score"] is None
-    assert (told["x"]["predicted_by"], told["x"]["is_label_issue"]) == ("model", False)
+    assert exported["y"]["predicted_label"] is None
+    assert exported["x"]["given_label"] is None
+    assert exported["x"]["label_score"] is None
+    assert (exported["x"]["predicted_by"], exported["x"]["is_label_issue"]) == ("model", False)
     config = load_config(bench.folder / "config.yaml", ["images.crop=4"])
     pixels = torch.tensor([77, 0, 7]) / 255
     colour = (pixels - torch.tensor(config.images.mean)) / torch.tensor(config.images.std)
     shares = model(colour[:, None, None].expand(1, 3, 4, 4)).softmax(-1)[0].detach()
-    assert told["x"]["predicted_label"] == int(shares.argmax())
-    assert told["x"]["confidence"] == pytest.approx(float(shares.max()), abs=1e-5)
+    assert exported["x"]["predicted_label"] == int(shares.argmax())
+    assert exported["x"]["confidence"] == pytest.approx(float(shares.max()), abs=1e-5)
 
 
-def test_without_a_model_it_says_so_before_it_writes(bench: ExportBench) -> None:
+def test_a_missing_model_is_reported_before_anything_is_written(bench: ExportBench) -> None:
     with pytest.raises(PencilError, match=r"no model .*/models/t.pt .*; set export.predict=false"):
         bench.export(predict=True)
     assert not bench.out.exists()
 
 
-def test_labels_nobody_visited_and_rows_newer_than_the_labels_are_told_as_given(bench: ExportBench) -> None:
+def test_untrained_rows_and_rows_newer_than_the_labels_are_exported_as_given(bench: ExportBench) -> None:
     bench.publish({1: 2}, visited=[0, 1, 2])
     bench.shard("00043.tar", samples([12]))
     bench.index()
     bench.export()
-    told = bench.table()
-    assert [each["predicted_by"] for each in told] == ["labels"] * 3 + ["given"] * 10
-    assert told[5]["predicted_label"] == told[5]["given_label"] == 2
-    assert told[5]["confidence"] is None
-    assert not any(each["is_label_issue"] for each in told[3:])
+    exported = bench.table()
+    assert [each["predicted_by"] for each in exported] == ["labels"] * 3 + ["given"] * 10
+    assert exported[5]["predicted_label"] == exported[5]["given_label"] == 2
+    assert exported[5]["confidence"] is None
+    assert not any(each["is_label_issue"] for each in exported[3:])
 
 
 def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBench) -> None:
@@ -164,7 +164,7 @@ def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBenc
     assert [each["last_change_epoch"] for each in bench.table()] == [None, 5] + [None] * 10
 
 
-def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_history_has(
+def test_an_untrained_sample_never_changed_whatever_class_its_history_has(
     tmp_path: Path,
 ) -> None:
     import fsspec
@@ -186,7 +186,7 @@ def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_histor
     ]
 
 
-def test_the_manifest_names_every_file_that_is_there(bench: ExportBench) -> None:
+def test_the_manifest_lists_every_file_of_the_export(bench: ExportBench) -> None:
     summary = bench.export("export.corrected_shards=true")
     manifest = read_manifest(str(bench.out))
     assert manifest == summary.manifest
@@ -196,7 +196,7 @@ def test_the_manifest_names_every_file_that_is_there(bench: ExportBench) -> None
 
 
 @pytest.mark.ray
-def test_on_a_cluster_the_files_are_those_made_here(tmp_path: Path, ray_session: None) -> None:
+def test_a_cluster_writes_the_same_files_as_one_process(tmp_path: Path, ray_session: None) -> None:
     bench = ExportBench(tmp_path)
     for number in range(20):
         bench.shard(f"{number:05d}.tar", samples(range(3 * number, 3 * number + 3)))
@@ -210,13 +210,13 @@ def test_on_a_cluster_the_files_are_those_made_here(tmp_path: Path, ray_session:
 
 
 def _files(bench: ExportBench) -> dict[str, bytes]:
-    """Every file of an export, named by its content alone."""
+    """Every file of an export, under a name that depends only on its content."""
     manifest = bench.export("export.corrected_shards=true").manifest
     return {same_content(file): (bench.out / file).read_bytes() for file in manifest.files()}
 
 
 def _holding(folder: Path, text: bytes) -> list[Path]:
-    """Files that tell this text, Parquet looked into."""
+    """Files that contain this text; Parquet is decoded."""
     found = []
     for path in folder.rglob("*"):
         if path.is_file():
@@ -229,14 +229,14 @@ def _holding(folder: Path, text: bytes) -> list[Path]:
     return found
 
 
-def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: Path) -> None:
+def test_an_export_never_removes_a_file_that_no_export_wrote(tmp_path: Path) -> None:
     """`export.folder` may be the folder that holds the training data's own `shards/`."""
     bench = two_shards(tmp_path)
     bench.out.mkdir()
     (bench.out / "shards").mkdir()
     original = bench.out / "shards" / "train-000000.tar"
     original.write_bytes(b"the only copy")
-    with pytest.raises(ExportError, match=r"has a folder 'shards' but no manifest.json of an export"):
+    with pytest.raises(PencilError, match=r"has a folder 'shards' but no manifest.json of an export"):
         bench.export("export.corrected_shards=true")
     assert original.read_bytes() == b"the only copy"
     original.unlink()
@@ -250,12 +250,12 @@ def test_an_export_never_removes_a_file_that_no_manifest_of_it_names(tmp_path: P
     for path in theirs:
         path.write_bytes(b"put here later")
     bench.publish({2: 0})
-    assert bench.export().swept  # what the first export wrote, and the second did not
+    assert bench.export().removed  # what the first export wrote, and the second did not
     assert all(path.read_bytes() == b"put here later" for path in theirs)
     assert [path.name for path in bench.out.rglob("*.tar")] == ["mine.tar"]
 
 
-def test_what_a_killed_export_wrote_is_removed_by_the_next(
+def test_the_next_export_removes_what_a_killed_one_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = two_shards(tmp_path)
@@ -263,8 +263,8 @@ def test_what_a_killed_export_wrote_is_removed_by_the_next(
         patch.setattr(Lease, "put", _die)
         with pytest.raises(KeyboardInterrupt):
             bench.export("export.corrected_shards=true")
-    left = {path for path in bench.out.rglob("*") if path.is_file()}
-    assert len(left) > 4
+    written = {path for path in bench.out.rglob("*") if path.is_file()}
+    assert len(written) > 4
     manifest = bench.export().manifest
     files = {str(path.relative_to(bench.out)) for path in bench.out.rglob("[!.]*") if path.is_file()}
     assert files == manifest.files() | {"manifest.json"}
@@ -279,15 +279,15 @@ def test_labels_follow_their_class_names_when_the_list_is_reordered(bench: Expor
     (bench.folder / "classes.txt").write_text("cat\nant\nbee\n")
     bench.index(label="json:name")
     bench.export()
-    told = {entry["row"]: (entry["given_class"], entry["predicted_class"]) for entry in bench.table()}
-    assert {row: classes for row, classes in told.items() if classes[0] != classes[1]} == {
+    exported = {entry["row"]: (entry["given_class"], entry["predicted_class"]) for entry in bench.table()}
+    assert {row: classes for row, classes in exported.items() if classes[0] != classes[1]} == {
         1: ("bee", "cat"),
         7: ("bee", "ant"),
     }
     assert bench.export().manifest.class_names == ("cat", "ant", "bee")
 
 
-def test_labels_of_an_older_class_list_are_exported_over_the_catalogue_they_were_learned_on(
+def test_labels_of_an_older_class_list_are_exported_with_a_catalogue_of_that_list(
     bench: ExportBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (bench.folder / "classes.txt").write_text("ant\nbee\ncow\n")
@@ -303,13 +303,13 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     catalogue = Catalogue.open(bench.storage)
     start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
-    bench.shard("a.tar", samples(range(6, 12)))  # comes first now
+    bench.shard("a.tar", samples(range(6, 12)))  # now comes first
     bench.index()
     with pytest.raises(PencilError, match="row 0 is a different sample from the one these labels"):
         bench.export()
 
 
-def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
+def test_a_paused_export_publishes_nothing_if_another_one_took_over(
     bench: ExportBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = export_labels._manifest
@@ -331,9 +331,9 @@ def test_an_export_that_was_overtaken_while_it_was_paused_publishes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_label_parts")
-def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_places(tmp_path: Path) -> None:
+def test_labels_are_refused_if_any_rows_of_a_rebuilt_catalogue_were_swapped(tmp_path: Path) -> None:
     bench = ExportBench(tmp_path)
-    for number in range(4):  # a part of labels each
+    for number in range(4):  # one label part each
         bench.shard(f"{number}.tar", samples(range(1024 * number, 1024 * number + 1024)))
     bench.index()
     catalogue = Catalogue.open(bench.storage)
@@ -351,7 +351,7 @@ def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_plac
         bench.export()
 
 
-def test_a_void_pin_does_not_bring_an_older_one_back(bench: ExportBench) -> None:
+def test_a_void_pin_does_not_revive_an_older_one(bench: ExportBench) -> None:
     catalogue = Catalogue.open(bench.storage)
     add_pins(bench.storage, pins_of({1: "cat"}))
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
@@ -360,5 +360,5 @@ def test_a_void_pin_does_not_bring_an_older_one_back(bench: ExportBench) -> None
     )
     add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
     bench.export()
-    told = bench.table()[1]
-    assert (told["given_class"], told["predicted_class"], told["pinned"]) == ("bee", "bee", False)
+    exported = bench.table()[1]
+    assert (exported["given_class"], exported["predicted_class"], exported["pinned"]) == ("bee", "bee", False)

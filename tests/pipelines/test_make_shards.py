@@ -3,18 +3,15 @@
 import json
 import tarfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_sources import class_folders, image, job_of, parquet, refusal, written_here
+from shard_sources import class_folders, image, job_of, parquet, refusal, source_of, written_here
 
 from pencil_scale.method.noise import symmetric_noise
-from pencil_scale.storage.errors import PencilError
-from pipelines import make_shards
 from pipelines.shard_making.options import jobs_of, parse_arguments
 
 
@@ -57,7 +54,7 @@ def keys_of(*arguments: object) -> list[str]:
     return list(written_here(job_of(*arguments)))
 
 
-def test_keys_of_another_prefix_carry_it_unless_a_column_names_the_samples(tmp_path: Path) -> None:
+def test_keys_start_with_a_prefix_other_than_the_default_unless_a_column_gives_them(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", range(2), name=["a", "b"])
     assert keys_of("table", table, tmp_path / "1") == ["000000000", "000000001"]
     assert keys_of("table", table, tmp_path / "2", "--prefix", "train") == ["000000000", "000000001"]
@@ -69,32 +66,19 @@ def test_keys_of_another_prefix_carry_it_unless_a_column_names_the_samples(tmp_p
     assert keys_of("folder", tree, tmp_path / "6", *test) == [f"test-{key}" for key in plain]
 
 
-def test_shards_made_before_keys_carried_the_prefix_are_not_mixed_with_those_that_do(tmp_path: Path) -> None:
-    table = parquet(tmp_path / "t.parquet", range(2))
-    job = job_of("table", table, tmp_path / "out", "--prefix", "test")
-    before = {name: value for name, value in job.arguments.items() if name != "key_prefix"}
-    labels = job.source.labels()
-    make_shards.claim(replace(job, arguments=before), labels)
-    with pytest.raises(PencilError, match="keys that do not start with the prefix, now test-; repeat"):
-        make_shards.claim(job, labels)
-
-
 def test_class_names_are_found_in_a_parquet_schema(tmp_path: Path) -> None:
     features = {"info": {"features": {"label": {"names": ["a", "b", "c"]}}}}
-    for place, metadata in enumerate(
+    for number, metadata in enumerate(
         ({"class_names": '["a", "b", "c"]'}, {"huggingface": json.dumps(features)})
     ):
         table = pa.table({"image": [image(0)], "label": [1]}).replace_schema_metadata(metadata)
-        pq.write_table(table, tmp_path / f"{place}.parquet")
-        assert job_of("table", tmp_path / f"{place}.parquet", tmp_path).source.labels().classes == (
-            "a",
-            "b",
-            "c",
-        )
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+        found = source_of(job_of("table", tmp_path / f"{number}.parquet", tmp_path))
+        assert found.classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize("as_csv", [True, False])
-def test_a_table_of_paths_reads_the_files_beside_it(tmp_path: Path, as_csv: bool) -> None:
+def test_the_paths_in_a_table_start_in_its_folder(tmp_path: Path, as_csv: bool) -> None:
     class_folders(tmp_path)
     paths = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("*/*.png"))]
     columns = {
@@ -128,13 +112,13 @@ def test_a_table_of_paths_reads_the_files_beside_it(tmp_path: Path, as_csv: bool
 
 def test_numbers_written_as_text_are_numbers_unless_they_are_names(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,label\na.png,2\nb.png,0\n")
-    numbers = job_of("table", tmp_path / "t.csv", tmp_path).source.labels()
+    numbers = source_of(job_of("table", tmp_path / "t.csv", tmp_path))
     assert (numbers.classes, numbers.given_class.tolist()) == (("0", "1", "2"), [2, 0])
-    names = job_of("table", tmp_path / "t.csv", tmp_path, "--label-names", "2,0").source.labels()
+    names = source_of(job_of("table", tmp_path / "t.csv", tmp_path, "--label-names", "2,0"))
     assert (names.classes, names.given_class.tolist()) == (("2", "0"), [0, 1])
 
 
-def test_added_noise_keeps_the_truth_and_is_the_papers(tmp_path: Path) -> None:
+def test_added_noise_is_that_of_the_paper_and_keeps_the_true_classes(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", range(300))
     samples = written_here(job_of("table", table, tmp_path / "out", "--noise", "symmetric:0.6", "--seed", 7))
     true = np.array([json.loads(sample["json"])["true_class"] for sample in samples.values()])
@@ -143,7 +127,7 @@ def test_added_noise_keeps_the_truth_and_is_the_papers(tmp_path: Path) -> None:
     assert made.tolist() == symmetric_noise(true, 0.6, 3, seed=7).noisy_class.tolist()
 
 
-def test_asymmetric_noise_sends_a_class_to_the_next(tmp_path: Path) -> None:
+def test_asymmetric_noise_turns_a_class_into_the_next(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", range(90))
     samples = written_here(
         job_of("table", table, tmp_path / "out", "--noise", "asymmetric:0.5", "--flips", "next")
@@ -152,7 +136,7 @@ def test_asymmetric_noise_sends_a_class_to_the_next(tmp_path: Path) -> None:
     assert set(steps) == {0, 1}
 
 
-def test_given_labels_replace_the_tables_own_which_become_the_truth(tmp_path: Path) -> None:
+def test_given_labels_replace_those_of_the_table_which_become_the_true_classes(tmp_path: Path) -> None:
     table = parquet(tmp_path / "t.parquet", range(6))
     np.savez(tmp_path / "n.npz", people=np.array([2, 1, 2, 0, 0, 0], np.uint8))
     spec = f"{tmp_path / 'n.npz'}#people"
@@ -192,17 +176,9 @@ def test_clothing1m_gives_each_split_its_own_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_digits_split_into_two_sets_that_share_no_image() -> None:
+def test_the_two_sets_of_digits_share_no_image() -> None:
     train, test = jobs_of(parse_arguments(["digits", "nowhere", "--noise", "symmetric:0.4"]))
-    keys = [
-        {
-            sample.key
-            for _ in [job.source.labels()]
-            for piece in job.source.pieces(500)
-            for sample in piece.samples()
-        }
-        for job in (train, test)
-    ]
+    keys = [{sample.key for piece in source_of(job).pieces for sample in piece()} for job in (train, test)]
     assert [len(each) for each in keys] == [1437, 360]
     assert not keys[0] & keys[1]
     assert test.noise is None
@@ -211,7 +187,7 @@ def test_digits_split_into_two_sets_that_share_no_image() -> None:
 REFUSALS = [
     (("table", "{}/t.parquet", "--label-column", "lable"), "no column 'lable'; found image, label"),
     (("table", "{}/t.parquet", "--label-names", "a,b"), "row 2 has the unknown class 2"),
-    (("table", "{}/twice.csv", "--key-column", "id"), "duplicate key 'x' in column id, found 2 times"),
+    (("table", "{}/twice.csv", "--key-column", "id"), "twice.csv, row 0 and"),
     (("table", "{}/names.csv", "--label-names", "cat,dog"), "unknown class 'owl'"),
     (("table", "{}/hole.csv"), "row 1 has no label"),
     (("table", "{}/empty.csv"), "not a readable CSV"),
@@ -232,7 +208,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSALS)
-def test_a_source_that_cannot_be_used_ends_with_one_line(
+def test_a_source_that_cannot_be_used_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     parquet(tmp_path / "t.parquet", range(9))
@@ -260,7 +236,9 @@ def test_a_source_that_cannot_be_used_ends_with_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pattern_that_the_shell_took_apart_is_told_to_be_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_that_the_shell_expanded_gets_advice_to_quote_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
         job_of("table", "train-0.parquet", "train-1.parquet", "out")
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""Pins: what people decided is found again by id, wins over everything, and starts every run."""
+"""Pins: decisions are found by sample id, overrule learned labels, and every run starts from them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ def bench(tmp_path: Path) -> PinBench:
     return found
 
 
-def test_json_csv_and_parquet_say_the_same(bench: PinBench, tmp_path: Path) -> None:
+def test_json_csv_and_parquet_give_the_same_pins(bench: PinBench, tmp_path: Path) -> None:
     entries = [{"sample_id": "000004", "class": "cat"}, {"sample_id": "000001", "class": 0, "by": "bob"}]
     bench.pin("d.json", json.dumps({"decisions": entries}))
     wanted = [(1, "ant", "bob"), (4, "cat", "ada")]
@@ -51,7 +51,7 @@ def test_json_csv_and_parquet_say_the_same(bench: PinBench, tmp_path: Path) -> N
     assert bench.pins() == wanted
 
 
-def test_the_newest_word_wins_and_entries_without_a_class_are_counted(bench: PinBench) -> None:
+def test_the_newest_decision_wins_and_entries_without_a_class_are_counted(bench: PinBench) -> None:
     assert bench.pin("a.csv", "sample_id,class\n000001,ant\n000002,bee\n").num_new == 2
     again = bench.pin("b.csv", "sample_id,class\n000001,cat\n000003,\n")
     assert (again.num_new, again.num_changed, again.num_undecided, again.num_pins) == (0, 1, 1, 2)
@@ -70,21 +70,19 @@ def test_the_newest_word_wins_and_entries_without_a_class_are_counted(bench: Pin
         ("key,class\n000001,ant\n", "entry 1 has no text under sample_id"),
     ],
 )
-def test_a_file_that_cannot_be_taken_whole_pins_nothing(bench: PinBench, content: str, said: str) -> None:
+def test_a_file_with_one_bad_entry_pins_nothing(bench: PinBench, content: str, said: str) -> None:
     with pytest.raises(PencilError, match=said):
         bench.pin("d.csv", content)
     assert bench.pins() == []
 
 
-def test_a_file_that_is_no_json_is_an_error_of_one_line(
-    bench: PinBench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_json_ends_with_one_line(bench: PinBench, capsys: pytest.CaptureFixture[str]) -> None:
     (bench.folder / "d.json").write_text("[{")
     assert main([str(bench.folder / "config.yaml"), f"pin.file={bench.folder}/d.json"]) == 2
     assert "damaged JSON" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_file_that_is_not_there_is_not_called_a_shard(bench: PinBench) -> None:
+def test_a_missing_file_of_decisions_is_named(bench: PinBench) -> None:
     with pytest.raises(PencilError, match=r"gone\.json: no such file"):
         run(load_config(bench.folder / "config.yaml", [f"pin.file={bench.folder}/gone.json"]))
 
@@ -101,22 +99,27 @@ def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> N
     assert table.read([1]).tolist() == [[0.0, 0.0, 10.0]]
 
 
-def test_an_export_marks_pins_also_those_newer_than_its_labels(bench: PinBench) -> None:
+def test_an_export_marks_all_pins_even_those_newer_than_its_labels(bench: PinBench) -> None:
     labels = start_labels(Catalogue.open(bench.storage), bench.storage, 10.0, str(bench.folder))
     labels.save(published_url(bench.storage, "t"))
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
     keys = ["export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.folder / "config.yaml", keys))
     (path,) = (bench.folder / "out").glob("table/*")
-    told = pq.read_table(path).to_pylist()[1]
-    assert (told["pinned"], told["predicted_by"], told["given_label"], told["predicted_label"]) == (
+    exported = pq.read_table(path).to_pylist()[1]
+    assert (
+        exported["pinned"],
+        exported["predicted_by"],
+        exported["given_label"],
+        exported["predicted_label"],
+    ) == (
         True,
         "person",
         1,
         2,
     )
-    assert told["is_label_issue"]
-    assert told["label_score"] < 0.01
+    assert exported["is_label_issue"]
+    assert exported["label_score"] < 0.01
 
 
 def test_no_decision_is_lost_when_many_people_pin_at_once(tmp_path: Path) -> None:
@@ -141,11 +144,11 @@ def test_pins_name_their_class_so_a_reordered_list_changes_nothing(bench: PinBen
 def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench: PinBench) -> None:
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
-    bench.shard("0.tar", samples(range(6, 12)))  # comes first now
+    bench.shard("0.tar", samples(range(6, 12)))  # now comes first
     catalogue = bench.index().catalogue
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
     with pytest.raises(PencilError, match="row 1 is a different sample now"):
         start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
     with pytest.raises(PencilError, match="row 1 is a different sample now"):
-        bench.pin("e.csv", "sample_id,class\n000007,ant\n")  # has row 1 now
+        bench.pin("e.csv", "sample_id,class\n000007,ant\n")  # is now in row 1
     assert [pin["sample_id"] for pin in read_pins(bench.storage).table.to_pylist()] == ["000001"]

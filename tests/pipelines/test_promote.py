@@ -1,4 +1,4 @@
-"""promote: CURRENT goes where a person says, to any night that is kept; and held labels are released."""
+"""promote: CURRENT moves to any kept night, and held labels are released."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from pipelines.promote import main
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Nights:
-    """Six samples in a catalogue on this disk."""
+    """Six samples in a catalogue on the local disk."""
     found = Nights(tmp_path)
     found.storage = str(tmp_path / "lake")
     found.shard("a.tar", samples(range(6)))
@@ -78,17 +78,17 @@ def test_a_held_night_is_released_and_a_bad_one_rolled_back(
     assert "the class balance jumped" in capsys.readouterr().out
     assert promote(nights, "night-0001") == 0
     assert current(nights) == "night-0001"
-    assert promote(nights, "night-0001") == 0  # again, after a kill
+    assert promote(nights, "night-0001") == 0  # a repetition changes nothing
 
 
 @pytest.mark.slow
-def test_an_unknown_night_is_refused_with_the_names_of_those_kept(
+def test_an_error_about_an_unknown_night_lists_the_kept_ones(
     nights: NightFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert promote(nights, "night-0009") == 2
-    told = capsys.readouterr().err
-    assert "night-0009: no held run and no finished night" in told
-    assert "held runs: none; nights: night-0001, night-0002, night-0003" in told
+    error = capsys.readouterr().err
+    assert "night-0009: no held run and no finished night" in error
+    assert "held runs: none; nights: night-0001, night-0002, night-0003" in error
     assert current(nights) == "night-0002"
 
 
@@ -121,8 +121,8 @@ def test_an_export_and_a_page_that_were_removed_are_made_again_before_current_mo
     assert promote(nights, "night-0001") == 0
     back = nights.current()
     assert back is not None
-    told = pq.read_table(f"{back.export}/table")["sample_id"].to_pylist()
-    assert told == ["000000", "000001", "000002", "000004", "000005"]
+    ids = pq.read_table(f"{back.export}/table")["sample_id"].to_pylist()
+    assert ids == ["000000", "000001", "000002", "000004", "000005"]
     assert "000003" not in Path(str(back.report)).read_text()
 
 
@@ -158,7 +158,7 @@ def held(nights: NightFiles, tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
+def test_releasing_a_held_run_can_be_resumed_after_a_kill_at_any_step(
     nights: NightFiles, held: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [(Lease, "put"), (Folder, "delete"), (summary, "write_facts"), (promoting, "write_record")]
@@ -176,7 +176,7 @@ def test_the_release_of_a_held_run_completes_whichever_step_it_is_killed_in(
     assert record is not None
     assert record.status == "finished"
     assert json.loads((Path(held) / "runs" / "tiny" / "summary.json").read_text())["status"] == "finished"
-    assert current(nights) == "night-0002"  # the nights go their own way
+    assert current(nights) == "night-0002"  # nights are not affected
 
 
 @pytest.mark.slow
@@ -187,13 +187,13 @@ def test_a_name_that_is_both_a_night_and_a_held_run_is_refused(
         held, RunRecord("night-0003", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",))
     )
     assert promote(nights, "night-0003") == 2
-    told = capsys.readouterr().err
-    assert "night-0003: both a night and a held run" in told
-    assert "held runs: tiny; nights: night-0001" in told
+    error = capsys.readouterr().err
+    assert "night-0003: both a night and a held run" in error
+    assert "held runs: tiny; nights: night-0001" in error
 
 
 @pytest.mark.slow
-def test_a_finished_run_that_was_never_held_is_nothing_to_promote(
+def test_a_finished_run_that_was_never_held_cannot_be_promoted(
     nights: NightFiles, held: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_record(held, RunRecord("good", "a1b2", {}, 1, (), {}, "", status="finished"))
@@ -205,7 +205,7 @@ def _killed(*_: object, **__: object) -> None:
     raise Killed
 
 
-def test_a_name_is_asked_for(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_name_is_required(nights: NightFiles, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         promote(nights)
     assert "NAME" in capsys.readouterr().err

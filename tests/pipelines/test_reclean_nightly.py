@@ -1,4 +1,4 @@
-"""A week of nights: the crawl grows, is damaged, poisoned, rolled back, killed; and what CURRENT says."""
+"""A week of nights: the crawl grows, is damaged, poisoned, rolled back and killed; CURRENT is checked."""
 
 import sys
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 @dataclass
 class Week:
-    """Some nights in a row, and what was seen after each step."""
+    """Consecutive nights, and what was observed after each step."""
 
     crawl: Crawl
     codes: dict[str, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def week(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Week:
 
 
 def killed_in_training(week: Week) -> None:
-    """The command as cron would start it, killed when it has trained an epoch."""
+    """Start the command as cron does, and kill it after one epoch."""
     words = [sys.executable, "-m", "pipelines.reclean_nightly", str(week.crawl.config)]
     with started_command(words, week.crawl.folder / "killed.log") as command:
         command.wait_for("pencil    epoch 1/2")
@@ -129,10 +129,10 @@ def test_the_first_night_trains_all_samples_and_is_current(week: Week) -> None:
     assert night.figures["clean_accuracy"] > 0.5
 
 
-def test_a_night_without_anything_new_makes_nothing(week: Week) -> None:
+def test_if_nothing_is_new_no_night_is_made(week: Week) -> None:
     assert week.codes["nothing new"] == 0
     assert week.current["nothing new"] == "night-0001"
-    assert week.nights["night-0002"].catalogue_version == 2  # the number two came with the next shard
+    assert week.nights["night-0002"].catalogue_version == 2  # night 2 was made for the next shard
 
 
 def test_a_damaged_shard_ends_the_night_and_changes_nothing(week: Week) -> None:
@@ -150,7 +150,7 @@ def test_a_night_trains_on_what_is_new_and_on_as_many_old_rows(week: Week) -> No
     )
 
 
-def test_every_label_that_was_not_trained_on_is_that_of_the_night_before_bit_for_bit(week: Week) -> None:
+def test_labels_that_were_not_trained_on_are_bit_for_bit_those_of_the_parent(week: Week) -> None:
     for name, parent in (("night-0002", "night-0001"), ("night-0004", "night-0003")):
         before, after = week.tables[parent], week.tables[name]
         rest = np.setdiff1d(np.arange(before.layout.num_rows), week.rows(name))
@@ -168,7 +168,7 @@ def test_a_poisoned_night_is_held_with_its_reason_and_current_stays(week: Week) 
     assert "no usable label" in night.reasons[0]
 
 
-def test_the_same_poison_is_not_trained_on_again_but_the_alarm_stays_on(week: Week) -> None:
+def test_a_held_night_is_not_trained_again_but_the_exit_code_stays_3(week: Week) -> None:
     assert (week.codes["still poisoned"], week.current["still poisoned"]) == (3, "night-0002")
 
 
@@ -187,7 +187,7 @@ def test_a_night_that_was_killed_resumes_under_its_name(week: Week) -> None:
     assert run_facts(week.crawl.nights.storage, "night-0004")["coverage"] == [1.0, 1.0]
 
 
-def test_after_a_rollback_the_next_night_starts_there_with_all_that_came_since(week: Week) -> None:
+def test_after_a_rollback_the_next_night_starts_there_with_everything_added_since(week: Week) -> None:
     assert (week.current["rolled back"], week.alias["rolled back"]) == ("night-0002", "night-0002")
     assert (week.codes["after the rollback"], week.current["after the rollback"]) == (0, "night-0005")
     night = week.nights["night-0005"]
@@ -208,7 +208,7 @@ def test_mlflow_shows_for_every_night_how_it_ended(week: Week) -> None:
     assert week.alias["after the rollback"] == "night-0005"
 
 
-def test_what_current_names_is_there_and_old_nights_are_gone(week: Week) -> None:
+def test_everything_a_kept_night_names_exists_and_old_nights_are_gone(week: Week) -> None:
     kept = ["night-0002", "night-0003", "night-0004", "night-0005"]
     assert [night.name for night in week.crawl.nights.nights()] == kept
     lake = week.crawl.folder / "lake"
@@ -225,31 +225,31 @@ def test_the_page_of_a_night_shows_what_changed_since_its_parent(week: Week) -> 
     assert "night-0002" in Path(str(week.nights["night-0005"].report)).read_text()
 
 
-def test_an_export_names_the_epoch_of_a_change_only_if_it_was_in_that_night(week: Week) -> None:
+def test_an_export_gives_the_epoch_of_a_change_only_for_its_own_night(week: Week) -> None:
     table = exported(week.nights["night-0004"], "row", "last_change_epoch", "is_label_issue")
     changed = {row for row, epoch in zip(table["row"], table["last_change_epoch"], strict=True) if epoch == 0}
     issues = {row for row, issue in zip(table["row"], table["is_label_issue"], strict=True) if issue}
     trained = set(week.rows("night-0004").tolist())
     assert changed
     assert changed <= trained
-    assert issues - trained  # repaired in a night before, and left alone in this one
+    assert issues - trained  # repaired in an earlier night and unchanged in this one
 
 
 def exported(night: Night, *columns: str) -> dict[str, list[Any]]:
     return ds.dataset(f"{night.export}/table").to_table(list(columns)).to_pydict()
 
 
-def test_two_jobs_at_once_are_one_too_many(week: Week) -> None:
+def test_a_second_job_on_the_same_nights_is_refused(week: Week) -> None:
     with week.crawl.nights.leased(), pytest.raises(LeaseHeldError, match="are being changed by another"):
         reclean_nightly.run(week.crawl.settings())
 
 
-def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_in(
+def test_a_takedown_makes_a_night_without_training_even_if_killed_at_any_step(
     week: Week, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n")
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
-    steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs, "report_night")]
+    steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs.review_report, "run")]
     steps += [(NightFiles, "save"), (NightFiles, "move_current"), (NightFiles, "save")]
     for holder, name in steps:  # it is saved first when it is made, and then when it is closed
         with monkeypatch.context() as patch:
@@ -258,18 +258,18 @@ def test_a_takedown_makes_a_night_without_training_whichever_step_it_is_killed_i
                 reclean_nightly.run(week.crawl.settings(*overrides))
     unclosed = week.crawl.nights.unclosed()
     assert unclosed is not None
-    assert (unclosed.status, week.crawl.current) == ("passed", "night-0006")  # all but its last step is done
+    assert (unclosed.status, week.crawl.current) == ("passed", "night-0006")  # only its last step is missing
     summary = reclean_nightly.run(week.crawl.settings(*overrides))
     assert (summary.status, summary.current) == ("current", "night-0006")
     assert (summary.night.trained_by, summary.night.parent) == ("night-0005", "night-0005")
     ids = exported(summary.night, "sample_id")["sample_id"]
     assert "000100" not in ids
     assert "000101" in ids
-    left = [night.name for night in week.crawl.nights.nights() if Path(str(night.export)).exists()]
-    assert left == ["night-0006"]  # the others still had it
+    exported_nights = [night.name for night in week.crawl.nights.nights() if Path(str(night.export)).exists()]
+    assert exported_nights == ["night-0006"]  # the others still showed it
 
 
-def test_a_takedown_does_not_wait_for_a_night_that_is_used(
+def test_a_takedown_takes_effect_even_if_the_new_night_is_held(
     week: Week, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (week.crawl.folder / "gone.txt").write_text("000100\n000102\n")
@@ -286,7 +286,7 @@ def test_a_takedown_does_not_wait_for_a_night_that_is_used(
         assert "000102" not in Path(str(night.report)).read_text()
 
 
-def test_a_first_night_that_learned_nothing_is_held_by_the_gate_of_every_run(
+def test_a_first_night_that_learned_nothing_is_held_by_the_gate_for_runs(
     ray_session: None, tmp_path: Path
 ) -> None:
     crawl = Crawl(tmp_path)
@@ -326,9 +326,7 @@ def test_a_night_that_was_refused_does_not_block_the_next(
     assert tried == [("night-0001", 1), ("night-0001", 1), ("night-0002", 2)]
 
 
-def test_a_night_never_takes_a_name_under_which_something_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_night_never_takes_a_name_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crawl, tried = Crawl(tmp_path), []
 
     def refuse(config: Config, nights: NightFiles, night: Night) -> None:
@@ -337,14 +335,14 @@ def test_a_night_never_takes_a_name_under_which_something_is_stored(
 
     monkeypatch.setattr(reclean_nightly, "_make", refuse)
     crawl.add(0)
-    for left in ("models/night-0001.pt", "labels/published/night-0002.json"):
-        (tmp_path / "lake" / left).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "lake" / left).write_text("somebody's")
+    for name in ("models/night-0001.pt", "labels/published/night-0002.json"):
+        (tmp_path / "lake" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lake" / name).write_text("of another run")
     assert reclean_nightly.main([str(crawl.config)]) == 2
     assert tried == ["night-0003"]
 
 
-def test_a_storage_whose_current_is_gone_is_refused_instead_of_starting_from_nothing(
+def test_a_storage_whose_current_is_missing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crawl = Crawl(tmp_path)

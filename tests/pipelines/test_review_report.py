@@ -1,4 +1,4 @@
-"""The review page: it shows what was decided, the samples most worth a look, and nothing it must not."""
+"""The review page shows the label changes and the samples most worth a look, and nothing excluded."""
 
 import base64
 import json
@@ -55,17 +55,17 @@ def test_the_page_shows_every_change_with_its_classes_and_shares(bench: ReviewBe
     assert cells(shown["transitions"]) == {(0, 0): 4, (1, 1): 2, (2, 2): 4, (1, 2): 1, (1, 0): 1}
     listed = shown["samples"]
     assert sorted(listed["id"][:2]) == ["000001", "000007"]
-    place = listed["id"].index("000001")
-    assert numbers(listed["given_label"])[place] == 1
-    assert numbers(listed["predicted_label"])[place] == 2
-    assert numbers(listed["confidence"])[place] / 65535 == pytest.approx(0.8, abs=1e-4)
-    assert numbers(listed["label_score"])[place] / 65535 == pytest.approx(0.1, abs=1e-4)
-    assert numbers(listed["top_labels"])[3 * place : 3 * place + 3] == [2, 0, 1]
+    index = listed["id"].index("000001")
+    assert numbers(listed["given_label"])[index] == 1
+    assert numbers(listed["predicted_label"])[index] == 2
+    assert numbers(listed["confidence"])[index] / 65535 == pytest.approx(0.8, abs=1e-4)
+    assert numbers(listed["label_score"])[index] / 65535 == pytest.approx(0.1, abs=1e-4)
+    assert numbers(listed["top_labels"])[3 * index : 3 * index + 3] == [2, 0, 1]
     assert sum(map(sum, shown["scores"])) == 12
     assert all(picture.startswith("data:image/png;base64,") for picture in shown["thumbnails"])
 
 
-def test_every_change_is_drawn_for_the_audit_where_there_are_few_and_each_sample_stands_once(
+def test_the_audit_draws_every_change_if_there_are_few_and_each_sample_once(
     bench: ReviewBench,
 ) -> None:
     bench.report("report.audit=5")
@@ -75,19 +75,19 @@ def test_every_change_is_drawn_for_the_audit_where_there_are_few_and_each_sample
     assert sorted(audit["stratum"]) == [CHANGED] * 2 + [UNCHANGED] * 5
     assert len(set(ids)) == len(ids) == 7
     drawn = {
-        ids[place] for place, kind in zip(audit["order"], audit["stratum"], strict=True) if kind == CHANGED
+        ids[index] for index, kind in zip(audit["order"], audit["stratum"], strict=True) if kind == CHANGED
     }
     assert drawn == {"000001", "000007"}
 
 
-def test_labels_that_nobody_trained_on_are_told_apart_and_never_drawn(bench: ReviewBench) -> None:
+def test_untrained_labels_are_counted_separately_and_never_drawn(bench: ReviewBench) -> None:
     bench.publish({1: 2}, visited=[0, 1, 2])
     summary = bench.report()
     assert (summary.counts["labels"], summary.counts["untouched"], summary.num_drawn) == (3, 9, 3)
     assert "9 usable samples were not trained on" in bench.page.read_text()
 
 
-def test_what_people_pinned_is_counted_but_not_asked_again(bench: ReviewBench) -> None:
+def test_pinned_labels_are_counted_but_not_shown_for_review(bench: ReviewBench) -> None:
     from pipelines import pin_labels
 
     (bench.folder / "d.csv").write_text("sample_id,class\n000001,ant\n")
@@ -102,10 +102,10 @@ def test_a_label_is_followed_through_the_epochs(bench: ReviewBench) -> None:
     bench.keep_history({4: given, 6: [*given[:1], 0, *given[2:]], 9: [*given[:1], 2, *given[2:]]})
     bench.report()
     shown = bench.shown()
-    place = shown["samples"]["id"].index("000001")
+    index = shown["samples"]["id"].index("000001")
     assert shown["traces"]["epochs"] == [4, 6, 9]
-    assert numbers(shown["traces"]["classes"])[3 * place : 3 * place + 3] == [1, 0, 2]
-    assert numbers(shown["samples"]["last_change_epoch"])[place] == 9
+    assert numbers(shown["traces"]["classes"])[3 * index : 3 * index + 3] == [1, 0, 2]
+    assert numbers(shown["samples"]["last_change_epoch"])[index] == 9
     some = read_traces(find_published(bench.storage, "t"), np.array([1, 7]), most=2)
     assert (some.epochs, some.classes.tolist()) == ((4, 9), [[1, 2], [1, 1]])
 
@@ -119,24 +119,24 @@ def test_a_history_file_that_was_cut_short_is_named(bench: ReviewBench) -> None:
         bench.report()
 
 
-def test_the_page_tells_what_changed_since_the_night_before(bench: ReviewBench) -> None:
+def test_the_page_shows_what_changed_since_another_night(bench: ReviewBench) -> None:
     bench.publish({1: 2, 4: 0}, name="before")
     bench.shard("00043.tar", samples(range(12, 15)))
     bench.index()
     bench.publish({1: 2, 7: 0})
     summary = bench.report("report.since=before")
-    told = {name: summary.counts[name] for name in ("moved", "flagged", "cleared", "new")}
-    assert told == {"moved": 2, "flagged": 1, "cleared": 1, "new": 3}
+    counts = {name: summary.counts[name] for name in ("moved", "flagged", "cleared", "new")}
+    assert counts == {"moved": 2, "flagged": 1, "cleared": 1, "new": 3}
     shown = bench.shown()
     assert cells(shown["moves"]) == {(1, 0): 1, (0, 1): 1}
     assert shown["since"] == "before"
-    place = shown["samples"]["id"].index("000007")
-    assert numbers(shown["samples"]["before"])[place] == 1
+    index = shown["samples"]["id"].index("000007")
+    assert numbers(shown["samples"]["before"])[index] == 1
     with pytest.raises(PencilError, match="nobody"):
         bench.report("report.since=nobody")
 
 
-def test_the_curves_are_those_of_the_run_and_without_them_the_page_says_so(bench: ReviewBench) -> None:
+def test_the_page_has_the_curves_of_the_run_if_there_are_any(bench: ReviewBench) -> None:
     bench.report()
     assert bench.shown()["epochs"] == []
     figures = {"stage": "pencil", "corrected_share": 0.2, "label_entropy": 0.7, "label_accuracy_n": 12}
@@ -150,9 +150,7 @@ def test_the_curves_are_those_of_the_run_and_without_them_the_page_says_so(bench
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_label_parts")
-def test_scanning_in_stretches_and_adding_up_is_scanning_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scanning_in_stretches_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ReviewBench(tmp_path)
     bench.shard("00001.tar", samples(range(2500)))  # three parts of the label table
     bench.index()
@@ -170,7 +168,7 @@ def test_scanning_in_stretches_and_adding_up_is_scanning_all(
     assert whole["counts"]["moved"] > 50
     for name in ("counts", "transitions", "moves", "scores"):
         assert parts[name] == whole[name]
-    drawn = [{one["samples"]["id"][place] for place in one["audit"]["order"]} for one in (whole, parts)]
+    drawn = [{one["samples"]["id"][index] for index in one["audit"]["order"]} for one in (whole, parts)]
     assert drawn[0] == drawn[1]
     listed = [set(one["samples"]["id"][: one["num_listed"]]) for one in (whole, parts)]
     assert len(listed[0] & listed[1]) >= 95
@@ -179,7 +177,7 @@ def test_scanning_in_stretches_and_adding_up_is_scanning_all(
 # --- which samples -----------------------------------------------------------------------------------
 
 
-def test_every_transition_is_listed_and_larger_ones_by_the_root_of_their_size() -> None:
+def test_the_share_of_a_transition_grows_with_the_square_root_of_its_size() -> None:
     sizes = {(0, 1): 6400, (2, 3): 1600, (4, 5): 100}
     given, suggested = (np.repeat([pair[side] for pair in sizes], list(sizes.values())) for side in (0, 1))
     margin = np.random.default_rng(0).random(len(given)).astype(np.float32)
@@ -188,20 +186,20 @@ def test_every_transition_is_listed_and_larger_ones_by_the_root_of_their_size() 
     assert np.bincount(given[chosen])[[0, 2, 4]].tolist() == [80, 40, 10]  # as 80 : 40 : 10, their roots
 
 
-def test_within_a_transition_the_doubtful_and_the_sure_take_turns() -> None:
+def test_within_a_transition_doubtful_and_certain_labels_alternate() -> None:
     margin = np.array([0.3, 0.9, 0.1, 0.6, 0.2], np.float32)
     given, suggested = np.zeros(5, np.int64), np.ones(5, np.int64)
     chosen = pick(given, suggested, margin, np.full(5, 5), listed=4)
     assert margin[chosen].tolist() == pytest.approx([0.1, 0.9, 0.2, 0.6])
 
 
-def test_an_unchanged_label_is_worth_a_look_only_in_doubt() -> None:
+def test_an_unchanged_label_is_listed_only_if_it_is_in_doubt() -> None:
     given = np.array([0, 0, 1])
     margin = np.array([DOUBT - 0.1, DOUBT + 0.1, 0.99], np.float32)
     assert candidates(given, np.array([0, 0, 2]), margin).tolist() == [True, False, True]
 
 
-def test_picks_of_parts_picked_again_are_those_of_the_whole() -> None:
+def test_picking_again_from_the_picks_of_some_parts_is_like_picking_from_all() -> None:
     chance = np.random.default_rng(3)
     given, suggested = chance.integers(0, 4, 3000), 4 + chance.integers(0, 3, 3000)
     margin = chance.random(3000).astype(np.float32)
@@ -209,18 +207,18 @@ def test_picks_of_parts_picked_again_are_those_of_the_whole() -> None:
     size = np.bincount(cell)[cell]
     whole = pick(given, suggested, margin, size, 60)
     parts = []
-    for part in np.array_split(np.arange(3000), 5):
-        here = np.bincount(cell[part])[cell[part]]
-        parts.append(part[pick(given[part], suggested[part], margin[part], here, 60)])
+    for some in np.array_split(np.arange(3000), 5):
+        here = np.bincount(cell[some])[cell[some]]
+        parts.append(some[pick(given[some], suggested[some], margin[some], here, 60)])
     union = np.concatenate(parts)
     again = union[pick(given[union], suggested[union], margin[union], size[union], 60)]
-    assert len(np.intersect1d(whole, again)) >= 58  # ranks at the edge of a part's share may differ
+    assert len(np.intersect1d(whole, again)) >= 58  # ranks at the edge of a part may differ
 
 
-# --- what must not be there --------------------------------------------------------------------------
+# --- what must not be on the page --------------------------------------------------------------------
 
 
-def test_excluded_ids_appear_nowhere_in_the_page_also_before_the_catalogue_knows(bench: ReviewBench) -> None:
+def test_excluded_ids_are_not_on_the_page_even_before_they_are_indexed(bench: ReviewBench) -> None:
     bench.report()
     assert "000007" in bench.page.read_text()
     (bench.folder / "gone.txt").write_text("000007\n")
@@ -228,14 +226,14 @@ def test_excluded_ids_appear_nowhere_in_the_page_also_before_the_catalogue_knows
     assert "000007" not in bench.page.read_text()
 
 
-def test_nothing_in_the_data_can_end_its_element_and_all_of_it_comes_back() -> None:
+def test_no_data_can_close_its_html_element_and_all_of_it_survives() -> None:
     hostile = {"id": ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028\u2029 & é 𝄞", "\x00\x1f"]}
     text = as_json(hostile)
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text) == hostile
 
 
-def test_a_policy_allows_this_script_and_style_and_nothing_from_outside(bench: ReviewBench) -> None:
+def test_the_content_policy_allows_only_the_script_and_style_of_the_page(bench: ReviewBench) -> None:
     bench.report()
     page = bench.page.read_text()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
@@ -261,14 +259,14 @@ def test_the_password_of_a_store_is_blanked() -> None:
 # --- pictures, copies, the command -------------------------------------------------------------------
 
 
-def test_pictures_can_be_few_or_none(bench: ReviewBench) -> None:
+def test_the_number_of_thumbnails_can_be_limited(bench: ReviewBench) -> None:
     bench.report("report.thumbnails=0")
     assert "data:image/" not in bench.page.read_text()
     bench.report("report.thumbnails=1", "report.audit=0")
     assert [picture is not None for picture in bench.shown()["thumbnails"]] == [True, False]
 
 
-def test_a_shard_that_changed_costs_its_own_pictures_alone_and_is_named(bench: ReviewBench) -> None:
+def test_only_the_thumbnails_of_a_changed_shard_are_missing_and_it_is_named(bench: ReviewBench) -> None:
     bench.shard("00042.tar", samples(range(6, 13)))
     bench.report()
     shown = bench.shown()
@@ -292,7 +290,7 @@ def test_a_copy_of_the_page_is_kept_with_its_run_in_mlflow(bench: ReviewBench, t
     assert copy_page(config, another, "report.html", "") == "MLflow has no run for 'parent'"
 
 
-def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
+def test_the_command_writes_the_page_to_the_storage_and_prints_the_results_of_an_audit(
     bench: ReviewBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import fsspec
@@ -316,7 +314,7 @@ def test_the_command_writes_the_page_under_the_storage_and_tells_an_audit(
     assert "missed noise    │ unknown" in said
 
 
-def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
+def test_a_file_that_is_not_a_review_page_is_not_overwritten(bench: ReviewBench) -> None:
     bench.publish({1: 2})
     bench.page.write_text("<html>my own page</html>")
     with pytest.raises(PencilError, match="exists and is not a review page; nothing was overwritten"):
@@ -324,4 +322,4 @@ def test_a_page_of_somebody_else_is_not_overwritten(bench: ReviewBench) -> None:
     assert bench.page.read_text() == "<html>my own page</html>"
     bench.page.unlink()
     bench.report()
-    bench.report()  # over a page of its own
+    bench.report()  # a review page is overwritten

@@ -1,4 +1,4 @@
-"""The story of one sample: every station it passed, and nothing of one that was taken down."""
+"""The history of one sample; nothing is shown of one that was excluded."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class WhyBench(ReviewBench):
 def bench(tmp_path: Path) -> WhyBench:
     found = WhyBench(tmp_path)
     found.shard("00041.tar", samples(range(6)))  # classes 0, 1, 2 in turn
-    found.shard("00042.tar", sample(1, label=0))  # once more, under another label
+    found.shard("00042.tar", sample(1, label=0))  # a duplicate with another label
     found.index()
     return found
 
@@ -63,86 +63,88 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     export_labels.run(load_config(bench.config, keys))
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")
     pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
-    told = bench.why("000001", capsys)
-    text = "\n".join(told)
-    assert told[0] == "sample 000001"
-    assert f"  shard      {bench.folder}/00041.tar" in told
-    assert "  given      bee" in told
-    assert f"  duplicate  {bench.folder}/00042.tar, key 000001" in told
+    lines = bench.why("000001", capsys)
+    text = "\n".join(lines)
+    assert lines[0] == "sample 000001"
+    assert f"  shard      {bench.folder}/00041.tar" in lines
+    assert "  given      bee" in lines
+    assert f"  duplicate  {bench.folder}/00042.tar, key 000001" in lines
     assert text.index("night-0001 (in use)") < text.index("night-0002 (held), catalogue version 2")
-    assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in told
-    assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in told  # from 1, as the console counts
-    assert "  epochs     7: cat, share 0.50 to 0.50" in told
-    assert "  result     cat, with 0.80 of the label" in told
-    assert any(line.startswith("pin          ant, by ada, at 20") and "(seen twice)" in line for line in told)
-    assert "  label      cat, predicted by: labels; label issue, score 0.100; labels of night-0002" in told
-    assert any(line.startswith(f"  sidecar    {bench.folder}/out/sidecars/") for line in told)
+    assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in lines
+    assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in lines  # from 1, as the console counts
+    assert "  epochs     7: cat, share 0.50 to 0.50" in lines
+    assert "  result     cat, with 0.80 of the label" in lines
+    assert any(
+        line.startswith("pin          ant, by ada, at 20") and "(seen twice)" in line for line in lines
+    )
+    assert "  label      cat, predicted by: labels; label issue, score 0.100; labels of night-0002" in lines
+    assert any(line.startswith(f"  sidecar    {bench.folder}/out/sidecars/") for line in lines)
 
 
 def test_the_thumbnail_is_a_picture_of_the_bytes_at_the_offset(
     bench: WhyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = bench.why("000001", capsys)
-    (path,) = [line.split(maxsplit=1)[1] for line in told if line.startswith("  thumbnail")]
+    lines = bench.why("000001", capsys)
+    (path,) = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  thumbnail")]
     with fsspec.open(path) as file:
         assert Image.open(file).convert("RGB").getpixel((0, 0)) == (1, 0, 7)
-    (span,) = [line.split() for line in told if line.startswith("  image")]
-    start, end = (int(span[place].replace(",", "")) for place in (3, 5))
+    (span,) = [line.split() for line in lines if line.startswith("  image")]
+    start, end = (int(span[column].replace(",", "")) for column in (3, 5))
     assert (bench.folder / "00041.tar").read_bytes()[start:end] == image(1)
-    assert told[-2:] == ["pin          none: the label may change", "exports      none yet"]
+    assert lines[-2:] == ["pin          none: the label may change", "exports      none yet"]
     (bench.folder / "00041.tar").write_bytes(b"")
     assert any(line.startswith("  thumbnail  none: shard") for line in bench.why("000001", capsys))
 
 
-def test_of_an_excluded_sample_nothing_is_told(bench: WhyBench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_about_an_excluded_sample(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.publish({1: 2})
     (bench.folder / "gone.txt").write_text("000001\n")
-    told = bench.why("000001", capsys, f"data.exclude={bench.folder}/gone.txt")
-    assert told == [
+    lines = bench.why("000001", capsys, f"data.exclude={bench.folder}/gone.txt")
+    assert lines == [
         "sample 000001",
         "  listed in data.exclude: not used for training, and not in any output made since",
     ]
 
 
-def test_a_label_nobody_trained_on_and_an_export_without_the_sample_are_told_as_such(
+def test_an_untrained_label_and_an_export_without_the_sample_are_reported(
     bench: WhyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.publish({}, visited=[0])
     (bench.folder / "gone.txt").write_text("000001\n")
     keys = ["export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.config, [*keys, f"data.exclude={bench.folder}/gone.txt"]))
-    told = bench.why("000001", capsys)
-    assert "  result     bee, as given: no run trained on the sample" in told
-    assert "  epochs     no history was kept" in told
-    assert told[-1] == f"export       {bench.folder}/out: does not contain the sample"
+    lines = bench.why("000001", capsys)
+    assert "  result     bee, as given: no run trained on the sample" in lines
+    assert "  epochs     no history was kept" in lines
+    assert lines[-1] == f"export       {bench.folder}/out: does not contain the sample"
 
 
-def test_a_sample_without_a_class_that_nobody_trained_on_is_told_to_have_none(
+def test_an_untrained_sample_without_a_given_class_has_no_class(
     bench: WhyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.shard("00043.tar", [("bare.png", image(9))])
     bench.index()
     bench.publish({}, visited=range(6))
     bench.keep_history({0: [0, 1, 2, 0, 1, 2, 0], 1: [0, 1, 2, 0, 1, 2, 0]})
-    told = bench.why("bare", capsys)
-    assert "  given      no class" in told
-    assert "  result     no class: none was given, and no run trained on the sample" in told
-    assert not any("ant" in line.split() for line in told)  # class 0, of which it knows nothing
+    lines = bench.why("bare", capsys)
+    assert "  given      no class" in lines
+    assert "  result     no class: none was given, and no run trained on the sample" in lines
+    assert not any("ant" in line.split() for line in lines)  # class 0, which is not its class
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\nbare,cat,ada,\n")
     pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
     assert any(line.startswith("pin          cat, by ada") for line in bench.why("bare", capsys))
 
 
-def test_an_id_nobody_knows_is_answered_with_those_alike(bench: WhyBench) -> None:
+def test_an_error_about_an_unknown_id_lists_similar_ones(bench: WhyBench) -> None:
     with pytest.raises(PencilError, match=r"'00004': no sample with this id .* mean '000004'\?"):
         run(load_config(bench.config), "00004")
     with pytest.raises(PencilError, match="index again if it is new"):
         run(load_config(bench.config), "nobody")
 
 
-def test_a_key_cannot_move_the_cursor_of_a_terminal(
-    bench: WhyBench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_in_a_key_are_escaped(bench: WhyBench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.shard("00043.tar", sample(9, key="evil\x1b[2J"))
     bench.index()
     assert main([str(bench.config), "evil\x1b[2J"]) == 0
