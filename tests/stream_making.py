@@ -41,8 +41,8 @@ def five_shards(folder: Path) -> Shards:
 
 
 def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np.ndarray:
-    members = stream._selection.members
-    pieces = [piece.rows(members) for piece in stream.plan(epoch, visited).pieces]
+    ok_rows = stream._selection.ok_rows
+    pieces = [piece.rows(ok_rows) for piece in stream.plan(epoch, visited).pieces]
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 

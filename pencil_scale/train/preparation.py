@@ -163,7 +163,7 @@ class Preparation:
         try:
             yield from coming
         finally:
-            coming.join(PATIENCE_S)  # otherwise two threads would read from one stream
+            coming.stop(PATIENCE_S)  # otherwise two threads would read from one stream
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""

@@ -161,7 +161,7 @@ class Worker:
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
-        return Epoch(self.stream.num_steps(epoch, seen), batches)
+        return Epoch(self.stream.num_steps(seen), batches)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""

@@ -1,4 +1,4 @@
-"""The stream through Ray Data: the same rows in the same order, on few processors too; damage named."""
+"""The stream through Ray Data: the same rows in the same order, also on few processors; damage is named."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ def read_epochs(spec: StreamSpec, rank: int, world: int, visited: np.ndarray) ->
     batches = list(stream.batches(2))
     for batch in batches:
         assert_own_pixels(batch)
-    assert len(batches) == stream.num_steps(2)
+    assert len(batches) == stream.num_steps()
     found["second"] = rows_of(batches)
     found["resumed"] = rows_of(list(stream.batches(2, visited)))
     stream.close()
@@ -51,7 +51,7 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 ) -> None:
     import ray
 
-    for module in (sys.modules[__name__], stream_making):  # workers know no tests
+    for module in (sys.modules[__name__], stream_making):  # workers cannot import tests
         ray.cloudpickle.register_pickle_by_value(module)
     spec = shards.spec(worker_cpus=1.0)
     visited = np.arange(NUM_ROWS) % 3 == 0
