@@ -190,8 +190,6 @@ def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
     This avoids batches of a single row, for which batch norm could not compute a variance. A rank with fewer
     rows than steps has empty batches at the end.
     """
-    if num_rows > batch * num_steps:
-        raise ValueError(f"{num_rows} rows do not fit {num_steps} batches of {batch}")
     full = min(max(num_steps - 2, 0), num_rows // batch)
     rest, others = num_rows - full * batch, num_steps - full
     return [batch] * full + [rest // others + (number < rest % others) for number in range(others)]

@@ -14,23 +14,28 @@ With `in_process=True` threads of this process read the same pieces, without Ray
 small evaluation sets. With `shuffle=False` the rows come in catalogue order, for evaluation.
 """
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple
+from queue import Empty, Queue
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.batches import Prefetch, cut_batches
 from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
-from pencil_scale.stream.window_reader import ReadSpec, Selection, common_size, name_problem, read_pieces
+from pencil_scale.stream.window_reader import ReadSpec, Selection, common_size, read_pieces
 
+Item = TypeVar("Item")
 CleanSetName = Literal["", "validation", "test"]
 
 # Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
@@ -103,15 +108,15 @@ class Stream:
             raise PencilError(f"{spec.storage}: no row to read; see the report of pipelines.index_shards")
         resized = None if spec.resize is None else (spec.resize, spec.resize)
         self.image_size = resized or common_size(read, self._selection)  # height, width
-        self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
+        self.read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
         self._bytes_per_image = 3 * self.image_size[0] * self.image_size[1]  # once read
         if spec.decode == "gpu":
             self._bytes_per_image = int(self._selection.chunks.ok_bytes.sum()) // self.num_rows
-        self._blocks: Callable[[Sequence[Piece]], Iterator[pa.Table]] = partial(read_pieces, self._read)
+        self._blocks: Callable[[Sequence[Piece]], Iterator[pa.Table]] = partial(read_pieces, self.read)
         if not in_process:
             ahead_bytes = 2 * self.num_rows * self._bytes_per_image // world
             evaluates = not spec.shuffle
-            self._blocks = RayBlocks(self._read, world, spec.worker_cpus, evaluates, ahead_bytes).blocks
+            self._blocks = RayBlocks(self.read, world, spec.worker_cpus, evaluates, ahead_bytes).blocks
         self._running: Prefetch[Batch] | None = None
         self._coming: Iterator[Batch] = iter(())
         self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read
@@ -151,22 +156,10 @@ class Stream:
         sizes = sizes if spec.shuffle else [size for size in sizes if size]
         return Share([order.piece(cut, visited) for cut in cuts], sizes)
 
-    def name_problem(self, row: int, reason: str) -> str:
-        """Name a sample that could not be decoded here, as the read tasks do."""
-        return name_problem(self._read.catalogue(), row, reason)
-
     def close(self) -> None:
         """Stop reading and release the readers; a storage that does not answer is not waited for."""
         self._stop(PATIENCE_S)
-        self._blocks = partial(read_pieces, self._read)  # Ray's actors end with the last reference to them
-
-    def _start(self, epoch: int, visited: Mask | None = None) -> None:
-        """Start to read an epoch and all epochs after it."""
-        self._stop()
-        batch_bytes = max(1, self.spec.batch * self._bytes_per_image)
-        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // batch_bytes))
-        self._running = Prefetch(self._cut(epoch, self._shares(epoch, visited)), ahead)
-        self._coming = iter(self._running)
+        self._blocks = partial(read_pieces, self.read)  # Ray's actors end with the last reference to them
 
     def _stop(self, timeout_s: float | None = None) -> None:
         """End what is being read: two epochs must never be read from the same blocks at once."""
@@ -174,22 +167,109 @@ class Stream:
             self._running.stop(timeout_s)
             self._running = None
 
-    def _cut(self, epoch: int, shares: list[Share]) -> Generator[Batch, None, None]:
-        while shares:
-            blocks = self._blocks([piece for share in shares for piece in share.pieces])
-            for share in shares:
-                yield from cut_batches(blocks, share.sizes, self._read, is_last=share is shares[-1])
-            epoch += len(shares)
-            shares = self._shares(epoch) if epoch < self.spec.num_epochs else []
+    def _start(self, epoch: int, visited: Mask | None) -> None:
+        """Start to read an epoch and all epochs after it."""
+        self._stop()
+        batch_bytes = max(1, self.spec.batch * self._bytes_per_image)
+        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // batch_bytes))
+        self._running = Prefetch(self._read_epochs(epoch, visited), ahead)
+        self._coming = iter(self._running)
 
-    def _shares(self, epoch: int, visited: Mask | None = None) -> list[Share]:
-        """Plan an epoch, and those after it where they are short: they are handed to the readers together.
+    def _read_epochs(self, epoch: int, visited: Mask | None) -> Generator[Batch, None, None]:
+        """Hand an epoch to the readers, together with the following ones where they are short.
 
         A read error in a later epoch may then end the run in an earlier one, because Ray raises it at once.
         """
-        shares = [self.plan(epoch, visited)]
-        for later in range(epoch + 1, self.spec.num_epochs):
-            if sum(len(share.pieces) for share in shares) >= PIECES_AT_ONCE:
-                break
-            shares.append(self.plan(later))
-        return shares
+        stop = max(epoch + 1, self.spec.num_epochs)
+        while epoch < stop:
+            together = Share([], [])
+            while epoch < stop and len(together.pieces) < PIECES_AT_ONCE:
+                share = self.plan(epoch, visited)
+                together.pieces.extend(share.pieces)
+                together.sizes.extend(share.sizes)
+                epoch, visited = epoch + 1, None
+            yield from cut_batches(self._blocks(together.pieces), together.sizes, self.read)
+
+
+def cut_batches(blocks: Iterator[pa.Table], sizes: list[int], spec: ReadSpec) -> Iterator[Batch]:
+    """Yield a batch of each size; too few rows, or too many, are an error and never a shorter epoch.
+
+    `images` is uint8 [B, 3, H, W] in `channels_last` layout, or a list of encoded images if the spec has no
+    size. `noisy_class` is the catalogue's: evaluation uses it, and in training the owners replace it.
+    """
+    ready = spec.schema.empty_table()
+    for number, size in enumerate(sizes):
+        while len(ready) < size:
+            block = next(blocks, None)
+            if block is None:
+                raise PencilError(
+                    f"the stream ended in batch {number} of {len(sizes)} with {len(ready)} of {size} rows"
+                )
+            ready = pa.concat_tables([ready, block])  # copies nothing
+        yield _batch(ready.slice(0, size), spec)
+        ready = ready.slice(size)
+    if len(ready) or any(len(block) for block in blocks):
+        raise PencilError("the stream has more rows than were planned")
+
+
+def _batch(table: pa.Table, spec: ReadSpec) -> Batch:
+    reasons = table["problem"].to_pylist()
+    return Batch(
+        rows=torch.tensor(table["row"].to_numpy()),
+        images=_pixels(table["image"], spec.size) if spec.size else table["image"].to_pylist(),
+        weight=torch.tensor([float(reason is None) for reason in reasons]),
+        noisy_class=torch.tensor(table["noisy_class"].to_numpy()),
+        problems=tuple(reason for reason in reasons if reason is not None),
+    )
+
+
+def _pixels(column: pa.ChunkedArray, size: tuple[int, int]) -> Tensor:
+    """Copy pixels, once, from the blocks into a batch, which is pinned if there is a GPU to copy it to."""
+    shape = (len(column), *size, 3)
+    pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    target, width, done = pixels.numpy().reshape(-1), 3 * size[0] * size[1], 0
+    for array in column.chunks:
+        start, num_bytes = array.offset * width, len(array) * width
+        source = np.frombuffer(array.buffers()[1], np.uint8)
+        target[done : done + num_bytes] = source[start : start + num_bytes]
+        done += num_bytes
+    return pixels.permute(0, 3, 1, 2)
+
+
+class Prefetch(Generic[Item]):
+    """Runs a generator in a thread, a few items ahead; its errors are raised where the items are taken."""
+
+    def __init__(self, items: Generator[Item, None, None], depth: int) -> None:
+        self._items = items
+        self._queue: Queue[Any] = Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        while (item := self._queue.get()) is not self:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has released its generator, which it does at the next item at the latest."""
+        self._stopped.set()
+        with suppress(Empty):  # makes room for the item that the thread may be waiting to put
+            while True:
+                self._queue.get_nowait()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        last: Any = self
+        try:
+            for item in self._items:
+                self._queue.put(item)
+                if self._stopped.is_set():
+                    break
+        except BaseException as error:
+            last = error
+        # Closed in the thread that ran the generator, so that what it holds open is released now.
+        self._items.close()
+        if not self._stopped.is_set():
+            self._queue.put(last)

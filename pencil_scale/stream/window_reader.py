@@ -56,6 +56,13 @@ class ReadSpec:
             [("row", pa.int64()), ("noisy_class", pa.int64()), ("image", pixels), ("problem", pa.string())]
         )
 
+    def name_problem(self, row: int, reason: str) -> str:
+        """Say in one line which sample could not be decoded, where it is, and why."""
+        with _ONE_READER:
+            found = self.catalogue().read(row, row + 1, ["sample_id", "shard", "image_offset"]).to_pylist()[0]
+        url = self.catalogue().shards[found["shard"]].url
+        return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
+
 
 class Selection:
     """The rows an epoch visits: the ok rows of a catalogue, or those of them in a subset."""
@@ -115,7 +122,7 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
         column, reasons = _column(spec, images[start : start + step])
         images[start : start + step] = [b""] * len(block)  # releases the bytes
         problems = [
-            reason and name_problem(catalogue, row, reason)
+            reason and spec.name_problem(row, reason)
             for row, reason in zip(block["row"].to_pylist(), reasons, strict=True)
         ]
         classes = block["noisy_class"].cast(pa.int64())
@@ -153,14 +160,6 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
             "shards again, or index them with data.check_images=decode"
         )
     return sizes.most_common(1)[0][0]
-
-
-def name_problem(catalogue: Catalogue, row: int, reason: str) -> str:
-    """Say in one line which sample could not be decoded, where it is, and why."""
-    with _ONE_READER:
-        found = catalogue.read(row, row + 1, ["sample_id", "shard", "image_offset"]).to_pylist()[0]
-    url = catalogue.shards[found["shard"]].url
-    return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
 
 
 def _fetch(catalogue: Catalogue, samples: pa.Table) -> list[bytes]:

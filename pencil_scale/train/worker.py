@@ -119,7 +119,7 @@ class Worker:
         self.owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
         local = config.workers.in_process
         self.stream = Stream(job.stream, rank, world, in_process=local)
-        self.preparation = Preparation(config, self.device, self.stream.name_problem)
+        self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
         self.clean = {
             name: CleanSet(spec, rank, world, self.preparation.bring, local)
             for name, spec in job.clean.items()

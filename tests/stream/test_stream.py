@@ -24,9 +24,8 @@ from stream_making import (
 from tar_making import python_tar
 
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.batches import Prefetch
-from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Stream
-from pencil_scale.stream.window_reader import read_piece
+from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Prefetch, Stream
+from pencil_scale.stream.window_reader import read_piece, read_pieces
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +144,17 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
-@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
+@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [9, 9, 9]), (10, [18, 9]), (256, [27])])
 def test_the_next_epoch_is_read_while_this_one_is_trained(
     shards: Shards, pieces_at_once: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    shares = Stream._shares
+    started: list[int] = []  # the numbers of pieces that are handed to the readers
 
-    def noted(stream: Stream, epoch: int, visited: Any = None) -> Any:
-        started.append(epoch)
-        return shares(stream, epoch, visited)
+    def noted(spec: Any, pieces: Any) -> Any:
+        started.append(len(pieces))
+        return read_pieces(spec, pieces)
 
-    monkeypatch.setattr(Stream, "_shares", noted)
+    monkeypatch.setattr("pencil_scale.stream.stream.read_pieces", noted)
     monkeypatch.setattr("pencil_scale.stream.stream.PIECES_AT_ONCE", pieces_at_once)
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
     coming = stream.batches(0)
@@ -235,7 +233,7 @@ def test_a_read_task_holds_about_one_window_of_any_amount_of_data(tmp_path: Path
     pieces = stream.plan(0).pieces
     assert len(pieces) > 6  # 63 MB
     tracemalloc.start()
-    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream._read, piece))
+    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream.read, piece))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert num_rows == 320
