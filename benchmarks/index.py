@@ -36,7 +36,7 @@ from pencil_scale.catalogue.shards import ShardReader
 from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
-from pencil_scale.stream.plan import EpochOrder, deal
+from pencil_scale.stream.plan import EpochOrder, deal, mixed_key
 from pencil_scale.stream.window_reader import ok_table
 
 LIMIT_OVER_RAY = 10
@@ -313,7 +313,7 @@ def measured(
 def plan_epoch(storage: str) -> EpochOrder:
     """Open it and plan an epoch for 8 ranks."""
     chunks = Catalogue.open(storage).chunks()
-    order = EpochOrder(chunks, seed=1, epoch=0, window_bytes=64 << 20)
+    order = EpochOrder(chunks, mixed_key(seed=1, epoch=0), window_bytes=64 << 20)
     shares = deal(order.num_unread(), 8)
     assert sum(cut.stop - cut.start for share in shares for cut in share) == chunks.num_ok.sum()
     return order

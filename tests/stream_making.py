@@ -42,7 +42,7 @@ def five_shards(folder: Path) -> Shards:
 
 def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np.ndarray:
     ok_rows = stream._selection.ok_rows
-    pieces = [piece.rows(ok_rows) for piece in stream.plan(epoch, visited).pieces]
+    pieces = [piece.rows(ok_rows) for piece in stream.plan(epoch, visited)[0]]
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 

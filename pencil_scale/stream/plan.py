@@ -9,7 +9,7 @@ Ranks take windows in turn; where there are fewer than nine per rank, slices of 
 Planning uses the counts of the chunks and reads no rows: the read task of a piece looks up its rows and
 shuffles them.
 
-    order = EpochOrder(catalogue.chunks(), seed=1, epoch=7, window_bytes=64 << 20)
+    order = EpochOrder(catalogue.chunks(), mixed_key(seed, epoch), window_bytes=64 << 20)
     num_unread = order.num_unread(visited, ok_rows)        # by window
     for cut in deal(num_unread, world)[rank]:
         piece = order.piece(cut, visited)                  # what a read task needs to know
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
     stretches: list[Stretch]
     cut: Cut
-    key: int | None  # of the shuffle; None: rows stay in catalogue order
+    key: int | None  # of the shuffle
 
     @property
     def num_rows(self) -> int:
@@ -92,28 +92,21 @@ class EpochOrder:
     """The windows of an epoch, as stretches of chunks in their order."""
 
     def __init__(
-        self,
-        chunks: Chunks,
-        seed: int,
-        epoch: int,
-        window_bytes: int,
-        shuffle: bool = True,
-        subset: Mask | None = None,
+        self, chunks: Chunks, key: int | None, window_bytes: int, subset: Mask | None = None
     ) -> None:
         """Order an epoch; a window holds at most about `window_bytes`, or one image if that is larger.
 
-        With a `subset`, `chunks` counts the rows of the subset only.
+        Without a `key` rows stay in catalogue order. With a `subset`, `chunks` counts its rows only.
         """
-        self._num_rows, self._subset = chunks.num_ok.astype(np.int64), subset
+        self._num_rows, self._key, self._subset = chunks.num_ok.astype(np.int64), key, subset
         # A window ends with the stretch that crosses its bound, so the bound leaves room for one stretch.
         stretch_bytes = max(1, window_bytes // (STRETCHES_PER_WINDOW + 1))
         count = np.minimum(-(-chunks.ok_bytes // stretch_bytes), self._num_rows)
         count = np.where(self._num_rows > 0, np.maximum(count, 1), 0)
         chunk = np.repeat(np.arange(len(count)), count)
         number = np.arange(len(chunk)) - np.repeat(np.cumsum(count) - count, count)
-        self._key = mixed_key(seed, epoch) if shuffle else None
-        if self._key is not None:
-            order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + number, ~self._key), kind="stable")
+        if key is not None:
+            order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + number, ~key), kind="stable")
             chunk, number = chunk[order], number[order]
         self._chunk, self._number, self._count = chunk, number, count[chunk]  # by stretch
         # Windows of about equal bytes; a stretch belongs to the window in which it starts.

@@ -12,7 +12,7 @@ Torch is not imported here, because the executor's actor and every read task wou
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,12 +48,8 @@ class PieceSource(Datasource):
     """Turns the pieces that are read next into read tasks."""
 
     def __init__(self, pieces: Any, spec: ReadSpec) -> None:
-        start: Callable[[], None] = super().__init__
-        start()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pieces, self._spec = pieces, spec
-
-    def get_name(self) -> str:
-        return "Windows"
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from queue import Empty, Queue
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,12 +31,11 @@ from torch import Tensor
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, num_steps
+from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, mixed_key, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
 from pencil_scale.stream.window_reader import ReadSpec, Selection, common_size, read_pieces
 
 Item = TypeVar("Item")
-CleanSetName = Literal["", "validation", "test"]
 
 # Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
 AHEAD_BYTES = 256 << 20
@@ -54,7 +53,7 @@ class StreamSpec:
     storage: str
     version: int
     batch: int
-    clean_set: CleanSetName = ""
+    clean_set: str = ""  # "validation" or "test"
     seed: int = 1
     window_mb: int = 64
     resize: int | None = None
@@ -66,7 +65,7 @@ class StreamSpec:
 
     @classmethod
     def from_config(
-        cls, config: Config, version: int, clean_set: CleanSetName = "", subset: Int64s | None = None
+        cls, config: Config, version: int, clean_set: str = "", subset: Int64s | None = None
     ) -> "StreamSpec":
         """Take from the config what concerns reading; clean sets come in order, decoded on the CPU."""
         batch = config.optimizer.batch_per_worker
@@ -86,13 +85,6 @@ class StreamSpec:
             return replace(spec, batch=max(batch, most), shuffle=False)
         num_epochs = sum(stage.epochs for _, stage in config.stages)
         return replace(spec, decode=config.images.decode, num_epochs=num_epochs)
-
-
-class Share(NamedTuple):
-    """What one rank reads in one epoch."""
-
-    pieces: list[Piece]
-    sizes: list[int]  # of its batches
 
 
 class Stream:
@@ -141,35 +133,29 @@ class Stream:
         else:
             yield from self._coming
 
-    def plan(self, epoch: int, visited: Mask | None = None) -> Share:
-        """Plan this rank's share of the unvisited rows of an epoch."""
+    def plan(self, epoch: int, visited: Mask | None = None) -> tuple[list[Piece], list[int]]:
+        """Plan this rank's share of the unvisited rows of an epoch, and the sizes of its batches."""
         spec, selection = self.spec, self._selection
         visited = None if visited is None else selection.among(visited)
-        window_bytes = spec.window_mb << 20
-        order = EpochOrder(
-            selection.chunks, spec.seed, epoch, window_bytes, spec.shuffle, subset=selection.mask
-        )
+        key = mixed_key(spec.seed, epoch) if spec.shuffle else None
+        order = EpochOrder(selection.chunks, key, spec.window_mb << 20, selection.mask)
         num_unread = order.num_unread(visited, selection.ok_rows)
         cuts = deal(num_unread, self.world)[self.rank]
         steps = num_steps(int(num_unread.sum()), spec.batch, self.world)
         sizes = batch_sizes(sum(cut.stop - cut.start for cut in cuts), spec.batch, steps)
         sizes = sizes if spec.shuffle else [size for size in sizes if size]
-        return Share([order.piece(cut, visited) for cut in cuts], sizes)
+        return [order.piece(cut, visited) for cut in cuts], sizes
 
     def close(self) -> None:
         """Stop reading and release the readers; a storage that does not answer is not waited for."""
-        self._stop(PATIENCE_S)
-        self._blocks = partial(read_pieces, self.read)  # Ray's actors end with the last reference to them
-
-    def _stop(self, timeout_s: float | None = None) -> None:
-        """End what is being read: two epochs must never be read from the same blocks at once."""
         if self._running is not None:
-            self._running.stop(timeout_s)
-            self._running = None
+            self._running.stop(PATIENCE_S)
+        self._blocks = partial(read_pieces, self.read)  # Ray's actors end with the last reference to them
 
     def _start(self, epoch: int, visited: Mask | None) -> None:
         """Start to read an epoch and all epochs after it."""
-        self._stop()
+        if self._running is not None:
+            self._running.stop()  # two epochs must never be read from the same blocks at once
         batch_bytes = max(1, self.spec.batch * self._bytes_per_image)
         ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // batch_bytes))
         self._running = Prefetch(self._read_epochs(epoch, visited), ahead)
@@ -182,13 +168,12 @@ class Stream:
         """
         stop = max(epoch + 1, self.spec.num_epochs)
         while epoch < stop:
-            together = Share([], [])
-            while epoch < stop and len(together.pieces) < PIECES_AT_ONCE:
-                share = self.plan(epoch, visited)
-                together.pieces.extend(share.pieces)
-                together.sizes.extend(share.sizes)
-                epoch, visited = epoch + 1, None
-            yield from cut_batches(self._blocks(together.pieces), together.sizes, self.read)
+            pieces, sizes = self.plan(epoch, visited)
+            epoch, visited = epoch + 1, None
+            while epoch < stop and len(pieces) < PIECES_AT_ONCE:
+                more_pieces, more_sizes = self.plan(epoch)
+                pieces, sizes, epoch = pieces + more_pieces, sizes + more_sizes, epoch + 1
+            yield from cut_batches(self._blocks(pieces), sizes, self.read)
 
 
 def cut_batches(blocks: Iterator[pa.Table], sizes: list[int], spec: ReadSpec) -> Iterator[Batch]:

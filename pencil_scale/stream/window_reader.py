@@ -31,6 +31,7 @@ from pencil_scale.stream.plan import Int64s, Mask, Piece
 
 NUM_PROBED = 32
 NUM_THREADS = 2
+_open_catalogue = lru_cache(maxsize=4)(Catalogue.open)
 _ONE_READER = Lock()  # a Parquet file must not be read by two threads at once
 
 
@@ -47,7 +48,7 @@ class ReadSpec:
 
     def catalogue(self) -> Catalogue:
         """Open the catalogue, once per process: its manifest names every shard."""
-        return _opened(self.storage, self.version, self.clean_set)
+        return _open_catalogue(self.storage, self.version, self.clean_set)
 
     @property
     def schema(self) -> pa.Schema:
@@ -184,8 +185,3 @@ def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | N
             reasons[number] = str(problem)
     kind = spec.schema.field("image").type
     return pa.FixedSizeBinaryArray.from_buffers(kind, len(images), [None, pa.py_buffer(pixels)]), reasons
-
-
-@lru_cache(maxsize=4)
-def _opened(storage: str, version: int, clean_set: str) -> Catalogue:
-    return Catalogue.open(storage, version, clean_set)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,7 @@ def check_clean(
                 "the training samples'; run pipelines.index_shards again"
             )
         subset, _ = _without_taken_down(config, catalogue, None)
-        specs[part] = StreamSpec.from_config(config, version, cast(Any, part), subset)
+        specs[part] = StreamSpec.from_config(config, version, part, subset)
     return specs
 
 

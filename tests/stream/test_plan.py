@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pencil_scale.catalogue.catalogue import Chunks
 from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.stream.plan import EpochOrder, batch_sizes, deal, num_steps
+from pencil_scale.stream.plan import EpochOrder, batch_sizes, deal, mixed_key, num_steps
 
 
 class Rows:
@@ -29,7 +29,7 @@ class Rows:
         return self.ok[self.ok // CHUNK_ROWS == chunk]
 
     def order(self, epoch: int = 0, window_bytes: int = 1 << 16, shuffle: bool = True) -> EpochOrder:
-        return EpochOrder(self.chunks, 1, epoch, window_bytes, shuffle)
+        return EpochOrder(self.chunks, mixed_key(1, epoch) if shuffle else None, window_bytes)
 
     def shares(
         self, order: EpochOrder, world: int, visited: np.ndarray | None = None
@@ -99,7 +99,7 @@ def test_a_subset_is_read_once_and_nothing_else(rows: Rows, world: int, share: f
     subset = np.random.default_rng(seed).random(len(rows.mask)) < share
     chosen = rows.ok[subset[rows.ok]]
     counts = np.bincount(chosen // CHUNK_ROWS, minlength=len(rows.chunks.num_ok))
-    order = EpochOrder(Chunks(counts.astype(np.int32), counts * 100), 1, 0, 1 << 16, subset=subset)
+    order = EpochOrder(Chunks(counts.astype(np.int32), counts * 100), mixed_key(1, 0), 1 << 16, subset)
     cuts = [cut for share in deal(order.num_unread(), world) for cut in share]
     read = flat([order.piece(cut).rows(rows.ok_rows) for cut in cuts])
     assert np.array_equal(np.sort(read), chosen)
@@ -117,7 +117,9 @@ def test_a_run_that_is_killed_repeatedly_reads_what_an_undisturbed_run_reads() -
 
 def test_every_epoch_and_seed_has_its_own_order_of_the_same_rows() -> None:
     rows = Rows(9_000, 0.9, 3_000, 2)
-    orders = [EpochOrder(rows.chunks, seed, epoch, 1 << 22) for seed in (1, 2) for epoch in range(4)]
+    orders = [
+        EpochOrder(rows.chunks, mixed_key(seed, epoch), 1 << 22) for seed in (1, 2) for epoch in range(4)
+    ]
     read = [rows.in_order(order) for order in orders]
     for number, one in enumerate(read):
         assert np.array_equal(np.sort(one), rows.ok)
@@ -200,7 +202,7 @@ def test_a_rank_with_fewer_rows_than_steps_ends_with_empty_batches() -> None:
 def test_planning_a_hundred_million_rows_needs_only_the_counts_of_chunks() -> None:
     num_chunks = 100_000_000 // CHUNK_ROWS
     num_ok = np.full(num_chunks, CHUNK_ROWS, np.int32)
-    order = EpochOrder(Chunks(num_ok, np.full(num_chunks, CHUNK_ROWS * 3_000)), 1, 0, 64 << 20)
+    order = EpochOrder(Chunks(num_ok, np.full(num_chunks, CHUNK_ROWS * 3_000)), mixed_key(1, 0), 64 << 20)
     num_unread = order.num_unread()
     share = deal(num_unread, 64)[7]
     assert num_unread.sum() == num_chunks * CHUNK_ROWS

@@ -230,7 +230,7 @@ def test_a_read_task_holds_about_one_window_of_any_amount_of_data(tmp_path: Path
         bench.shard(f"{number}.tar", [member for pair in pairs for member in pair])
     bench.index()
     stream = Stream(bench.spec(window_mb=8), in_process=True)
-    pieces = stream.plan(0).pieces
+    pieces, _ = stream.plan(0)
     assert len(pieces) > 6  # 63 MB
     tracemalloc.start()
     num_rows = sum(len(table) for piece in pieces for table in read_piece(stream.read, piece))
