@@ -214,10 +214,9 @@ def predict(
     """Return class logits, and which images could be read; the logits of the others are zeros."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
-    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
+    from pencil_scale.images.augment import ImageSizeError, centre
     from pencil_scale.images.decode import UndecodableError, decode
 
-    recipe = Recipe.from_config(model.images)
     network, device = _network(model.backbone, num_classes, model.weights)
     logits = np.zeros((len(places), num_classes), np.float32)
     is_readable = np.zeros(len(places), np.bool_)
@@ -227,7 +226,7 @@ def predict(
         for place, one in enumerate(data, first):
             with suppress(UndecodableError, ImageSizeError):
                 pixels = torch.from_numpy(decode(one, model.images.resize).copy())
-                readable[place] = centre(pixels.permute(2, 0, 1)[None], recipe)[0]
+                readable[place] = centre(pixels.permute(2, 0, 1)[None], model.images)[0]
         if readable:
             with torch.no_grad():
                 found = network(torch.stack(list(readable.values())).to(device)).float().cpu().numpy()

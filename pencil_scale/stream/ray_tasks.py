@@ -70,7 +70,7 @@ def num_processors() -> int:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Find the `PencilError` inside an error of Ray; where there is none, return the error itself.
+    """Find the `PencilError` inside an error of Ray; if it has none, return the error itself.
 
     Ray wraps an error once for every process it passes, in a class that also derives from that of the error.
     """

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import Recipe, augment
+from pencil_scale.images.augment import augment
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
@@ -167,7 +167,7 @@ class Preparation:
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
-        recipe = Recipe.from_config(self.config.images)
+        recipe = self.config.images
         brought = self.bring(batch)
         images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":

@@ -18,7 +18,6 @@ import ray.train
 import ray.train.torch
 
 from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import Recipe
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Owners, owned_parts
@@ -173,7 +172,7 @@ class Worker:
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
         config = self.job.config
-        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
+        recipe, bf16 = config.images, config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
             counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
             right, seen = (self.ranks.total(count) for count in counts)
