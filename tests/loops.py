@@ -38,7 +38,7 @@ class SmallRun:
         self.model: nn.Module = build_backbone("small_convnet", 10)
         self.table = LabelTable.create(folder, noisy_class, names(10))
         self.recipe = self.config.images
-        self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
+        self.schedule = Schedule(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         self.pace = Pace(**pace)
         self.ranks = Ranks(0, 1)

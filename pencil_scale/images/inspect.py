@@ -129,8 +129,8 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
 def load_image(data: bytes, size: int | None = None) -> ImageFile.ImageFile:
     """Decode an image; pixels that are missing from a truncated file come out grey or black.
 
-    If only a square of `size` is needed, a JPEG may be decoded at 1/2, 1/4 or 1/8, but never to fewer pixels.
-    PIL's lenient mode would do this too, but applies to the entire process.
+    PIL's lenient mode would do the same, but applies to the entire process. If only a square of `size` is
+    needed, a JPEG may be decoded at 1/2, 1/4 or 1/8, but never to fewer pixels.
     """
     image = open_image(data)
     if size is not None:

@@ -131,7 +131,7 @@ class Worker:
         """Train to the end, or until a stop is requested."""
         config, options = self.job.config, self.job.config.optimizer
         batch = options.batch_per_worker * options.accumulation * self.ranks.world
-        schedule = Schedule.from_config(config.stages, options, self.job.num_classes, batch)
+        schedule = Schedule(config.stages, options, self.job.num_classes, batch)
         hooks = Hooks(
             epoch=self.epoch,
             prepare=self.preparation.prepare,
