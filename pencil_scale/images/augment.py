@@ -67,9 +67,9 @@ def _draw(bits: npt.NDArray[np.int64], height: int, width: int, recipe: Images) 
     This takes microseconds on the host; on a GPU the launches of its many small kernels would take longer.
     """
     top = (bits & 0xFFFFF) % (height - recipe.crop + 1)
-    left = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
+    start = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
     mirrored = bits >> 40 & recipe.flip
-    return np.stack([top, left + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
+    return np.stack([top, start + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
 
 
 def _bits(rows: npt.NDArray[np.int64], seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -34,8 +34,7 @@ Mask = npt.NDArray[np.bool_]
 OkRows = Callable[[int], Int64s]  # the ok rows of a chunk, in ascending order
 
 STRETCHES_PER_WINDOW = 8
-# Small pieces: the first block comes soon, and few cores idle during the last one. As shares are equal, a
-# rank gets up to nine slices, and at least eight.
+# On average, or more: with small pieces the first block comes soon, and few cores idle during the last one.
 SLICES_PER_RANK = 9
 
 
@@ -66,7 +65,7 @@ class Stretch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one read task reads: some rows of one window, as few bytes to send."""
+    """What one read task reads: some rows of one window, described in few bytes."""
 
     stretches: list[Stretch]
     cut: Cut
@@ -119,8 +118,8 @@ class EpochOrder:
     def num_unread(self, visited: Mask | None = None, ok_rows: OkRows | None = None) -> Int64s:
         """Count the rows of each window that are not visited yet.
 
-        `visited` marks rows of this epoch only. `ok_rows` is needed only where a chunk is cut into stretches
-        and some, but not all, of its rows are visited.
+        `visited` contains rows of this epoch only. `ok_rows` is needed only where a chunk is cut into
+        stretches and some, but not all, of its rows are visited.
         """
         rows = self._num_rows[self._chunk]
         unread = rows * (self._number + 1) // self._count - rows * self._number // self._count
@@ -200,11 +199,11 @@ def mixed_key(seed: int, epoch: int) -> int:
 
 
 def _packed(mask: Mask | None, chunk: int) -> bytes | None:
-    """Pack the mask of a chunk into 512 bytes, or None if it marks no row."""
-    marked = None if mask is None else mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS]
-    return None if marked is None or not marked.any() else np.packbits(marked).tobytes()
+    """Pack the mask of a chunk into 512 bytes; None if it contains no row."""
+    chosen = None if mask is None else mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS]
+    return None if chosen is None or not chosen.any() else np.packbits(chosen).tobytes()
 
 
 def _lookup(packed: bytes, rows: Int64s) -> Mask:
-    """Look up which rows of a chunk its mask marks."""
+    """Look up which rows of a chunk its mask contains."""
     return np.asarray(np.unpackbits(np.frombuffer(packed, np.uint8)).view(np.bool_)[rows % CHUNK_ROWS])

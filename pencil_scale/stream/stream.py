@@ -200,10 +200,10 @@ def cut_batches(blocks: Iterator[pa.Table], sizes: list[int], spec: ReadSpec) ->
 def _batch(table: pa.Table, spec: ReadSpec) -> Batch:
     reasons = table["problem"].to_pylist()
     return Batch(
-        rows=torch.tensor(table["row"].to_numpy()),
+        rows=torch.from_numpy(table["row"].to_numpy().copy()),
         images=_pixels(table["image"], spec.size) if spec.size else table["image"].to_pylist(),
-        weight=torch.tensor([float(reason is None) for reason in reasons]),
-        noisy_class=torch.tensor(table["noisy_class"].to_numpy()),
+        weight=torch.from_numpy(np.array([reason is None for reason in reasons], np.float32)),
+        noisy_class=torch.from_numpy(table["noisy_class"].to_numpy().copy()),
         problems=tuple(reason for reason in reasons if reason is not None),
     )
 

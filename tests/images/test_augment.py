@@ -1,3 +1,5 @@
+"""Augmentation: crops, mirroring and normalisation, which depend only on seed, epoch and row."""
+
 import numpy as np
 import pytest
 import torch

@@ -146,7 +146,7 @@ def test_a_window_does_not_exceed_its_bytes_by_much(rows: Rows, window_bytes: in
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
-def test_every_rank_has_at_least_eight_pieces_however_small_the_data(world: int) -> None:
+def test_every_rank_has_at_least_eight_pieces_of_small_data(world: int) -> None:
     rows = Rows(200, 1.0, 10, 0)
     shares = rows.shares(rows.order(window_bytes=1 << 26), world)
     assert min(len(share) for share in shares) >= 8

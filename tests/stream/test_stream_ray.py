@@ -67,18 +67,18 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 
 
 @pytest.mark.ray
-def test_through_ray_reading_works_if_workers_leave_less_than_one_processor(
+def test_through_ray_reading_works_if_the_workers_leave_less_than_one_processor(
     ray_session: None, shards: Shards
 ) -> None:
     import ray
 
     class Worker:
-        def is_there(self) -> bool:
+        def is_ready(self) -> bool:
             return True
 
     num_cpus = ray.cluster_resources()["CPU"] - 0.5
-    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them
-    assert ray.get(worker.is_there.remote())
+    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # reserves them
+    assert ray.get(worker.is_ready.remote())
     stream = Stream(shards.spec(worker_cpus=num_cpus, num_epochs=3))
     for epoch in range(3):  # read one after another
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))
