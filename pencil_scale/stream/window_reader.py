@@ -72,6 +72,11 @@ class Selection:
         self._catalogue = catalogue
         self.chunks, self.mask = catalogue.chunks(), None
         if subset is not None:
+            if subset.max(initial=0) >= catalogue.num_rows:
+                raise PencilError(
+                    f"a subset with row {subset.max():,} does not fit a catalogue of {catalogue.num_rows:,} "
+                    "rows; it was made for another version: run balance_subset again"
+                )
             self.mask = np.zeros(catalogue.num_rows, np.bool_)
             self.mask[subset] = True
             self.chunks = Chunks(np.zeros_like(self.chunks.num_ok), np.zeros_like(self.chunks.ok_bytes))

@@ -77,6 +77,11 @@ def test_of_a_subset_only_its_own_rows_are_read(shards: Shards) -> None:
     assert np.array_equal(np.sort(rows_of(list(stream.batches(2)))), rows)
 
 
+def test_a_subset_of_a_larger_catalogue_is_refused(shards: Shards) -> None:
+    with pytest.raises(PencilError, match=r"row 500 does not fit a catalogue of 500 rows; .* balance_subset"):
+        Stream(shards.spec(subset=np.array([3, 500])), in_process=True)
+
+
 def test_evaluation_reads_the_rows_in_order(shards: Shards) -> None:
     stream = Stream(shards.spec(shuffle=False), in_process=True)
     assert rows_of(list(stream.batches(0))).tolist() == list(range(NUM_ROWS))
