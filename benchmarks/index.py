@@ -36,7 +36,7 @@ from pencil_scale.catalogue.shards import ShardReader
 from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
-from pencil_scale.stream.plan import EpochOrder, RowCounts, deal
+from pencil_scale.stream.plan import EpochOrder, deal, mixed_key
 from pencil_scale.stream.window_reader import ok_table
 
 LIMIT_OVER_RAY = 10
@@ -313,10 +313,9 @@ def measured(
 def plan_epoch(storage: str) -> EpochOrder:
     """Open it and plan an epoch for 8 ranks."""
     chunks = Catalogue.open(storage).chunks()
-    counts = RowCounts(chunks.num_ok.astype(np.int64), chunks.ok_bytes)
-    order = EpochOrder.of(counts, seed=1, epoch=0, window_bytes=64 << 20)
-    shares = deal(order.left(), 8)
-    assert sum(cut.stop - cut.start for share in shares for cut in share) == counts.total
+    order = EpochOrder(chunks, mixed_key(seed=1, epoch=0), window_bytes=64 << 20)
+    shares = deal(order.num_unread(), 8)
+    assert sum(cut.stop - cut.start for share in shares for cut in share) == chunks.num_ok.sum()
     return order
 
 
@@ -324,7 +323,7 @@ def read_window(storage: str) -> int:
     """Also look up the rows of the first window."""
     catalogue = Catalogue.open(storage)
     order = plan_epoch(storage)
-    cut = deal(order.left(), 8)[0][0]
+    cut = deal(order.num_unread(), 8)[0][0]
     rows = order.piece(cut).rows(lambda chunk: ok_table(catalogue, chunk)["row"].to_numpy())
     return len(rows)
 

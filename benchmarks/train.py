@@ -134,7 +134,7 @@ class Bench:
         stages = {
             name: stage.model_copy(update={"epochs": lengths[name]}) for name, stage in self.config.stages
         }
-        return Schedule.from_config(
+        return Schedule(
             self.config.stages.model_copy(update=stages),
             self.config.optimizer,
             self.num_classes,

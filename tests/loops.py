@@ -11,7 +11,7 @@ from label_making import names
 from torch import nn
 
 from pencil_scale.config.loader import load_config
-from pencil_scale.images.augment import Recipe, augment
+from pencil_scale.images.augment import augment
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
@@ -37,8 +37,8 @@ class SmallRun:
         torch.manual_seed(self.config.run.seed)
         self.model: nn.Module = build_backbone("small_convnet", 10)
         self.table = LabelTable.create(folder, noisy_class, names(10))
-        self.recipe = Recipe.from_config(self.config.images)
-        self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
+        self.recipe = self.config.images
+        self.schedule = Schedule(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         self.pace = Pace(**pace)
         self.ranks = Ranks(0, 1)

@@ -25,7 +25,7 @@ class Shards(Bench):
 
     @property
     def disk(self) -> str:
-        """Where processes on a cluster find the catalogue too."""
+        """A folder in which other processes find the catalogue."""
         return str(self.folder / "storage")
 
     def spec(self, **options: Any) -> StreamSpec:
@@ -41,8 +41,8 @@ def five_shards(folder: Path) -> Shards:
 
 
 def planned(stream: Stream, epoch: int, visited: np.ndarray | None = None) -> np.ndarray:
-    members = stream._selection.members
-    pieces = [piece.rows(members) for piece in stream.plan(epoch, visited).pieces]
+    ok_rows = stream._selection.ok_rows
+    pieces = [piece.rows(ok_rows) for piece in stream.plan(epoch, visited)[0]]
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
@@ -62,7 +62,7 @@ def assert_own_pixels(batch: Batch) -> None:
 
 
 def damaged(folder: Path) -> Shards:
-    """Row 5 claims to be a PNG and is none; row 9 has another size than all others."""
+    """Row 5 starts like a PNG and is damaged; row 9 has another size than all others."""
     bench = Shards(folder)
     members = samples(range(30))
     broken = image(5)[:41] + bytes(40)

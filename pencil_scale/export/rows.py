@@ -194,10 +194,9 @@ def predict(
     """Return the indices of the images that could be read, and their class logits."""
     import torch  # takes seconds to import, which an export without prediction need not wait for
 
-    from pencil_scale.images.augment import ImageSizeError, Recipe, centre
+    from pencil_scale.images.augment import ImageSizeError, centre
     from pencil_scale.images.decode import UndecodableError, decode
 
-    recipe = Recipe.from_config(images)
     network, device = _network(backbone, num_classes, weights)
     readable, logits = [], [np.zeros((0, num_classes), np.float32)]
     for first in range(0, len(rows), PREDICT_BATCH):
@@ -205,7 +204,7 @@ def predict(
         for number, data in enumerate(read_images(catalogue, rows.slice(first, PREDICT_BATCH)), first):
             with suppress(UndecodableError, ImageSizeError):
                 pixels = torch.from_numpy(decode(data, images.resize).copy())
-                inputs.append(centre(pixels.permute(2, 0, 1)[None], recipe)[0])
+                inputs.append(centre(pixels.permute(2, 0, 1)[None], images)[0])
                 readable.append(number)
         if inputs:
             with torch.no_grad():

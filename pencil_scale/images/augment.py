@@ -2,11 +2,11 @@
 
 The result for an image depends only on (seed, epoch, row), not on its batch, worker or device.
 
+    recipe = config.images
     pixels = augment(images, rows, seed=1, epoch=7, recipe=recipe)   # uint8 [B, 3, H, W] -> [B, 3, S, S]
     pixels = centre(images, recipe)                                  # the same without randomness
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -24,22 +24,7 @@ class ImageSizeError(PencilError):
     """Images too small for the configured crop."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the network's input is made from an image."""
-
-    crop: int
-    pad: int
-    flip: bool
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    @classmethod
-    def from_config(cls, images: Images) -> "Recipe":
-        return cls(images.crop, images.pad, images.flip, images.mean, images.std)
-
-
-def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Recipe) -> Tensor:
+def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Images) -> Tensor:
     """Pad, take a random crop, mirror half of the images at random, and normalise."""
     _require_room(images, recipe.crop, recipe.pad)
     padded = pad(images, [recipe.pad] * 4)
@@ -52,15 +37,14 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Recipe)
     return normalise(padded[samples, channels, y[:, None, :, None], x[:, None, None, :]], recipe)
 
 
-def centre(images: Tensor, recipe: Recipe) -> Tensor:
+def centre(images: Tensor, recipe: Images) -> Tensor:
     """Take the centre crop of every image, and normalise."""
     _require_room(images, recipe.crop, 0)
-    top = (images.shape[-2] - recipe.crop) // 2
-    left = (images.shape[-1] - recipe.crop) // 2
-    return normalise(images[..., top : top + recipe.crop, left : left + recipe.crop], recipe)
+    y, x = ((side - recipe.crop) // 2 for side in images.shape[-2:])
+    return normalise(images[..., y : y + recipe.crop, x : x + recipe.crop], recipe)
 
 
-def normalise(images: Tensor, recipe: Recipe) -> Tensor:
+def normalise(images: Tensor, recipe: Images) -> Tensor:
     """Scale bytes to [0, 1], subtract the mean and divide by the standard deviation of each channel."""
     mean, std = _per_channel(recipe.mean, images.device), _per_channel(recipe.std, images.device)
     return (images.float() / 255 - mean) / std
@@ -77,15 +61,15 @@ def _count(stop: int, device: torch.device) -> Tensor:
     return torch.arange(stop, device=device)
 
 
-def _draw(bits: npt.NDArray[np.int64], height: int, width: int, recipe: Recipe) -> npt.NDArray[np.int64]:
+def _draw(bits: npt.NDArray[np.int64], height: int, width: int, recipe: Images) -> npt.NDArray[np.int64]:
     """Draw the top row, first column and column step (1, or -1 if mirrored) of every crop.   [3, B]
 
     This takes microseconds on the host; on a GPU the launches of its many small kernels would take longer.
     """
     top = (bits & 0xFFFFF) % (height - recipe.crop + 1)
-    left = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
+    start = (bits >> 20 & 0xFFFFF) % (width - recipe.crop + 1)
     mirrored = bits >> 40 & recipe.flip
-    return np.stack([top, left + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
+    return np.stack([top, start + mirrored * (recipe.crop - 1), 1 - 2 * mirrored])
 
 
 def _bits(rows: npt.NDArray[np.int64], seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -6,15 +6,15 @@ the network wants, so no transpose is needed.
     pixels = decode(data, resize=256)        # uint8 [256, 256, 3], or UndecodableError with the reason
 
 Conventions: EXIF orientation is applied; transparency is laid over white, as shops show their products;
-16 bits per channel are cut to 8; of an animation or a document the first frame is used; a truncated file is
-completed, with grey or black in place of missing pixels.
+16 bits per channel are cut to 8; of an animation or a document the first frame is used; pixels that are
+missing from a truncated file are grey or black.
 """
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from pencil_scale.images.inspect import ORIENTATION, complete_truncated, format_of, open_image
+from pencil_scale.images.inspect import ORIENTATION, format_of, load_image
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -28,40 +28,17 @@ def decode(data: bytes, resize: int | None = None) -> Pixels:
     if not data:
         raise UndecodableError("0 bytes")
     try:
-        return _decode(data, resize)
+        with load_image(data, resize) as image:
+            upright: Image.Image = image
+            if "exif" in image.info and image.getexif().get(ORIENTATION, 1) != 1:
+                upright = ImageOps.exif_transpose(image)
+            colours = _rgb(upright)
+            if resize is not None and colours.size != (resize, resize):
+                colours = colours.resize((resize, resize), Image.Resampling.BILINEAR)
+            return np.frombuffer(colours.tobytes(), np.uint8).reshape(colours.height, colours.width, 3)
     except Exception as error:  # PIL's plugins raise nearly every class on damaged bytes
-        completed = complete_truncated(data)
-        if completed is not data:
-            try:
-                return _decode(completed, resize)
-            except Exception:
-                pass  # the first error is reported below
         reason = " ".join(str(error).split()) or type(error).__name__
-        message = f"{format_of(data)} of {len(data):,} bytes: {reason}"
-        raise UndecodableError(message[:200]) from error
-
-
-def check_size(found: tuple[int, ...], size: tuple[int, int]) -> None:
-    """Refuse an image of another size (height, width): without `images.resize`, a batch has one size."""
-    if found != size:
-        raise UndecodableError(
-            f"{found[1]} x {found[0]} pixels among images of {size[1]} x {size[0]}; set images.resize"
-        )
-
-
-def _decode(data: bytes, resize: int | None) -> Pixels:
-    with open_image(data) as image:
-        if resize is not None:
-            # JPEG only: decodes at 1/2, 1/4 or 1/8, but never to fewer pixels than requested.
-            image.draft(None, (resize, resize))
-        image.load()
-        upright: Image.Image = image
-        if "exif" in image.info and image.getexif().get(ORIENTATION, 1) != 1:
-            upright = ImageOps.exif_transpose(image)
-        colours = _rgb(upright)
-        if resize is not None and colours.size != (resize, resize):
-            colours = colours.resize((resize, resize), Image.Resampling.BILINEAR)
-        return np.frombuffer(colours.tobytes(), np.uint8).reshape(colours.height, colours.width, 3)
+        raise UndecodableError(f"{format_of(data)} of {len(data):,} bytes: {reason}"[:200]) from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -3,7 +3,7 @@
     images, weight, problems = decode_on_gpu(batch.images, "cuda", resize=256)
     images                      # uint8 [B, 3, 256, 256] on the device, channels_last
     weight                      # float32 [B] on the host, 0 where an image gave no pixels
-    problems                    # {place in the batch: reason}
+    problems                    # {number in the batch: reason}
 
 nvJPEG does not handle CMYK, other formats, EXIF orientation or truncated files. Such images are recognised by
 their headers and decoded by `decode.py`, with the same conventions. On a CPU device all images go that way,
@@ -17,30 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from pencil_scale.images.decode import UndecodableError, check_size, decode
+from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.images.inspect import format_of, inspect_image
 
+Decoded = tuple[Tensor, Tensor, dict[int, str]]
 
-def decode_on_gpu(
-    images: list[bytes],
-    device: torch.device | str,
-    resize: int | None = None,
-    size: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Decode a batch; without `resize` every image must have the `size` (height, width) of the dataset."""
+
+def decode_on_gpu(images: list[bytes], device: torch.device | str, resize: int | None) -> Decoded:
+    """Decode a batch and scale every image to a square of `resize` pixels per side."""
+    assert resize is not None  # the config requires it with `decode: gpu`
     device = torch.device(device)
-    if resize is not None:
-        size = resize, resize
-    if size is None:
-        raise ValueError("either resize or size is needed: a batch has one size")
     if device.type != "cuda":
-        return _batch(images, device, resize, size)
+        return _batch(images, device, resize)
     # nvJPEG writes on its own stream, without waiting for ours, into memory that PyTorch allocated for ours:
     # a running step may still read what was freed there. So decode on a separate stream, which has separate
     # memory, and wait for it.
     decoding = _decoding_stream(device)
     with torch.cuda.stream(decoding):
-        pixels, weight, problems = _batch(images, device, resize, size)
+        pixels, weight, problems = _batch(images, device, resize)
     decoding.synchronize()
     pixels.record_stream(torch.cuda.current_stream(device))
     return pixels, weight, problems
@@ -51,28 +45,24 @@ def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _batch(
-    images: list[bytes], device: torch.device, resize: int | None, size: tuple[int, int]
-) -> tuple[Tensor, Tensor, dict[int, str]]:
+def _batch(images: list[bytes], device: torch.device, resize: int) -> Decoded:
     """Decode on the GPU or the CPU and scale to one size; images that give no pixels stay 0."""
-    plain = [place for place, data in enumerate(images) if device.type == "cuda" and fits_nvjpeg(data)]
-    decoded = dict(zip(plain, _with_nvjpeg([images[place] for place in plain], device), strict=True))
+    size = (resize, resize)
+    plain = [number for number, data in enumerate(images) if device.type == "cuda" and fits_nvjpeg(data)]
+    decoded = dict(zip(plain, _with_nvjpeg([images[number] for number in plain], device), strict=True))
     scaled: dict[int, Tensor] = {}
     problems: dict[int, str] = {}
-    for place, data in enumerate(images):
-        image = decoded.get(place)
+    for number, data in enumerate(images):
+        image = decoded.get(number)
         try:
             if image is None:
                 image = torch.from_numpy(decode(data, resize).copy()).to(device, non_blocking=True)
                 image = image.permute(2, 0, 1)
-            if resize is None:
-                check_size(tuple(image.shape[1:]), size)
-            pixels = image[None].float()  # [1, 3, H, W], rounded below
-            if pixels.shape[2:] != size:  # as on the CPU
-                pixels = interpolate(pixels, size=size, mode="bilinear", antialias=True)
-            scaled[place] = pixels
+            scaled[number] = image[None].float()  # [1, 3, H, W], rounded below
+            if image.shape[1:] != size:  # as on the CPU
+                scaled[number] = interpolate(scaled[number], size=size, mode="bilinear", antialias=True)
         except UndecodableError as problem:
-            problems[place] = str(problem)
+            problems[number] = str(problem)
     pixels = torch.zeros((len(images), *size, 3), dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
     if scaled:
         pixels[list(scaled)] = torch.cat(list(scaled.values())).round_().to(torch.uint8)

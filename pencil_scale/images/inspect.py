@@ -2,19 +2,18 @@
 
 Only the formats below are ever tried, images that declare too many pixels are refused before they are
 decoded, and PIL's global switches (`MAX_IMAGE_PIXELS`, `LOAD_TRUNCATED_IMAGES`) are neither needed nor
-changed. JPEG headers are parsed here, in microseconds; PIL opens all other formats. A truncated file is
-completed in memory, so that any decoder can read it, in any thread.
+changed. JPEG headers are parsed here, in microseconds; PIL opens all other formats.
 
     facts = inspect_image(data)                 # header only
     facts = inspect_image(data, decode=True)    # every pixel
     facts.problem                               # None, "image_empty", "image_unreadable" or "image_bomb"
     facts.oddities                              # ("cmyk", "truncated"): usable, worth counting
+    image = load_image(data)                    # decoded by PIL, even if it is truncated
 """
 
 import io
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from PIL import Image, ImageFile
@@ -74,7 +73,7 @@ class ImageBombError(OSError):
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What one image is; `mode` in PIL's words. Width and height may be 0 where there is a problem."""
+    """What one image is; `mode` is PIL's. Width and height may be 0 if it has a problem."""
 
     format: str = "unknown"
     width: int = 0
@@ -96,8 +95,7 @@ def inspect_image(data: bytes, decode: bool = False) -> ImageFacts:
     try:
         facts = _jpeg_facts(data) if facts.format == "jpeg" else _pil_facts(data, facts.format)
         if decode:
-            with open_image(complete_truncated(data)) as image:
-                image.load()
+            load_image(data).close()
     except (ImageBombError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return replace(facts, problem="image_bomb")
     except Exception:  # on damaged bytes PIL's plugins raise nearly every class there is
@@ -123,8 +121,29 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
         raise OSError("no image format that is supported")
     image = PLUGINS[kind](io.BytesIO(data))
     _require_size(image.width, image.height)
-    if isinstance(image, TiffImageFile):  # a tile may be larger than the image, and is decoded whole
+    if isinstance(image, TiffImageFile):  # a tile may be larger than the image, and is decoded completely
         _require_size(image.tag_v2.get(322, 0), image.tag_v2.get(323, 0))
+    return image
+
+
+def load_image(data: bytes, size: int | None = None) -> ImageFile.ImageFile:
+    """Decode an image; pixels that are missing from a truncated file come out grey or black.
+
+    PIL's lenient mode would do the same, but applies to the entire process. If only a square of `size` is
+    needed, a JPEG may be decoded at 1/2, 1/4 or 1/8, but never to fewer pixels.
+    """
+    image = open_image(data)
+    if size is not None:
+        image.draft(None, (size, size))
+    try:
+        image.load()
+    except Exception as error:
+        facts = inspect_image(data)
+        if facts.format == "jpeg" and "truncated" in facts.oddities:
+            return load_image(data + b"\xff\xd9", size)  # at its end marker libjpeg fills in the rest
+        if "truncated" not in facts.oddities or "truncated" not in str(error):
+            raise
+        image.tile = []  # nothing more to decode: PIL keeps the pixels that arrived
     return image
 
 
@@ -150,8 +169,25 @@ def _pil_facts(data: bytes, kind: str) -> ImageFacts:
             oddities.append("multipage" if kind == "tiff" else "animated")
         oddities += ["exif-rotated"] if is_rotated else []
         oddities += ["1x1"] if image.size == (1, 1) else []
-        oddities += ["truncated"] if kind in _IS_COMPLETE and not _IS_COMPLETE[kind](data, image) else []
+        oddities += ["truncated"] if _is_truncated(data, kind, image) else []
         return ImageFacts(kind, *image.size, image.mode, tuple(dict.fromkeys(oddities)))
+
+
+def _is_truncated(data: bytes, kind: str, image: ImageFile.ImageFile) -> bool:
+    """Whether pixels of a PNG, GIF or BMP are missing; decoders of other formats want all of the file."""
+    if kind not in ("png", "gif", "bmp"):
+        return False
+    codec, _, at, arguments = image.tile[0]
+    if at >= len(data):
+        raise OSError(f"{kind} without pixels")
+    if kind == "png":
+        return data.find(b"IEND", at) < 0
+    if kind == "bmp":  # the size of run-length coded pixels is not known
+        row_bytes = arguments[1] if codec == "raw" and isinstance(arguments, tuple) else 0
+        return at + row_bytes * image.height > len(data)
+    while at < len(data) and data[at]:  # the blocks of the first frame, up to one of 0 bytes
+        at += data[at] + 1
+    return at + 1 >= len(data)
 
 
 def _is_rotated(exif: bytes) -> bool:
@@ -213,100 +249,3 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
             raise OSError(f"JPEG segment at byte {at:,} reaches past the end")
         yield marker, at + 4, end
         at = end
-
-
-# -- truncated files ----------------------------------------------------------------------------------
-
-
-def complete_truncated(data: bytes) -> bytes:
-    """Give a truncated but usable file a proper end, so that strict decoders read it; return others as is.
-
-    Missing pixels come out grey or black, as in PIL's lenient mode, which is a switch for the whole process.
-    """
-    facts = inspect_image(data)
-    return _COMPLETIONS[facts.format](data, facts) if "truncated" in facts.oddities else data
-
-
-def _num_missing_bmp(data: bytes, image: ImageFile.ImageFile) -> int:
-    """Count the bytes of rows that are missing; 0 for run-length coding, whose size is not known."""
-    codec, _, offset, arguments = image.tile[0]
-    if offset >= len(data):
-        raise OSError("BMP without pixels")
-    row_bytes = arguments[1] if codec == "raw" and isinstance(arguments, tuple) else 0
-    return max(0, offset + row_bytes * image.height - len(data))
-
-
-def _end_of_gif_frame(data: bytes, image: ImageFile.ImageFile) -> int:
-    """Follow the blocks of the first frame; the place after their end marker may be past the end."""
-    at = image.tile[0].offset
-    if at >= len(data):
-        raise OSError("GIF without pixels")
-    while at < len(data) and data[at]:
-        at += data[at] + 1
-    return at + 1
-
-
-def _complete_gif(data: bytes, facts: ImageFacts) -> bytes:
-    """Fill the open block and add blocks of zeros: a code of zeros, of any width, is one pixel of colour 0.
-
-    Codes have at most 12 bits, so 1.5 bytes per pixel reach the last pixel wherever the file was cut.
-    """
-    num_missing = max(0, _end_of_gif_frame(data, open_image(data)) - 1 - len(data))
-    num_blocks = facts.width * facts.height * 3 // 2 // 255 + 1
-    return data + bytes(num_missing) + (b"\xff" + bytes(255)) * num_blocks + b"\x00\x3b"
-
-
-def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (name, start, end) of each chunk's content; the last one may reach past the end."""
-    at = 8
-    while at + 8 <= len(data):
-        size, name = struct.unpack_from(">I4s", data, at)
-        yield name, at + 8, at + 8 + size
-        at += size + 12
-
-
-def _is_complete_png(data: bytes, image: ImageFile.ImageFile) -> bool:
-    names = {name for name, start, _ in _png_chunks(data) if start < len(data)}
-    if b"IDAT" not in names:
-        raise OSError("PNG without pixels")
-    return b"IEND" in names
-
-
-def _complete_png(data: bytes, facts: ImageFacts) -> bytes:
-    """Rebuild a PNG from the chunks and the part of its pixels that arrived; missing rows are zeros.
-
-    Decoders refuse a zlib stream that just stops, so what can be unpacked is packed again. No more than the
-    declared pixels is ever unpacked.
-    """
-    packed, kept = [], [data[:8]]
-    for name, start, end in _png_chunks(data):
-        if name == b"IDAT":
-            packed.append(data[start:end])
-        elif name in (b"IHDR", b"PLTE", b"tRNS") and end + 4 <= len(data):
-            kept.append(data[start - 8 : end + 4])
-    depth, colour = data[24], data[25]
-    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
-    # Each row has a filter byte and is rounded up to bytes; interlaced, there are 15/8 * height + 7 rows.
-    num_bytes = facts.width * facts.height * bits // 8 + 2 * (2 * facts.height + 8)
-    try:
-        rows = zlib.decompressobj().decompress(b"".join(packed), num_bytes)
-    except zlib.error:
-        return data  # damaged as well as truncated: for the decoder to refuse
-    pixels = zlib.compress(rows + bytes(num_bytes - len(rows)), 1)
-    for name, content in ((b"IDAT", pixels), (b"IEND", b"")):
-        crc = zlib.crc32(name + content)
-        kept.append(struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc))
-    return b"".join(kept)
-
-
-_IS_COMPLETE: dict[str, Callable[[bytes, ImageFile.ImageFile], bool]] = {
-    "png": _is_complete_png,
-    "bmp": lambda data, image: _num_missing_bmp(data, image) == 0,
-    "gif": lambda data, image: _end_of_gif_frame(data, image) < len(data),
-}
-_COMPLETIONS: dict[str, Callable[[bytes, ImageFacts], bytes]] = {
-    "jpeg": lambda data, facts: data + b"\xff\xd9",
-    "png": _complete_png,
-    "gif": _complete_gif,
-    "bmp": lambda data, facts: data + bytes(_num_missing_bmp(data, open_image(data))),
-}

@@ -7,6 +7,7 @@ A symmetric flip draws from all classes and may draw the true one, so a rate of 
 `r * (c - 1) / c` of the labels. An asymmetric flip turns a class into the one it is confused with.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,11 +44,8 @@ def asymmetric_noise(
     true_class: npt.ArrayLike, rate: float, flips: Mapping[int, int], seed: int
 ) -> NoisyLabels:
     """Turn each label into the class it is confused with, with probability `rate`."""
-    named = [*flips.keys(), *flips.values()]
-    if any(number < 0 for number in named):
-        raise PencilError(f"flips: class {min(named)} is negative; classes are numbered from 0")
-    known = _checked(true_class, rate, None)
-    confused_with = np.arange(max([known.max(initial=-1), *named]) + 1)
+    known = _checked(true_class, rate)
+    confused_with = np.arange(max([known.max(initial=-1), *flips]) + 1)
     confused_with[list(flips.keys())] = list(flips.values())
     hit = np.random.default_rng(seed).random(known.shape) < rate
     return _noisy(known, np.where(hit, confused_with[known], known), rate)
@@ -63,18 +61,16 @@ def _noisy(known: Classes, noisy: Classes, rate: float) -> NoisyLabels:
     return NoisyLabels(noisy_class=noisy, rate_asked=rate, rate_made=made)
 
 
-def _checked(true_class: npt.ArrayLike, rate: float, num_classes: int | None) -> Classes:
+def _checked(true_class: npt.ArrayLike, rate: float, num_classes: float = math.inf) -> Classes:
     if not 0 <= rate <= 1:
         raise PencilError(f"noise rate {rate}: a share of the labels, from 0 to 1, was expected")
     known = np.asarray(true_class)
     if known.ndim != 1 or (known.size and not np.issubdtype(known.dtype, np.integer)):
         raise PencilError(
-            f"true_class has shape {known.shape} and type {known.dtype}; "
-            "one whole number per sample was expected"
+            f"true_class has shape {known.shape} and type {known.dtype}; one integer per sample was expected"
         )
-    if known.size and (known.min() < 0 or (num_classes is not None and known.max() >= num_classes)):
-        bound = "0 and up" if num_classes is None else f"0 to {num_classes - 1}"
+    if known.size and not 0 <= known.min() <= known.max() < num_classes:
         raise PencilError(
-            f"true_class ranges from {known.min()} to {known.max()}; classes {bound} were expected"
+            f"true_class ranges from {known.min()} to {known.max()}; 0 to {num_classes - 1} was expected"
         )
     return known.astype(np.int64)

@@ -9,9 +9,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from pencil_scale.config.settings import PencilStage
 from pencil_scale.config.values import Steps
-from pencil_scale.method.pencil import LabelOutlook, label_outlook, scale_for_confidence
+from pencil_scale.method.pencil import LabelOutlook, label_outlook
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.storage.errors import PencilError
 
@@ -21,35 +23,39 @@ RATES = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0)  # tried in turn; t
 
 
 def label_scale(stage: PencilStage, num_classes: int) -> float:
-    """The logit of the given class in a new label."""
-    if stage.start_confidence is None:
+    """The logit K of the given class in a new label, whose share is then e^K / (e^K + c - 1)."""
+    confidence = stage.start_confidence
+    if confidence is None:
         return PAPER_SCALE
-    if stage.start_confidence <= 1 / num_classes:
+    if confidence <= 1 / num_classes:
         raise PencilError(
-            f"stages.pencil.start_confidence: {stage.start_confidence} is not above chance for "
-            f"{num_classes} classes; use a share such as 0.99"
+            f"stages.pencil.start_confidence: {confidence} is not above chance for {num_classes} classes; "
+            "use a share such as 0.99"
         )
-    return scale_for_confidence(stage.start_confidence, num_classes)
+    odds = torch.tensor(confidence / (1 - confidence) * (num_classes - 1), dtype=torch.float64)
+    return float(odds.log())
 
 
-def check_outlook(schedule: Schedule, num_classes: int) -> str:
+def check_outlook(schedule: Schedule) -> str:
     """Report when a label that the network is 99 % sure is wrong changes; refuse if the stage ends first."""
     stage = schedule.stages.pencil
     if stage.epochs == 0:
         return "labels: the pencil stage has no epochs; no label moves"
-    outlook = _outlook(schedule, num_classes)
+    outlook = _outlook(schedule)
     numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
     if _in_time(outlook, schedule):
         return (
             f"labels: a label the network doubts changes after {outlook.visits} of {stage.epochs} visits and "
             f"ends with {outlook.share:.2f} on the new class ({numbers})"
         )
-    why = _why_not(outlook, stage.epochs)
+    why = "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
+    if outlook.visits is not None:
+        why = f"it takes {outlook.visits} visits, and the stage has {stage.epochs} epochs"
     if stage.allow_fixed_labels:
         return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
     raise PencilError(
         f"stages.pencil: no label can change with {numbers}: {why}; "
-        f"{_advice(schedule, num_classes)}, or set stages.pencil.allow_fixed_labels=true"
+        f"{_advice(schedule)}, or set stages.pencil.allow_fixed_labels=true"
     )
 
 
@@ -57,23 +63,16 @@ def _in_time(outlook: LabelOutlook, schedule: Schedule) -> bool:
     return outlook.visits is not None and outlook.visits <= schedule.stages.pencil.epochs
 
 
-def _why_not(outlook: LabelOutlook, epochs: int) -> str:
-    if outlook.visits is not None:
-        return f"it takes {outlook.visits} visits, and the stage has {epochs} epochs"
-    return "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
-
-
-def _outlook(schedule: Schedule, num_classes: int) -> LabelOutlook:
-    stage = schedule.stages.pencil
-    pull = stage.alpha * stage.tuned_classes
-    scale = label_scale(stage, num_classes)
-    return label_outlook(num_classes, pull, schedule.label_rates(), stage.compatibility, scale=scale)
+def _outlook(schedule: Schedule) -> LabelOutlook:
+    stage, num_classes = schedule.stages.pencil, schedule.num_classes
+    pull, scale = stage.alpha * stage.tuned_classes, label_scale(stage, num_classes)
+    return label_outlook(num_classes, pull, schedule.label_rates(), stage.compatibility, scale)
 
 
 # --- what to try instead -------------------------------------------------------------------------------
 
 
-def _advice(schedule: Schedule, num_classes: int) -> str:
+def _advice(schedule: Schedule) -> str:
     """Propose the smallest changes of the config that let a label change within the stage.
 
     Each proposal has been tried. Where a label settles does not depend on lambda, so a form and an alpha that
@@ -84,23 +83,21 @@ def _advice(schedule: Schedule, num_classes: int) -> str:
     alpha = {"alpha": float(f"{SAFE_PULL / stage.tuned_classes:.2g}")}
     for change in ({}, form, alpha, form | alpha):
         changed = _with(schedule, change)
-        outlook = _outlook(changed, num_classes)
+        outlook = _outlook(changed)
         if _in_time(outlook, changed):
             return f"try {_spelled(change)}"
-        faster = _faster(changed, num_classes)
-        longer = _longer(changed, outlook, num_classes)
-        found = [_spelled(change | more) for more in (faster, longer) if more]
+        found = [_spelled(change | more) for more in (_faster(changed), _longer(changed, outlook)) if more]
         if found:
             return f"try {' or '.join(found)}"
     return "no small change of alpha, lambda or form helps"
 
 
-def _faster(schedule: Schedule, num_classes: int) -> dict[str, Any]:
+def _faster(schedule: Schedule) -> dict[str, Any]:
     """Find the lowest lambda that changes a label in time; nothing if no lambda does."""
     for rate in RATES:
-        lambda_ = round(rate * schedule.tuned_batch * schedule.stages.pencil.tuned_classes)
+        lambda_ = round(rate * schedule.optimizer.tuned_batch * schedule.stages.pencil.tuned_classes)
         change = {"lambda_": Steps(((0, lambda_),))}
-        outlook = _outlook(_with(schedule, change), num_classes)
+        outlook = _outlook(_with(schedule, change))
         if _in_time(outlook, schedule):
             return change
         if not outlook.changes:
@@ -108,12 +105,12 @@ def _faster(schedule: Schedule, num_classes: int) -> dict[str, Any]:
     return {}
 
 
-def _longer(schedule: Schedule, outlook: LabelOutlook, num_classes: int) -> dict[str, Any]:
+def _longer(schedule: Schedule, outlook: LabelOutlook) -> dict[str, Any]:
     """Find a number of epochs that is enough; more are tried because lambda may fall over the stage."""
     for factor in (1.0, 1.5, 2.0, 3.0):
         change = {"epochs": math.ceil(factor * (outlook.visits or 0))}
         longer = _with(schedule, change)
-        if outlook.visits is not None and _in_time(_outlook(longer, num_classes), longer):
+        if outlook.visits is not None and _in_time(_outlook(longer), longer):
             return change
     return {}
 
@@ -124,8 +121,7 @@ def _with(schedule: Schedule, change: dict[str, Any]) -> Schedule:
 
 
 def _spelled(change: dict[str, Any]) -> str:
-    return " ".join(f"stages.pencil.{_setting(*item)}" for item in change.items())
-
-
-def _setting(name: str, value: object) -> str:
-    return f"lambda={value.steps[0][1]}" if isinstance(value, Steps) else f"{name}={value}"
+    values = {
+        name: value.steps[0][1] if isinstance(value, Steps) else value for name, value in change.items()
+    }
+    return " ".join(f"stages.pencil.{name.rstrip('_')}={value}" for name, value in values.items())

@@ -24,19 +24,12 @@ from torch.nn import functional
 
 Form = Literal["released", "printed"]
 LONGEST_OUTLOOK = 20_000  # visits; no training run is longer
+SURE = 0.99
 
 
 def initial_logits(noisy_class: Tensor, num_classes: int, scale: float = 10.0) -> Tensor:
     """Start every label near one-hot on its given class: logits of `scale` there, 0 elsewhere."""
     return functional.one_hot(noisy_class.long(), num_classes).float() * scale
-
-
-def scale_for_confidence(confidence: float, num_classes: int) -> float:
-    """Find the scale at which a fresh label gives its class this share: e^K / (e^K + c - 1)."""
-    if not 1 / num_classes < confidence < 1:
-        raise ValueError(f"confidence {confidence}: a share above 1/{num_classes} and below 1 was expected")
-    odds = torch.tensor(confidence / (1 - confidence) * (num_classes - 1), dtype=torch.float64)
-    return float(odds.log())
 
 
 def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
@@ -128,32 +121,29 @@ class LabelOutlook:
 
 
 def label_outlook(
-    num_classes: int,
-    pull: float,
-    label_rate: float | Sequence[float],
-    form: Form = "released",
-    confidence: float = 0.99,
-    scale: float = 10.0,
+    num_classes: int, pull: float, label_rates: Sequence[float], form: Form = "released", scale: float = 10.0
 ) -> LabelOutlook:
     """Find out whether a label can change with these numbers, by moving one until it settles.
 
-    The network gives one rival class the share `confidence` and spreads the rest evenly. `label_rate` is one
-    number, or one per visit (the last one is then repeated). A label may cross over and come back, so a
-    crossing alone proves nothing: what counts is where it settles.
+    The network is 99 % sure of one rival class and spreads the rest evenly. `label_rates` has one number per
+    visit, and the last one is repeated. A label may cross over and come back, so a crossing alone proves
+    nothing: what counts is where it settles.
     """
-    rates = [float(label_rate)] if isinstance(label_rate, int | float) else list(label_rate)
     given = torch.tensor([0])
-    belief = torch.full((1, num_classes), (1 - confidence) / (num_classes - 1))
-    belief[0, 1] = confidence
+    belief = torch.full((1, num_classes), (1 - SURE) / (num_classes - 1))
+    belief[0, 1] = SURE
     class_logits, label_logits = belief.log(), initial_logits(given, num_classes, scale)
     crossings: list[int] = []
     settled, visit = False, 0
-    repeated = itertools.chain(rates, itertools.repeat(rates[-1]))
-    for visit, rate in enumerate(itertools.islice(repeated, _visits_to_settle(rates)), 1):
+    # A label settles once rate times visits reaches some hundreds (1000 is ample), or never.
+    settling = 0 if label_rates[-1] == 0 else int(1000 / label_rates[-1]) + 100
+    most_visits = min(len(label_rates) + settling, LONGEST_OUTLOOK)
+    repeated = itertools.chain(label_rates, itertools.repeat(label_rates[-1]))
+    for visit, rate in enumerate(itertools.islice(repeated, most_visits), 1):
         moved = move_labels(class_logits, label_logits, given, rate, pull, form)
         crossings += [visit] if _crossed(moved) != _crossed(label_logits) else []
         # All logits must settle: the gap between the two rivals alone also pauses where it turns around.
-        settled = visit >= len(rates) and float((moved - label_logits).abs().max()) <= 1e-4 * rate
+        settled = visit >= len(label_rates) and float((moved - label_logits).abs().max()) <= 1e-4 * rate
         label_logits = moved
         if settled:
             break
@@ -166,9 +156,3 @@ def label_outlook(
 def _crossed(label_logits: Tensor) -> bool:
     """Whether the rival class is ahead of the given one."""
     return bool(label_logits[0, 1] > label_logits[0, 0])
-
-
-def _visits_to_settle(rates: list[float]) -> int:
-    """A label settles once rate times visits reaches some hundreds (1000 is ample), or never."""
-    settling = 0 if rates[-1] == 0 else int(1000 / rates[-1]) + 100
-    return min(len(rates) + settling, LONGEST_OUTLOOK)

@@ -1,6 +1,6 @@
 """Which stage an epoch belongs to, and what follows from it: loss, rates, whether labels move.
 
-    schedule = Schedule.from_config(config.stages, config.optimizer, num_classes=14, batch=2048)
+    schedule = Schedule(config.stages, config.optimizer, num_classes=14, batch=2048)
     stage = schedule.stage_at(7)
     loss = stage.loss(class_logits, label_logits, noisy_class)             # [B]
     moved = stage.move_labels(class_logits, label_logits, noisy_class)     # [B, C]; unchanged in 1 and 3
@@ -10,8 +10,7 @@ the 1/c of the losses and the pull use `tuned_classes`, so a config carries over
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -23,20 +22,15 @@ from pencil_scale.method.pencil import Form, classification_loss, move_labels, p
 StageName = Literal["backbone", "pencil", "finetune"]
 
 
-class Loss(Protocol):
-    """One value per sample, from the prediction, the learned label and the given class."""
-
-    def __call__(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Stage:
     """What the method does in one epoch."""
 
     name: StageName
-    epoch: int  # from the start of the stage
     learning_rate: float
-    loss: Loss
+    class_factor: float = 1.0
+    alpha: float = 0.0
+    beta: float = 0.0
     label_rate: float = 0.0
     pull: float = 0.0
     form: Form = "released"
@@ -44,6 +38,16 @@ class Stage:
     @property
     def moves_labels(self) -> bool:
         return self.label_rate > 0
+
+    def loss(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor:
+        """Compare the prediction with the given class at first, and with the label in later stages.   [B]"""
+        if self.name == "backbone":
+            return cross_entropy(class_logits.float(), noisy_class.long(), reduction="none")
+        if self.name == "finetune":
+            return self.class_factor * classification_loss(class_logits, label_logits)
+        return self.class_factor * pencil_loss(
+            class_logits, label_logits, noisy_class, self.alpha, self.beta, self.form
+        )
 
     def move_labels(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor:
         """Move the labels one step; return them unchanged in a stage that does not move labels."""
@@ -57,23 +61,22 @@ class Schedule:
     """The three stages, one after the other."""
 
     stages: Stages
-    rate_factor: float  # batch / tuned_batch
-    class_factor: float  # num_classes / tuned_classes: replaces the 1/c of the losses by the tuned one
-    tuned_batch: int
-
-    @classmethod
-    def from_config(cls, stages: Stages, optimizer: Optimizer, num_classes: int, batch: int) -> Self:
-        """`batch` is the global batch of an optimizer step: all workers, all accumulated batches."""
-        return cls(
-            stages=stages,
-            rate_factor=batch / optimizer.tuned_batch,
-            class_factor=num_classes / stages.pencil.tuned_classes,
-            tuned_batch=optimizer.tuned_batch,
-        )
+    optimizer: Optimizer
+    num_classes: int
+    batch: int  # of an optimizer step: all workers, all accumulated batches
 
     @property
     def epochs(self) -> int:
-        return self.stages.backbone.epochs + self.stages.pencil.epochs + self.stages.finetune.epochs
+        return sum(stage.epochs for _, stage in self.stages)
+
+    @property
+    def rate_factor(self) -> float:
+        return self.batch / self.optimizer.tuned_batch
+
+    @property
+    def class_factor(self) -> float:
+        """What replaces the 1/c of the losses by the tuned one."""
+        return self.num_classes / self.stages.pencil.tuned_classes
 
     def stage_at(self, epoch: int) -> Stage:
         """Find the stage of an epoch, counted from the start of the run."""
@@ -82,66 +85,28 @@ class Schedule:
         first_pencil = self.stages.backbone.epochs
         first_finetune = first_pencil + self.stages.pencil.epochs
         if epoch < first_pencil:
-            return self._backbone(epoch)
+            return Stage("backbone", self.stages.backbone.rate * self.rate_factor)
         if epoch < first_finetune:
             return self._pencil(epoch - first_pencil)
-        return self._finetune(epoch - first_finetune)
+        stage = self.stages.finetune
+        drops = sum(after <= epoch - first_finetune for after in stage.drop_after)
+        rate = stage.rate * self.rate_factor / stage.drop_by**drops
+        return Stage("finetune", rate, self.class_factor)
 
     def label_rates(self) -> list[float]:
         """The label rate of every epoch of the pencil stage."""
         return [self._pencil(epoch).label_rate for epoch in range(self.stages.pencil.epochs)]
 
-    def _backbone(self, epoch: int) -> Stage:
-        rate = self.stages.backbone.rate * self.rate_factor
-        return Stage("backbone", epoch, rate, loss=_cross_entropy)
-
     def _pencil(self, epoch: int) -> Stage:
         stage = self.stages.pencil
-        pull = stage.alpha * stage.tuned_classes
         lambda_: Curve = stage.lambda_
         return Stage(
             name="pencil",
-            epoch=epoch,
             learning_rate=stage.rate * self.rate_factor,
-            loss=partial(
-                _scaled_pencil_loss,
-                factor=self.class_factor,
-                alpha=stage.alpha / self.class_factor,
-                beta=stage.beta,
-                form=stage.compatibility,
-            ),
-            label_rate=lambda_.at(epoch, stage.epochs) / (self.tuned_batch * stage.tuned_classes),
-            pull=pull,
+            class_factor=self.class_factor,
+            alpha=stage.alpha / self.class_factor,
+            beta=stage.beta,
+            label_rate=lambda_.at(epoch, stage.epochs) / (self.optimizer.tuned_batch * stage.tuned_classes),
+            pull=stage.alpha * stage.tuned_classes,
             form=stage.compatibility,
         )
-
-    def _finetune(self, epoch: int) -> Stage:
-        stage = self.stages.finetune
-        drops = sum(after <= epoch for after in stage.drop_after)
-        rate = stage.rate * self.rate_factor / stage.drop_by**drops
-        return Stage(
-            "finetune", epoch, rate, loss=partial(_scaled_classification_loss, factor=self.class_factor)
-        )
-
-
-def _cross_entropy(class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor:
-    return cross_entropy(class_logits.float(), noisy_class.long(), reduction="none")
-
-
-def _scaled_pencil_loss(
-    class_logits: Tensor,
-    label_logits: Tensor,
-    noisy_class: Tensor,
-    *,
-    factor: float,
-    alpha: float,
-    beta: float,
-    form: Form,
-) -> Tensor:
-    return factor * pencil_loss(class_logits, label_logits, noisy_class, alpha, beta, form)
-
-
-def _scaled_classification_loss(
-    class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor, *, factor: float
-) -> Tensor:
-    return factor * classification_loss(class_logits, label_logits)

@@ -1,56 +1,45 @@
 """Epoch plan: the order of an epoch's rows, and which rank reads which of them.
 
-The order depends only on (seed, epoch, catalogue version, subset). Chunks of the catalogue are cut into
-stretches of at most a ninth of a window, the stretches are permuted, and as many as fit into the bytes of a
-window are shuffled together. Both permutations sort by a hash of (seed, epoch, place), so leaving out rows
-that were already visited does not change the order of the others.
+The order depends only on (seed, epoch, catalogue version, subset, window size). Chunks of the catalogue are
+cut into stretches of at most a ninth of a window, the stretches are permuted, and as many as fit into the
+bytes of a window are shuffled together. Both permutations sort by a hash of (seed, epoch, position), so
+leaving out rows that were already visited does not change the order of the others.
 
-Ranks take windows in turn; where there are fewer than eight per rank, windows are dealt out in slices.
+Ranks take windows in turn; where there are fewer than nine per rank, slices of windows are dealt out.
 Planning uses the counts of the chunks and reads no rows: the read task of a piece looks up its rows and
 shuffles them.
 
-    order = EpochOrder.of(counts, seed=1, epoch=7, window_bytes=64 << 20)
-    left = order.left(visited, members)                    # rows still to be read, by window
-    for cut in deal(left, world)[rank]:
+    order = EpochOrder(catalogue.chunks(), mixed_key(seed, epoch), window_bytes=64 << 20)
+    num_unread = order.num_unread(visited, ok_rows)        # by window
+    for cut in deal(num_unread, world)[rank]:
         piece = order.piece(cut, visited)                  # what a read task needs to know
-        rows = piece.rows(members)                         # int64, in the order of the epoch
-    sizes = batch_sizes(share, batch, num_steps(left.sum(), batch, world))
+        rows = piece.rows(ok_rows)                         # int64, in the order of the epoch
+    sizes = batch_sizes(share, batch, num_steps(num_unread.sum(), batch, world))
 """
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pencil_scale.catalogue.catalogue import Chunks
+from pencil_scale.catalogue.schema import CHUNK_ROWS
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import hashes
 
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Members = Callable[[int], Int64s]  # the rows of a chunk that an epoch visits, in ascending order
+OkRows = Callable[[int], Int64s]  # the ok rows of a chunk, in ascending order
 
-CHUNK_ROWS = 4096
 STRETCHES_PER_WINDOW = 8
-PIECES_PER_RANK = 8  # small pieces: the first block comes soon, and few cores idle during the last one
-
-
-@dataclass(frozen=True)
-class RowCounts:
-    """How many rows of each chunk an epoch visits, and the bytes of their images."""
-
-    num_rows: Int64s
-    num_bytes: Int64s
-
-    @property
-    def total(self) -> int:
-        return int(self.num_rows.sum())
+# On average, or more: with small pieces the first block comes soon, and few cores idle during the last one.
+SLICES_PER_RANK = 9
 
 
 class Cut(NamedTuple):
-    """Rows [start, stop) of the `total` that are left of a window."""
+    """Rows [start, stop) of the `total` unread rows of a window."""
 
     window: int
     start: int
@@ -59,147 +48,126 @@ class Cut(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Part `part` of the `parts` into which the rows of a chunk are cut."""
+    """Stretch `number` of the `num_stretches` into which the rows of a chunk are cut."""
 
     chunk: int
-    part: int
-    parts: int
+    number: int
+    num_stretches: int
+    subset: bytes | None  # one bit per row of the chunk; None: all rows
+    visited: bytes | None  # in the same format; None: no row
 
-    def of(self, rows: Int64s) -> Int64s:
-        return rows[len(rows) * self.part // self.parts : len(rows) * (self.part + 1) // self.parts]
+    def unread(self, ok_rows: Int64s) -> Int64s:
+        """Choose the rows of this stretch among the ok rows of the chunk."""
+        rows = ok_rows if self.subset is None else ok_rows[_lookup(self.subset, ok_rows)]
+        start, stop = (len(rows) * number // self.num_stretches for number in (self.number, self.number + 1))
+        rows = rows[start:stop]
+        return rows if self.visited is None else rows[~_lookup(self.visited, rows)]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one read task reads: some rows of one window, in a form that is small to send."""
+class Piece(NamedTuple):
+    """What one read task reads: some rows of one window, described in few bytes."""
 
-    stretches: tuple[Stretch, ...]
-    start: int
-    stop: int
-    total: int
-    key: int | None  # of the shuffle; None: rows stay in catalogue order
-    visited: dict[int, bytes] = field(default_factory=dict)  # chunk -> one bit per row
-    chosen: dict[int, bytes] | None = None  # the subset, in the same form; None: all rows
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+    stretches: list[Stretch]
+    cut: Cut
+    key: int | None  # of the shuffle
 
     @property
-    def chunks(self) -> list[int]:
-        return sorted({place.chunk for place in self.stretches})
+    def num_rows(self) -> int:
+        return self.cut.stop - self.cut.start
 
-    def rows(self, ok_rows: Members) -> Int64s:
-        """Look up the rows and return them in the order of the epoch.
-
-        If the window has another number of rows left than planned, this is a ValueError: rows would be lost.
-        """
-        members = {chunk: ok_rows(chunk) for chunk in self.chunks}
-        if self.chosen is not None:
-            members = {chunk: rows[_marked(self.chosen, chunk, rows)] for chunk, rows in members.items()}
-        found = [(place.chunk, place.of(members[place.chunk])) for place in self.stretches]
-        unvisited = [rows[~_marked(self.visited, chunk, rows)] for chunk, rows in found]
-        rows = np.concatenate([np.empty(0, np.int64), *unvisited])
-        if len(rows) != self.total:
-            raise ValueError(f"a window was planned with {self.total:,} rows, {len(rows):,} are there")
-        return (rows if self.key is None else shuffled(rows, self.key))[self.start : self.stop]
+    def rows(self, ok_rows: OkRows) -> Int64s:
+        """Look up the rows and return them in the order of the epoch; refuse to lose any."""
+        unread = [stretch.unread(ok_rows(stretch.chunk)) for stretch in self.stretches]
+        rows = np.concatenate([np.empty(0, np.int64), *unread])
+        if len(rows) != self.cut.total:
+            raise PencilError(
+                f"a window was planned with {self.cut.total:,} rows, {len(rows):,} are there; the visited "
+                "rows or the subset belong to another version of the catalogue: start a new run"
+            )
+        return (rows if self.key is None else shuffled(rows, self.key))[self.cut.start : self.cut.stop]
 
 
-@dataclass(frozen=True)
 class EpochOrder:
     """The windows of an epoch, as stretches of chunks in their order."""
 
-    counts: RowCounts
-    chunk: Int64s  # [stretches], in the order of the epoch
-    part: Int64s
-    parts: Int64s
-    first: Int64s  # [windows + 1]: a window's stretches are first[w] to first[w + 1]
-    key: int | None
+    def __init__(
+        self, chunks: Chunks, key: int | None, window_bytes: int, subset: Mask | None = None
+    ) -> None:
+        """Order an epoch; a window holds at most about `window_bytes`, or one image if that is larger.
 
-    @classmethod
-    def of(
-        cls, counts: RowCounts, seed: int, epoch: int, window_bytes: int, shuffle: bool = True
-    ) -> "EpochOrder":
-        """Order an epoch; a window holds at most about `window_bytes`, or one image if that is larger."""
+        Without a `key` rows stay in catalogue order. With a `subset`, `chunks` counts its rows only.
+        """
+        self._num_rows, self._key, self._subset = chunks.num_ok.astype(np.int64), key, subset
         # A window ends with the stretch that crosses its bound, so the bound leaves room for one stretch.
         stretch_bytes = max(1, window_bytes // (STRETCHES_PER_WINDOW + 1))
-        parts = np.minimum(-(-counts.num_bytes // stretch_bytes), counts.num_rows)
-        parts = np.where(counts.num_rows > 0, np.maximum(parts, 1), 0)
-        chunk = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(chunk)) - np.repeat(np.cumsum(parts) - parts, parts)
-        key = mixed_key(seed, epoch) if shuffle else None
+        count = np.minimum(-(-chunks.ok_bytes // stretch_bytes), self._num_rows)
+        count = np.where(self._num_rows > 0, np.maximum(count, 1), 0)
+        chunk = np.repeat(np.arange(len(count)), count)
+        number = np.arange(len(chunk)) - np.repeat(np.cumsum(count) - count, count)
         if key is not None:
-            order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + part, ~key), kind="stable")
-            chunk, part = chunk[order], part[order]
-        # Windows of about equal bytes; a stretch belongs to the window in which it begins.
-        sizes = counts.num_bytes[chunk] / parts[chunk]
+            order = np.argsort(hashes(chunk * (2 * CHUNK_ROWS) + number, ~key), kind="stable")
+            chunk, number = chunk[order], number[order]
+        self._chunk, self._number, self._count = chunk, number, count[chunk]  # by stretch
+        # Windows of about equal bytes; a stretch belongs to the window in which it starts.
+        sizes = chunks.ok_bytes[chunk] / self._count
         total = float(sizes.sum())
         windows = max(1, int(np.ceil(total / max(1, window_bytes - stretch_bytes))))
         window = np.floor((np.cumsum(sizes) - sizes) * windows / max(total, 1.0)).astype(np.int64)
-        first = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(sizes))
-        return cls(counts, chunk, part, parts[chunk], first, key)
+        self._first = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(sizes))  # by window
 
-    def left(self, visited: Mask | None = None, members: Members | None = None) -> Int64s:
+    def num_unread(self, visited: Mask | None = None, ok_rows: OkRows | None = None) -> Int64s:
         """Count the rows of each window that are not visited yet.
 
-        `visited` marks rows of this epoch only. `members` is needed only where a chunk is cut into stretches
-        and some, but not all, of its rows are visited.
+        `visited` contains rows of this epoch only. `ok_rows` is needed only where a chunk is cut into
+        stretches and some, but not all, of its rows are visited.
         """
-        rows = self.counts.num_rows[self.chunk]
-        left = rows * (self.part + 1) // self.parts - rows * self.part // self.parts
+        rows = self._num_rows[self._chunk]
+        unread = rows * (self._number + 1) // self._count - rows * self._number // self._count
         if visited is not None:
             starts = np.arange(0, len(visited), CHUNK_ROWS)
-            num_visited = np.zeros(len(self.counts.num_rows), np.int64)
-            num_visited[: len(starts)] = np.add.reduceat(visited, starts, dtype=np.int64)
-            done = num_visited[self.chunk]
-            left = np.where(done == 0, left, np.where(self.parts == 1, rows - done, 0))
-            mixed = np.flatnonzero((done > 0) & (done < rows) & (self.parts > 1))
-            mixed = mixed[np.argsort(self.chunk[mixed], kind="stable")]
-            for chunk, places in groupby(mixed.tolist(), key=lambda place: int(self.chunk[place])):
-                assert members is not None
-                inside = members(chunk)
-                for place in places:
-                    left[place] = np.count_nonzero(~visited[self._stretch(place).of(inside)])
-        return np.add.reduceat(np.append(left, 0), self.first)[:-1] if len(left) else left
+            done = np.add.reduceat(visited, starts, dtype=np.int64)[self._chunk]
+            unread = np.where(self._count == 1, rows - done, np.where(done == rows, 0, unread))
+            mixed = self._chunk[(self._count > 1) & (done > 0) & (done < rows)]
+            for chunk in np.unique(mixed).tolist():
+                assert ok_rows is not None
+                known = ok_rows(chunk)
+                for position in np.flatnonzero(self._chunk == chunk).tolist():
+                    unread[position] = len(self._stretch(position, visited).unread(known))
+        return np.add.reduceat(np.append(unread, 0), self._first)[:-1] if len(unread) else unread
 
-    def piece(self, cut: Cut, visited: Mask | None = None, subset: Mask | None = None) -> Piece:
-        """Describe a cut for its read task; with a `subset`, the counts must be those of the subset."""
-        places = range(self.first[cut.window], self.first[cut.window + 1])
-        stretches = tuple(self._stretch(place) for place in places)
-        chunks = {place.chunk for place in stretches}
-        done = {} if visited is None else _bits_of(visited, chunks)
-        chosen = None if subset is None else _bits_of(subset, chunks)
-        return Piece(stretches, *cut[1:], self.key, done, chosen)
+    def piece(self, cut: Cut, visited: Mask | None = None) -> Piece:
+        """Describe a cut for its read task."""
+        positions = range(self._first[cut.window], self._first[cut.window + 1])
+        return Piece([self._stretch(position, visited) for position in positions], cut, self._key)
 
-    def _stretch(self, place: int) -> Stretch:
-        return Stretch(int(self.chunk[place]), int(self.part[place]), int(self.parts[place]))
+    def _stretch(self, position: int, visited: Mask | None) -> Stretch:
+        chunk, number, count = (int(a[position]) for a in (self._chunk, self._number, self._count))
+        return Stretch(chunk, number, count, _packed(self._subset, chunk), _packed(visited, chunk))
 
 
-def deal(left: Int64s, world: int) -> list[list[Cut]]:
+def deal(num_unread: Int64s, world: int) -> list[list[Cut]]:
     """Give every rank its cuts, so that shares differ by at most one row.
 
     Complete windows go to the ranks in turn until a rank's share is full; the last windows are cut. Where
     there are few windows, equal slices of them are dealt out. Rows are shuffled within their window, not
     within a slice, so that the order does not depend on the number of ranks.
     """
-    full = np.flatnonzero(left).tolist()
-    slices = -(-(PIECES_PER_RANK + 1) * world // max(1, len(full)))
-    dealt = [
-        Cut(window, total * k // slices, total * (k + 1) // slices, total)
-        for window, total in zip(full, left[full].tolist(), strict=True)
-        for k in range(slices)
-    ]
-    num_rows = int(left.sum())
+    windows = np.flatnonzero(num_unread).tolist()
+    num_slices = -(-SLICES_PER_RANK * world // max(1, len(windows)))
+    num_rows = int(num_unread.sum())
     room = [num_rows // world + (rank < num_rows % world) for rank in range(world)]
     shares: list[list[Cut]] = [[] for _ in range(world)]
     rank = 0
-    for window, start, stop, total in dealt:
-        while start < stop:
-            while room[rank] == 0:
-                rank = (rank + 1) % world
-            end = min(stop, start + room[rank])
-            shares[rank].append(Cut(window, start, end, total))
-            room[rank] -= end - start
-            start, rank = end, (rank + 1) % world
+    for window, total in zip(windows, num_unread[windows].tolist(), strict=True):
+        for number in range(num_slices):
+            start, stop = total * number // num_slices, total * (number + 1) // num_slices
+            while start < stop:
+                while room[rank] == 0:
+                    rank = (rank + 1) % world
+                end = min(stop, start + room[rank])
+                shares[rank].append(Cut(window, start, end, total))
+                room[rank] -= end - start
+                start, rank = end, (rank + 1) % world
     return shares
 
 
@@ -214,11 +182,9 @@ def batch_sizes(num_rows: int, batch: int, num_steps: int) -> list[int]:
     This avoids batches of a single row, for which batch norm could not compute a variance. A rank with fewer
     rows than steps has empty batches at the end.
     """
-    if num_rows > batch * num_steps:
-        raise ValueError(f"{num_rows} rows do not fit {num_steps} batches of {batch}")
     full = min(max(num_steps - 2, 0), num_rows // batch)
-    rest, places = num_rows - full * batch, num_steps - full
-    return [batch] * full + [rest // places + (place < rest % places) for place in range(places)]
+    rest, others = num_rows - full * batch, num_steps - full
+    return [batch] * full + [rest // others + (number < rest % others) for number in range(others)]
 
 
 def shuffled(rows: Int64s, key: int) -> Int64s:
@@ -232,15 +198,12 @@ def mixed_key(seed: int, epoch: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _bits_of(mask: Mask, chunks: set[int]) -> dict[int, bytes]:
-    """Pack a mask of these chunks into 512 bytes per chunk; chunks without a marked row are left out."""
-    inside = {chunk: mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS] for chunk in chunks}
-    return {chunk: np.packbits(marked).tobytes() for chunk, marked in inside.items() if marked.any()}
+def _packed(mask: Mask | None, chunk: int) -> bytes | None:
+    """Pack the mask of a chunk into 512 bytes; None if it contains no row."""
+    chosen = None if mask is None else mask[chunk * CHUNK_ROWS : (chunk + 1) * CHUNK_ROWS]
+    return None if chosen is None or not chosen.any() else np.packbits(chosen).tobytes()
 
 
-def _marked(bits: dict[int, bytes], chunk: int, rows: Int64s) -> Mask:
-    """Look up which rows of a chunk are marked."""
-    if chunk not in bits:
-        return np.zeros(len(rows), np.bool_)
-    unpacked = np.unpackbits(np.frombuffer(bits[chunk], np.uint8)).view(np.bool_)
-    return np.asarray(unpacked[rows - chunk * CHUNK_ROWS])
+def _lookup(packed: bytes, rows: Int64s) -> Mask:
+    """Look up which rows of a chunk its mask contains."""
+    return np.asarray(np.unpackbits(np.frombuffer(packed, np.uint8)).view(np.bool_)[rows % CHUNK_ROWS])

@@ -5,15 +5,14 @@ outside the training process, and a new epoch costs tenths of a second. When an 
 Datasource for read tasks, more than once; the Datasource gets the pieces from a small actor, in which the
 rank stored them before.
 
-    source = RayBlocks(spec, world=8, worker_cpus=4)
+    source = RayBlocks(spec, world=8, worker_cpus=4, for_evaluation=False, ahead_bytes=2 << 30)
     for table in source.blocks(pieces): ...      # may be left at any time, and called again
-    source.close()
 
 Torch is not imported here, because the executor's actor and every read task would have to load it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,7 @@ LEAST_AHEAD_BYTES = 1 << 30  # keeps all processors busy however small an epoch 
 class Pieces:
     """Holds what one rank reads next."""
 
-    def __init__(self) -> None:
-        self._pieces: Sequence[Piece] = ()
+    _pieces: Sequence[Piece] = ()
 
     def set(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
@@ -50,12 +48,8 @@ class PieceSource(Datasource):
     """Turns the pieces that are read next into read tasks."""
 
     def __init__(self, pieces: Any, spec: ReadSpec) -> None:
-        start: Callable[[], None] = super().__init__
-        start()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pieces, self._spec = pieces, spec
-
-    def get_name(self) -> str:
-        return "Windows"
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -65,28 +59,21 @@ class PieceSource(Datasource):
     ) -> list[ReadTask]:
         size, tasks = self._spec.size, []
         for piece in ray.get(self._pieces.get.remote()):
-            num_bytes = None if size is None else len(piece) * 3 * size[0] * size[1]
-            about = BlockMetadata(len(piece), num_bytes, input_files=None, exec_stats=None)
+            num_bytes = None if size is None else piece.num_rows * 3 * size[0] * size[1]
+            about = BlockMetadata(piece.num_rows, num_bytes, input_files=None, exec_stats=None)
             tasks.append(ReadTask(partial(read_piece, self._spec, piece), about, schema=self._spec.schema))
         return tasks
 
 
 class RayBlocks:
-    """The blocks of one rank, from epoch to epoch."""
+    """The blocks of one rank, from epoch to epoch; its actors end with the last reference to it."""
 
     def __init__(
-        self,
-        spec: ReadSpec,
-        world: int = 1,
-        worker_cpus: float = 0.0,
-        beside_another: bool = False,
-        ahead_bytes: float = math.inf,
+        self, spec: ReadSpec, world: int, worker_cpus: float, for_evaluation: bool, ahead_bytes: int
     ) -> None:
         """`worker_cpus` is what each of `world` training processes reserves.
 
-        About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room. Set
-        `beside_another` for evaluation: the training stream's tasks hold on to their processors until their
-        blocks are taken, so the tasks of this one must not ask for any.
+        About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
         free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus
@@ -94,7 +81,7 @@ class RayBlocks:
             PieceSource(self._pieces, spec),
             # With one block requested Ray does not cut the blocks of few tasks into hundreds or single rows.
             override_num_blocks=1,
-            **(_task_options(0.0, int(free_cpus)) if beside_another else _task_options(free_cpus)),
+            **_task_options(free_cpus, for_evaluation),
         )
         store_bytes = STORE_SHARE * cluster_resource("object_store_memory", 1 << 30) / world
         dataset.context.execution_options = ExecutionOptions(
@@ -104,7 +91,7 @@ class RayBlocks:
             ),
             preserve_order=True,
         )
-        # A little less than our own blocks, so that Ray passes each on as it is instead of joining and
+        # A little less than our own blocks, so that Ray passes each on unchanged instead of joining and
         # cutting them.
         dataset.context.target_max_block_size = spec.block_bytes * 3 // 4
         dataset.context.enable_progress_bars = False
@@ -126,20 +113,17 @@ class RayBlocks:
                 cause.args = (str(cause).splitlines()[0],)
             raise cause from None
 
-    def close(self) -> None:
-        """Release the actors: they end with their last handle."""
-        self._iterator = self._pieces = None
 
-
-def _task_options(free_cpus: float, at_once: int = 1) -> dict[str, Any]:
+def _task_options(free_cpus: float, for_evaluation: bool) -> dict[str, Any]:
     """What a read task of a rank asks for.
 
-    One task more runs than the rank has processors, so that none idles between two tasks. Where the workers
-    leave less than one processor, tasks ask for what there is: a task that asked for a complete one would
-    wait for it forever, and the training for the task.
+    In training one task more runs than the rank has processors, so that none idles between two tasks. Where
+    the workers leave less than one processor, a task asks for what there is: one that asked for a complete
+    processor would wait for it forever, and the training for the task. In evaluation tasks ask for none, as
+    those of the training stream hold on to their processors until their blocks are taken.
     """
-    if 1 <= free_cpus < 2:
-        return {}
-    if free_cpus >= 2:
-        return {"num_cpus": math.floor(100 * free_cpus / (math.floor(free_cpus) + 1)) / 100}
-    return {"num_cpus": max(0.0, math.floor(free_cpus * 100) / 100), "concurrency": max(1, at_once)}
+    if for_evaluation:
+        return {"num_cpus": 0.0, "concurrency": max(1, int(free_cpus))}
+    num_tasks = 1 if free_cpus < 2 else int(free_cpus) + 1
+    num_cpus = min(1.0, max(0.0, math.floor(100 * free_cpus / num_tasks) / 100))
+    return {"num_cpus": num_cpus, **({"concurrency": 1} if free_cpus < 1 else {})}

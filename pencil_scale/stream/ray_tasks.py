@@ -2,7 +2,7 @@
 
     ensure_ray()                                     # from pencil_scale.train.local_ray
     for number, counts in run_tasks(count, [(rows,) for rows in stretches], shared=rule):
-        ...                                          # as they finish; `number` is that of the piece
+        ...                                          # as they finish; `number` counts the pieces
 
 Two tasks per processor are under way at a time, so the pieces may come from a generator. `shared` is stored
 once per machine, not once per task. A `PencilError` raised in a task is raised here, without Ray's traceback.
@@ -29,12 +29,9 @@ class TaskDiedError(PencilError):
     """The process of a task died in every attempt; `number` says which piece it worked on."""
 
     def __init__(self, number: int, error: RayError) -> None:
-        kind = type(error).__name__
-        super().__init__(
-            f"task {number}: its process died in every attempt ({kind}); start Ray with more memory or fewer "
-            "CPUs"
-        )
-        self.number, self.kind = number, kind
+        self.number, self.kind = number, type(error).__name__
+        what = f"task {number}: its process died in every attempt ({self.kind})"
+        super().__init__(f"{what}; start Ray with more memory or fewer CPUs")
 
 
 def run_tasks(
@@ -73,7 +70,7 @@ def num_processors() -> int:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Find the `PencilError` inside an error of Ray; where there is none, return the error itself.
+    """Find the `PencilError` inside an error of Ray; if it has none, return the error itself.
 
     Ray wraps an error once for every process it passes, in a class that also derives from that of the error.
     """
@@ -81,8 +78,8 @@ def cause_of(error: BaseException) -> BaseException:
     for found in seen:  # grows on the way: breadth first
         if isinstance(found, PencilError) and not isinstance(found, RayError):
             return found
-        context = [] if found.__context__ is None else [found.__context__]
-        seen += [inner for inner in [*_wrapped(found), *context] if inner not in seen]
+        inside = [*_wrapped(found), found.__context__]
+        seen += [inner for inner in inside if inner is not None and inner not in seen]
     return error
 
 
@@ -96,7 +93,7 @@ def reason_of(error: BaseException) -> str:
     text = " ".join(line for line in str(last).splitlines() if not line.startswith(("\t", " ")))
     text, guesses, _ = text.partition(" Some common causes include:")
     if guesses:
-        text += " It was killed, perhaps for want of memory, or it crashed."
+        text += " It was killed, perhaps because memory ran out, or it crashed."
     return str(without_passwords(f"{type(last).__name__}: {text}"))[:LONGEST]
 
 

@@ -5,7 +5,7 @@ thread of this process cuts batches ahead of their use.
 
     stream = Stream(StreamSpec.from_config(config, catalogue.version), rank, world)
     for epoch in range(first_epoch, num_epochs):
-        stream.num_steps(epoch, visited)                   # the same on every rank
+        stream.num_steps(visited)                          # the same on every rank
         for batch in stream.batches(epoch, visited):       # rows, images, weight, noisy_class, problems
             ...
     stream.close()
@@ -14,32 +14,33 @@ With `in_process=True` threads of this process read the same pieces, without Ray
 small evaluation sets. With `shuffle=False` the rows come in catalogue order, for evaluation.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from queue import Empty, Queue
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
 
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.batches import Prefetch, cut_batches
-from pencil_scale.stream.plan import EpochOrder, Mask, Piece, batch_sizes, deal, num_steps
+from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, mixed_key, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
-from pencil_scale.stream.window_reader import (
-    BLOCK_BYTES,
-    ReadSpec,
-    Selection,
-    common_size,
-    name_problem,
-    read_pieces,
-)
+from pencil_scale.stream.window_reader import ReadSpec, Selection, common_size, read_pieces
+
+Item = TypeVar("Item")
 
 # Finished batches kept ready, for the second or more that Ray Data takes between two epochs.
 AHEAD_BYTES = 256 << 20
 FEWEST_AHEAD, MOST_AHEAD = 3, 512
+BLOCK_BYTES = 32 << 20
 PIECES_AT_ONCE = 1024  # short epochs are read together, without a pause between them
 PATIENCE_S = 10.0
 CLEAN_PIXELS = 2**22  # per evaluation batch: without gradients there is room for more small images
@@ -52,50 +53,38 @@ class StreamSpec:
     storage: str
     version: int
     batch: int
-    part: Literal["", "validation", "test"] = ""
+    clean_set: str = ""  # "validation" or "test"
     seed: int = 1
     window_mb: int = 64
     resize: int | None = None
     decode: Literal["cpu", "gpu"] = "cpu"
     shuffle: bool = True
-    subset: npt.NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    subset: Int64s | None = field(default=None, repr=False, compare=False)  # row numbers
     num_epochs: int = 0  # of the run: while one epoch ends, the next is already being read
     worker_cpus: float = 0.0  # reserved by every rank; the other CPUs are for reading
 
     @classmethod
     def from_config(
-        cls,
-        config: Config,
-        version: int,
-        part: Literal["", "validation", "test"] = "",
-        subset: npt.NDArray[Any] | None = None,
+        cls, config: Config, version: int, clean_set: str = "", subset: Int64s | None = None
     ) -> "StreamSpec":
         """Take from the config what concerns reading; clean sets come in order, decoded on the CPU."""
         batch = config.optimizer.batch_per_worker
-        if part:
-            batch = max(batch, min(4 * batch, CLEAN_PIXELS // config.images.crop**2))
-        return cls(
+        spec = cls(
             storage=config.run.storage,
             version=version,
             batch=batch,
-            part=part,
+            clean_set=clean_set,
             seed=config.run.seed,
             window_mb=config.data.window_mb,
             resize=config.images.resize,
-            decode="cpu" if part else config.images.decode,
-            shuffle=not part,
             subset=subset,
-            num_epochs=0 if part else sum(stage.epochs for _, stage in config.stages),
             worker_cpus=config.workers.cpus,
         )
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank reads in one epoch."""
-
-    pieces: list[Piece]
-    sizes: list[int]  # of its batches
+        if clean_set:
+            most = min(4 * batch, CLEAN_PIXELS // config.images.crop**2)
+            return replace(spec, batch=max(batch, most), shuffle=False)
+        num_epochs = sum(stage.epochs for _, stage in config.stages)
+        return replace(spec, decode=config.images.decode, num_epochs=num_epochs)
 
 
 class Stream:
@@ -103,36 +92,34 @@ class Stream:
 
     def __init__(self, spec: StreamSpec, rank: int = 0, world: int = 1, in_process: bool = False) -> None:
         self.spec, self.rank, self.world = spec, rank, world
-        self._window_bytes = spec.window_mb << 20
-        block_bytes = min(BLOCK_BYTES, max(1 << 20, self._window_bytes // 2))
-        read = ReadSpec(spec.storage, spec.version, spec.part, spec.resize, block_bytes=block_bytes)
+        block_bytes = min(BLOCK_BYTES, max(1 << 20, (spec.window_mb << 20) // 2))
+        read = ReadSpec(spec.storage, spec.version, block_bytes, spec.clean_set, spec.resize)
         self._selection = Selection(read.catalogue(), spec.subset)
+        self.num_rows = self._selection.num_rows  # of a complete epoch, over all ranks
         if self.num_rows == 0:
             raise PencilError(f"{spec.storage}: no row to read; see the report of pipelines.index_shards")
         resized = None if spec.resize is None else (spec.resize, spec.resize)
         self.image_size = resized or common_size(read, self._selection)  # height, width
-        self._read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
-        self._blocks: RayBlocks | None = None
+        self.read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
+        self._bytes_per_image = 3 * self.image_size[0] * self.image_size[1]  # once read
+        if spec.decode == "gpu":
+            self._bytes_per_image = int(self._selection.chunks.ok_bytes.sum()) // self.num_rows
+        self._blocks: Callable[[Sequence[Piece]], Iterator[pa.Table]] = partial(read_pieces, self.read)
         if not in_process:
-            beside_another = not spec.shuffle  # in evaluation: training already reads its next epoch
-            ahead_bytes = 2 * self._epoch_bytes()
-            self._blocks = RayBlocks(self._read, world, spec.worker_cpus, beside_another, ahead_bytes)
+            ahead_bytes = 2 * self.num_rows * self._bytes_per_image // world
+            evaluates = not spec.shuffle
+            self._blocks = RayBlocks(self.read, world, spec.worker_cpus, evaluates, ahead_bytes).blocks
         self._running: Prefetch[Batch] | None = None
         self._coming: Iterator[Batch] = iter(())
         self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of a complete epoch, over all ranks."""
-        return self._selection.counts.total
-
-    def num_steps(self, epoch: int, visited: Mask | None = None) -> int:
-        """Count the steps that are left of an epoch: the same number on every rank."""
+    def num_steps(self, visited: Mask | None = None) -> int:
+        """Count the remaining steps of an epoch: the same number on every rank."""
         done = 0 if visited is None else np.count_nonzero(self._selection.among(visited))
         return num_steps(self.num_rows - int(done), self.spec.batch, self.world)
 
     def batches(self, epoch: int, visited: Mask | None = None) -> Iterator[Batch]:
-        """Read what is left of an epoch; the caller may leave early and ask for another epoch.
+        """Read the unvisited rows of an epoch; the caller may leave early and ask for another epoch.
 
         Ranks that train get as many batches as `num_steps` says, with empty ones at the end where rows ran
         out. In evaluation the ranks do not wait for each other, and empty batches are left out.
@@ -141,70 +128,133 @@ class Stream:
             self._start(epoch, visited)
         self._next_epoch = None
         if epoch + 1 < self.spec.num_epochs:
-            yield from islice(self._coming, self.num_steps(epoch, visited))
+            yield from islice(self._coming, self.num_steps(visited))
             self._next_epoch = epoch + 1  # its batches arrive while this one is evaluated and saved
         else:
             yield from self._coming
 
-    def plan(self, epoch: int, visited: Mask | None = None) -> Share:
-        """Plan this rank's share of what is left of an epoch."""
+    def plan(self, epoch: int, visited: Mask | None = None) -> tuple[list[Piece], list[int]]:
+        """Plan this rank's share of the unvisited rows of an epoch, and the sizes of its batches."""
         spec, selection = self.spec, self._selection
         visited = None if visited is None else selection.among(visited)
-        order = EpochOrder.of(selection.counts, spec.seed, epoch, self._window_bytes, spec.shuffle)
-        left = order.left(visited, selection.members)
-        cuts = deal(left, self.world)[self.rank]
-        steps = num_steps(int(left.sum()), spec.batch, self.world)
+        key = mixed_key(spec.seed, epoch) if spec.shuffle else None
+        order = EpochOrder(selection.chunks, key, spec.window_mb << 20, selection.mask)
+        num_unread = order.num_unread(visited, selection.ok_rows)
+        cuts = deal(num_unread, self.world)[self.rank]
+        steps = num_steps(int(num_unread.sum()), spec.batch, self.world)
         sizes = batch_sizes(sum(cut.stop - cut.start for cut in cuts), spec.batch, steps)
         sizes = sizes if spec.shuffle else [size for size in sizes if size]
-        return Share([order.piece(cut, visited, selection.mask) for cut in cuts], sizes)
-
-    def name_problem(self, row: int, reason: str) -> str:
-        """Name a sample that could not be decoded here, as the read tasks do."""
-        return name_problem(self._read.catalogue(), row, reason)
+        return [order.piece(cut, visited) for cut in cuts], sizes
 
     def close(self) -> None:
         """Stop reading and release the readers; a storage that does not answer is not waited for."""
-        self._stop(PATIENCE_S)
-        if self._blocks is not None:
-            self._blocks.close()
+        if self._running is not None:
+            self._running.stop(PATIENCE_S)
+        self._blocks = partial(read_pieces, self.read)  # Ray's actors end with the last reference to them
 
-    def _start(self, epoch: int, visited: Mask | None = None) -> None:
+    def _start(self, epoch: int, visited: Mask | None) -> None:
         """Start to read an epoch and all epochs after it."""
-        self._stop()
-        batch_bytes = self.spec.batch * self._epoch_bytes() * self.world // self.num_rows
-        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // max(batch_bytes, 1)))
-        self._running = Prefetch(self._cut(epoch, self._shares(epoch, visited)), ahead)
+        if self._running is not None:
+            self._running.stop()  # two epochs must never be read from the same blocks at once
+        batch_bytes = max(1, self.spec.batch * self._bytes_per_image)
+        ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // batch_bytes))
+        self._running = Prefetch(self._read_epochs(epoch, visited), ahead)
         self._coming = iter(self._running)
 
-    def _stop(self, timeout_s: float | None = None) -> None:
-        """End what is being read: two epochs must never be read from the same blocks at once."""
-        if self._running is not None:
-            self._running.join(timeout_s)
-            self._running = None
-
-    def _cut(self, epoch: int, shares: list[Share]) -> Iterator[Batch]:
-        while shares:
-            pieces = [piece for share in shares for piece in share.pieces]
-            blocks = read_pieces(self._read, pieces) if self._blocks is None else self._blocks.blocks(pieces)
-            for share in shares:
-                yield from cut_batches(blocks, share.sizes, self._read.size, is_last=share is shares[-1])
-            epoch += len(shares)
-            shares = self._shares(epoch) if epoch < self.spec.num_epochs else []
-
-    def _shares(self, epoch: int, visited: Mask | None = None) -> list[Share]:
-        """Plan an epoch, and those after it where they are short: they are handed to the readers together.
+    def _read_epochs(self, epoch: int, visited: Mask | None) -> Generator[Batch, None, None]:
+        """Hand an epoch to the readers, together with the following ones where they are short.
 
         A read error in a later epoch may then end the run in an earlier one, because Ray raises it at once.
         """
-        shares = [self.plan(epoch, visited)]
-        for later in range(epoch + 1, self.spec.num_epochs):
-            if sum(len(share.pieces) for share in shares) >= PIECES_AT_ONCE:
-                break
-            shares.append(self.plan(later))
-        return shares
+        stop = max(epoch + 1, self.spec.num_epochs)
+        while epoch < stop:
+            pieces, sizes = self.plan(epoch, visited)
+            epoch, visited = epoch + 1, None
+            while epoch < stop and len(pieces) < PIECES_AT_ONCE:
+                more_pieces, more_sizes = self.plan(epoch)
+                pieces, sizes, epoch = pieces + more_pieces, sizes + more_sizes, epoch + 1
+            yield from cut_batches(self._blocks(pieces), sizes, self.read)
 
-    def _epoch_bytes(self) -> int:
-        """The bytes of this rank's share of an epoch, once read."""
-        if self._read.size is None:
-            return int(self._selection.counts.num_bytes.sum()) // self.world
-        return self.num_rows * 3 * self._read.size[0] * self._read.size[1] // self.world
+
+def cut_batches(blocks: Iterator[pa.Table], sizes: list[int], spec: ReadSpec) -> Iterator[Batch]:
+    """Yield a batch of each size; too few rows, or too many, are an error and never a shorter epoch.
+
+    `images` is uint8 [B, 3, H, W] in `channels_last` layout, or a list of encoded images if the spec has no
+    size. `noisy_class` is the catalogue's: evaluation uses it, and in training the owners replace it.
+    """
+    ready = spec.schema.empty_table()
+    for number, size in enumerate(sizes):
+        while len(ready) < size:
+            block = next(blocks, None)
+            if block is None:
+                raise PencilError(
+                    f"the stream ended in batch {number} of {len(sizes)} with {len(ready)} of {size} rows"
+                )
+            ready = pa.concat_tables([ready, block])  # copies nothing
+        yield _batch(ready.slice(0, size), spec)
+        ready = ready.slice(size)
+    if len(ready) or any(len(block) for block in blocks):
+        raise PencilError("the stream has more rows than were planned")
+
+
+def _batch(table: pa.Table, spec: ReadSpec) -> Batch:
+    reasons = table["problem"].to_pylist()
+    return Batch(
+        rows=torch.from_numpy(table["row"].to_numpy().copy()),
+        images=_pixels(table["image"], spec.size) if spec.size else table["image"].to_pylist(),
+        weight=torch.from_numpy(np.array([reason is None for reason in reasons], np.float32)),
+        noisy_class=torch.from_numpy(table["noisy_class"].to_numpy().copy()),
+        problems=tuple(reason for reason in reasons if reason is not None),
+    )
+
+
+def _pixels(column: pa.ChunkedArray, size: tuple[int, int]) -> Tensor:
+    """Copy pixels, once, from the blocks into a batch, which is pinned if there is a GPU to copy it to."""
+    shape = (len(column), *size, 3)
+    pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    target, width, done = pixels.numpy().reshape(-1), 3 * size[0] * size[1], 0
+    for array in column.chunks:
+        start, num_bytes = array.offset * width, len(array) * width
+        source = np.frombuffer(array.buffers()[1], np.uint8)
+        target[done : done + num_bytes] = source[start : start + num_bytes]
+        done += num_bytes
+    return pixels.permute(0, 3, 1, 2)
+
+
+class Prefetch(Generic[Item]):
+    """Runs a generator in a thread, a few items ahead; its errors are raised where the items are taken."""
+
+    def __init__(self, items: Generator[Item, None, None], depth: int) -> None:
+        self._items = items
+        self._queue: Queue[Any] = Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        while (item := self._queue.get()) is not self:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has released its generator, which it does at the next item at the latest."""
+        self._stopped.set()
+        with suppress(Empty):  # makes room for the item that the thread may be waiting to put
+            while True:
+                self._queue.get_nowait()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        last: Any = self
+        try:
+            for item in self._items:
+                self._queue.put(item)
+                if self._stopped.is_set():
+                    break
+        except BaseException as error:
+            last = error
+        # Closed in the thread that ran the generator, so that what it holds open is released now.
+        self._items.close()
+        if not self._stopped.is_set():
+            self._queue.put(last)

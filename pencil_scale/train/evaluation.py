@@ -4,7 +4,7 @@ Each rank reads its own share of a clean set, every sample once. A share that fi
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
     clean = CleanSet(spec, rank, world, preparation.bring)
-    right, seen = count_right(model, clean.batches(), recipe, device, bf16=False)      # of this rank
+    right, seen = count_right(model, clean.batches(), config.images, device, bf16=False)      # of this rank
     clean.close()
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from pencil_scale.images.augment import Recipe, centre
+from pencil_scale.config.settings import Images
+from pencil_scale.images.augment import centre
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream, StreamSpec
 
@@ -59,7 +60,7 @@ class CleanSet:
 
 @torch.no_grad()
 def count_right(
-    model: nn.Module, batches: Iterable[Batch], recipe: Recipe, device: torch.device, bf16: bool
+    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
 ) -> tuple[int, int]:
     """Count the samples whose class the network predicts, and all samples that could be read."""
     right, seen = torch.zeros(2, dtype=torch.int64, device=device)

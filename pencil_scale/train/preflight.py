@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +58,13 @@ def check_run(config: Config, version: int | None = None) -> Checked:
         check_server(uri)
     names = read_class_names(config.data.classes)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
-    schedule = Schedule.from_config(config.stages, config.optimizer, len(names), batch)
+    schedule = Schedule(config.stages, config.optimizer, len(names), batch)
     if schedule.epochs == 0:
         raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     model = build_backbone(config.model.backbone, len(names), config.model.weights)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    outlook = check_outlook(schedule, len(names))
+    outlook = check_outlook(schedule)
     catalogue = Catalogue.open(config.run.storage, version)
     if differs := difference(names, catalogue.class_names):
         remedy = "run pipelines.index_shards again"
@@ -107,7 +107,7 @@ def check_clean(
                 "the training samples'; run pipelines.index_shards again"
             )
         subset, _ = _without_taken_down(config, catalogue, None)
-        specs[part] = StreamSpec.from_config(config, version, cast(Any, part), subset)
+        specs[part] = StreamSpec.from_config(config, version, part, subset)
     return specs
 
 

@@ -3,7 +3,7 @@
     settle(config, device)
     folder = claim_scratch(config.workers.scratch, "labels")
     stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world)
-    preparation = Preparation(config, device, stream.name_problem)
+    preparation = Preparation(config, device, stream.read.name_problem)
     for batch in preparation.ahead(batches):                # decoded
         preparation.prepare(batch, epoch)                   # on the device, augmented, never empty
 
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import Recipe, augment
+from pencil_scale.images.augment import augment
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.stream.batches import Prefetch
+from pencil_scale.stream.stream import Prefetch
 from pencil_scale.train.step import StepGraph, Stepper
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
@@ -163,11 +163,11 @@ class Preparation:
         try:
             yield from coming
         finally:
-            coming.join(PATIENCE_S)  # otherwise two threads would read from one stream
+            coming.stop(PATIENCE_S)  # otherwise two threads would read from one stream
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
-        recipe = Recipe.from_config(self.config.images)
+        recipe = self.config.images
         brought = self.bring(batch)
         images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":

@@ -94,7 +94,7 @@ def publish(
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
     held = hold and bool(doubts)
-    facts = _facts(outcome.record, Selection(catalogue, checked.subset).counts.total)
+    facts = _facts(outcome.record, Selection(catalogue, checked.subset).num_rows)
     facts |= {"run": record.name, "warnings": warnings, **_save(config, saved, held, lease)}
     facts |= {"status": "held" if held else "finished", "held_because": list(doubts)}
     facts["catalogue_version"] = record.catalogue_version

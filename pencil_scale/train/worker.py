@@ -18,7 +18,6 @@ import ray.train
 import ray.train.torch
 
 from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import Recipe
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Owners, owned_parts
@@ -119,7 +118,7 @@ class Worker:
         self.owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
         local = config.workers.in_process
         self.stream = Stream(job.stream, rank, world, in_process=local)
-        self.preparation = Preparation(config, self.device, self.stream.name_problem)
+        self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
         self.clean = {
             name: CleanSet(spec, rank, world, self.preparation.bring, local)
             for name, spec in job.clean.items()
@@ -132,7 +131,7 @@ class Worker:
         """Train to the end, or until a stop is requested."""
         config, options = self.job.config, self.job.config.optimizer
         batch = options.batch_per_worker * options.accumulation * self.ranks.world
-        schedule = Schedule.from_config(config.stages, options, self.job.num_classes, batch)
+        schedule = Schedule(config.stages, options, self.job.num_classes, batch)
         hooks = Hooks(
             epoch=self.epoch,
             prepare=self.preparation.prepare,
@@ -161,7 +160,7 @@ class Worker:
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
-        return Epoch(self.stream.num_steps(epoch, seen), batches)
+        return Epoch(self.stream.num_steps(seen), batches)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
@@ -173,7 +172,7 @@ class Worker:
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
         config = self.job.config
-        recipe, bf16 = Recipe.from_config(config.images), config.optimizer.precision == "bf16"
+        recipe, bf16 = config.images, config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
             counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
             right, seen = (self.ranks.total(count) for count in counts)

@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def schedule(name: str, num_classes: int, *overrides: str) -> Schedule:
     config = load_config(CONFIGS / f"{name}.yaml", list(overrides))
-    return Schedule.from_config(config.stages, config.optimizer, num_classes, config.optimizer.tuned_batch)
+    return Schedule(config.stages, config.optimizer, num_classes, config.optimizer.tuned_batch)
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_a_config_has_the_papers_numbers(
     assert found.epochs == epochs
     assert (rates[0], rates[-1]) == pytest.approx(label_rates, abs=1e-3)
     assert found.stage_at(found.stages.backbone.epochs).pull == pytest.approx(pull)
-    assert check_outlook(found, num_classes)
+    assert check_outlook(found)
 
 
 def test_a_row_of_the_papers_table_is_a_set_of_overrides() -> None:
@@ -44,7 +44,7 @@ def test_a_row_of_the_papers_table_is_a_set_of_overrides() -> None:
     )
     rates = found.label_rates()
     assert (rates[0], rates[-1]) == pytest.approx((2.34375, 0.0))
-    assert "changes after 3 of 130 visits" in check_outlook(found, 10)
+    assert "changes after 3 of 130 visits" in check_outlook(found)
 
 
 def test_clothing1m_has_its_fourteen_classes() -> None:
@@ -55,4 +55,4 @@ def test_clothing1m_has_its_fourteen_classes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_classes"), [("demo", 10), ("nightly", 14)])
 def test_every_other_config_changes_labels_within_its_pencil_stage(name: str, num_classes: int) -> None:
-    assert " changes after " in check_outlook(schedule(name, num_classes), num_classes)
+    assert " changes after " in check_outlook(schedule(name, num_classes))

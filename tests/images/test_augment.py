@@ -1,12 +1,15 @@
+"""Augmentation: crops, mirroring and normalisation, which depend only on seed, epoch and row."""
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.images.augment import ImageSizeError, Recipe, _bits, augment, centre
+from pencil_scale.config.settings import Images
+from pencil_scale.images.augment import ImageSizeError, _bits, augment, centre
 
-PLAIN = Recipe(crop=8, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+PLAIN = Images(crop=8, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
 
 def photos(num_samples: int, side: int = 8) -> torch.Tensor:
@@ -15,14 +18,14 @@ def photos(num_samples: int, side: int = 8) -> torch.Tensor:
     )
 
 
-def test_without_chance_the_image_is_only_scaled() -> None:
+def test_without_cropping_and_mirroring_an_image_is_only_scaled() -> None:
     images = photos(4)
     assert torch.equal(augment(images, torch.arange(4), 1, 0, PLAIN), images.float() / 255)
     assert torch.equal(centre(images, PLAIN), images.float() / 255)
 
 
 def test_the_mean_is_subtracted_and_the_deviation_divided_out() -> None:
-    recipe = Recipe(8, 0, False, mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
+    recipe = Images(crop=8, flip=False, mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
     shown = centre(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8), recipe)
     assert shown[0, :, 0, 0].tolist() == [1.0, 0.75, 0.5]
 
@@ -32,15 +35,15 @@ def test_what_happens_to_an_image_does_not_depend_on_its_batch(
     order: list[int], cut: int, epoch: int
 ) -> None:
     images, rows = photos(12), torch.arange(100, 112)
-    recipe = Recipe(8, pad=4, flip=True, mean=(0.5, 0.5, 0.5), std=(1, 1, 1))
-    whole = augment(images, rows, 1, epoch, recipe)
+    recipe = Images(crop=8, pad=4, flip=True, mean=(0.5, 0.5, 0.5), std=(1, 1, 1))
+    together = augment(images, rows, 1, epoch, recipe)
     mixed = torch.tensor(order)
-    parts = [augment(images[part], rows[part], 1, epoch, recipe) for part in mixed.split([cut, 12 - cut])]
-    assert torch.equal(torch.cat(parts), whole[mixed])
+    batches = [augment(images[some], rows[some], 1, epoch, recipe) for some in mixed.split([cut, 12 - cut])]
+    assert torch.equal(torch.cat(batches), together[mixed])
 
 
 def test_every_crop_is_a_window_of_the_padded_image_or_its_mirror() -> None:
-    images, recipe = photos(50), Recipe(8, pad=2, flip=True, mean=(0, 0, 0), std=(1, 1, 1))
+    images, recipe = photos(50), Images(crop=8, pad=2, flip=True, mean=(0, 0, 0), std=(1, 1, 1))
     padded = np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)))
     shown = (augment(images, torch.arange(50), 1, 0, recipe) * 255).round().byte().numpy()
     found = set()
@@ -51,12 +54,12 @@ def test_every_crop_is_a_window_of_the_padded_image_or_its_mirror() -> None:
             for x in range(5)
             for way in (1, -1)
         }
-        found |= {place for place, window in windows.items() if np.array_equal(window, crop)}
+        found |= {where for where, window in windows.items() if np.array_equal(window, crop)}
     assert {way for _, _, way in found} == {1, -1}
-    assert len(found) > 25  # of 50 places, with 50 images
+    assert len(found) > 25  # of 50 possible crops, with 50 images
 
 
-def test_crops_and_mirrors_are_drawn_evenly_and_anew_each_epoch() -> None:
+def test_crops_and_mirrors_are_drawn_evenly_and_redrawn_each_epoch() -> None:
     rows = np.arange(100_000)
     first, second = _bits(rows, seed=1, epoch=0), _bits(rows, seed=1, epoch=1)
     assert (first != second).mean() > 0.999
@@ -69,4 +72,4 @@ def test_images_too_small_for_their_crop_are_refused() -> None:
     with pytest.raises(
         ImageSizeError, match=r"images of 8x8 pixels with images.pad 1 are too small for images.crop 12"
     ):
-        augment(photos(1), torch.arange(1), 1, 0, Recipe(12, 1, False, (0, 0, 0), (1, 1, 1)))
+        augment(photos(1), torch.arange(1), 1, 0, Images(crop=12, pad=1))

@@ -1,4 +1,4 @@
-"""Decoding on the GPU gives what the CPU gives, and hands over what it cannot do."""
+"""Decoding on the GPU gives what the CPU gives; what nvJPEG cannot decode goes to the CPU."""
 
 import io
 
@@ -19,30 +19,30 @@ def photo(width: int = 200, height: int = 150, seed: int = 0) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def spelled(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def turned() -> bytes:
+def rotated() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return spelled(photo(seed=5), exif=exif)
+    return encoded(photo(seed=5), exif=exif)
 
 
 def mixed_batch() -> list[bytes]:
-    jpegs = [spelled(photo(180 + 10 * n, 150, n), quality=92) for n in range(4)]
-    whole = spelled(photo(seed=8), quality=92)
+    jpegs = [encoded(photo(180 + 10 * n, 150, n), quality=92) for n in range(4)]
+    complete = encoded(photo(seed=8), quality=92)
     odd = [
-        spelled(photo(seed=4).convert("CMYK"), quality=92),
-        turned(),
-        spelled(photo(seed=6), "PNG"),
-        spelled(photo(seed=7).convert("L"), quality=92),
-        spelled(photo(seed=3), quality=92, progressive=True),
-        whole[: len(whole) // 2],
+        encoded(photo(seed=4).convert("CMYK"), quality=92),
+        rotated(),
+        encoded(photo(seed=6), "PNG"),
+        encoded(photo(seed=7).convert("L"), quality=92),
+        encoded(photo(seed=3), quality=92, progressive=True),
+        complete[: len(complete) // 2],
         b"not an image",
-        whole[:300] + bytes(len(whole) - 302) + whole[-2:],  # a sound header over ruined pixels
+        complete[:300] + bytes(len(complete) - 302) + complete[-2:],  # damaged after the header
     ]
     return jpegs + odd
 
@@ -56,15 +56,15 @@ def assert_as_on_the_cpu(device: str, tolerance: float) -> None:
     assert weight[10] == 0.0
     assert "no image format" in problems[10]
     assert np.all(pixels[10].cpu().numpy() == 0)
-    for place in range(10):
-        assert weight[place] == 1.0
-        expected = decode(images[place], 64).transpose(2, 0, 1).astype(int)
-        difference = np.abs(pixels[place].cpu().numpy() - expected)
+    for number in range(10):
+        assert weight[number] == 1.0
+        expected = decode(images[number], 64).transpose(2, 0, 1).astype(int)
+        difference = np.abs(pixels[number].cpu().numpy() - expected)
         # Inverse cosine transforms and chroma upsampling may differ by a few levels between libraries.
-        assert difference.mean() < tolerance, f"image {place}: {difference.mean():.2f} levels apart"
+        assert difference.mean() < tolerance, f"image {number}: {difference.mean():.2f} levels apart"
 
 
-def test_without_a_gpu_the_cpu_does_it_all() -> None:
+def test_without_a_gpu_the_cpu_decodes_all_images() -> None:
     assert_as_on_the_cpu("cpu", 0.01)
 
 
@@ -72,14 +72,6 @@ def test_only_plain_upright_complete_jpegs_go_to_nvjpeg() -> None:
     fit = [fits_nvjpeg(data) for data in mixed_batch()]
     assert fit[:4] == [True] * 4
     assert fit[4:11] == [False, False, False, True, True, False, False]
-
-
-def test_without_resizing_an_image_of_another_size_has_weight_0_and_names_the_option_to_set() -> None:
-    images = [spelled(photo(8, 8), "PNG"), spelled(photo(8, 8, 1), "PNG"), spelled(photo(9, 8), "PNG")]
-    pixels, weight, problems = decode_on_gpu(images, "cpu", size=(8, 8))
-    assert pixels.shape == (3, 3, 8, 8)
-    assert weight.tolist() == [1.0, 1.0, 0.0]
-    assert problems == {2: "9 x 8 pixels among images of 8 x 8; set images.resize"}
 
 
 def test_an_empty_batch_stays_empty() -> None:
@@ -97,10 +89,10 @@ def test_nvjpeg_gives_what_the_cpu_gives() -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_nvjpeg_does_not_overwrite_what_a_running_step_still_reads() -> None:
-    images = [spelled(photo(400, 533, n), quality=92) for n in range(224)]
+    images = [encoded(photo(400, 533, n), quality=92) for n in range(224)]
     expected = decode_on_gpu(images, "cuda", resize=256)[0]
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    sizes = [200_000 * (1 + n % 9) for n in range(len(images))]  # as photos have them, in bytes
+    sizes = [200_000 * (1 + n % 9) for n in range(len(images))]  # in bytes, like photos of different sizes
     for _ in range(5):
         ones = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in sizes]
         product = matrix

@@ -24,7 +24,7 @@ def test_preact_resnet32_has_the_size_of_the_papers() -> None:
 
 
 @pytest.mark.slow
-def test_the_cifar_form_of_resnet34_keeps_small_images_whole() -> None:
+def test_resnet34_for_cifar_keeps_the_resolution_of_small_images() -> None:
     model = build_backbone("cifar_resnet34", 100)
     seen: list[torch.Size] = []
     model.get_submodule("layer1").register_forward_hook(lambda _m, _i, out: seen.append(out.shape))
@@ -32,13 +32,13 @@ def test_the_cifar_form_of_resnet34_keeps_small_images_whole() -> None:
     assert seen == [(2, 64, 32, 32)]
 
 
-def test_the_small_convnet_reads_digits() -> None:
+def test_the_small_convnet_takes_images_of_8_by_8() -> None:
     assert build_backbone("small_convnet", 10)(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "squeezenet1_1", "vit_b_16"])
-def test_a_torchvision_classifier_gives_one_row_of_logits_a_sample(name: str) -> None:
+def test_a_torchvision_classifier_gives_one_row_of_logits_per_sample(name: str) -> None:
     size = 299 if name == "inception_v3" else 224
     with torch.device("meta"):
         model = build_backbone(name, 14).train()
@@ -77,8 +77,8 @@ def test_no_family_of_torchvision_is_missing_from_the_list() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_of_torchvision_can_change_its_head(name: str, tmp_path: Path) -> None:
-    # Numbers of our own are filled in faster than drawn, and no network starts with them.
-    with torch.device("cpu" if "regnet" in name else "meta"):  # a regnet counts its widths with tensors
+    # Constants are written faster than random weights, and no network starts with them.
+    with torch.device("cpu" if "regnet" in name else "meta"):  # a regnet computes its widths with tensors
         donor = models.get_model(name, weights=None, num_classes=20)
     given = donor.to_empty(device="cpu").state_dict()
     for number, tensor in enumerate(given.values(), start=2):
@@ -89,14 +89,14 @@ def test_every_family_of_torchvision_can_change_its_head(name: str, tmp_path: Pa
     assert len(taken) >= len(model.state_dict()) - 2  # all but the head's weight and bias
 
 
-def test_a_factory_of_the_users_own_is_called() -> None:
+def test_a_factory_of_the_user_is_called() -> None:
     model = build_backbone("pencil_scale.method.backbones:small_convnet", 7)
     assert isinstance(model, nn.Sequential)
     assert model[-1].out_features == 7
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("resnet5O", "no network 'resnet5O'; preact_resnet32"),
         ("no.such:thing", "'no.such:thing' cannot be imported: No module named 'no'"),
@@ -106,8 +106,8 @@ def test_a_factory_of_the_users_own_is_called() -> None:
         ("builtins:str", r"builtins:str\(10\) returned str; a torch Module"),
     ],
 )
-def test_a_network_nobody_knows_is_refused(name: str, says: str) -> None:
-    with pytest.raises(PencilError, match=says):
+def test_an_unknown_network_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PencilError, match=message):
         build_backbone(name, 10)
 
 
@@ -120,7 +120,7 @@ def saved(tmp_path: Path, state: object) -> str:
     return str(path)
 
 
-def test_weights_of_the_same_network_are_taken_whole(tmp_path: Path) -> None:
+def test_all_weights_of_the_same_network_are_loaded(tmp_path: Path) -> None:
     donor = build_backbone("small_convnet", 10)
     model = build_backbone("small_convnet", 10, saved(tmp_path, donor.state_dict()))
     for name, tensor in donor.state_dict().items():
@@ -156,7 +156,7 @@ def test_nothing_in_a_weights_file_is_executed(tmp_path: Path, capsys: pytest.Ca
     assert "executed" not in capsys.readouterr().out
 
 
-def test_files_that_are_no_weights_are_told_apart(tmp_path: Path) -> None:
+def test_files_that_are_not_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(PencilError, match=r"absent.pt cannot be read"):
         build_backbone("small_convnet", 10, str(tmp_path / "absent.pt"))
     with pytest.raises(PencilError, match="contains a list"):

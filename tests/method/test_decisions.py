@@ -1,3 +1,5 @@
+"""Decisions: which class a label has, how sure it is, and whether it changed."""
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ def logits_of(*shares: list[float]) -> np.ndarray:
     return np.log(np.array(shares, dtype=np.float32))
 
 
-def test_a_label_that_left_its_class_is_changed() -> None:
+def test_a_label_with_more_weight_on_another_class_is_changed() -> None:
     found = decide(logits_of([0.7, 0.2, 0.1], [0.7, 0.2, 0.1]), np.array([0, 2]))
     assert found.corrected_class.tolist() == [0, 0]
     assert found.changed.tolist() == [False, True]
@@ -36,11 +38,11 @@ def test_an_unlabelled_row_is_decided_but_never_changed() -> None:
     assert np.isnan(found.score[0])
 
 
-def test_no_rows_are_no_error() -> None:
+def test_an_empty_table_is_accepted() -> None:
     assert decide(np.zeros((0, 3), np.float32), np.zeros(0, np.int64)).num_changed == 0
 
 
-def test_logits_that_are_no_numbers_are_named() -> None:
+def test_logits_that_are_not_finite_are_refused_with_their_position() -> None:
     with pytest.raises(PencilError, match="of 1 rows, the first at position 1,"):
         decide(np.array([[0, 1], [np.nan, 1]], np.float32), np.array([0, 0]))
 
@@ -48,7 +50,7 @@ def test_logits_that_are_no_numbers_are_named() -> None:
 @given(
     st.lists(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4), min_size=1), st.integers(0, 3)
 )
-def test_every_figure_is_a_share(rows: list[list[float]], given_class: int) -> None:
+def test_confidence_margin_and_score_are_shares(rows: list[list[float]], given_class: int) -> None:
     logits = np.array(rows, dtype=np.float32)
     found = decide(logits, np.full(len(rows), given_class))
     for figure in (found.confidence, found.margin, found.score):

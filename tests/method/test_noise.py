@@ -1,3 +1,5 @@
+"""Label noise: how many labels it changes, and to which classes."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +22,7 @@ def test_every_wrong_class_is_drawn_equally_often() -> None:
     assert np.bincount(made.noisy_class, minlength=10) == pytest.approx(10_000, abs=500)
 
 
-def test_asymmetric_noise_touches_the_confusable_classes_alone() -> None:
+def test_asymmetric_noise_changes_only_the_confusable_classes() -> None:
     noisy = asymmetric_noise(LABELS, rate=0.4, flips=CIFAR10_FLIPS, seed=1).noisy_class
     for number in range(10):
         found = set(noisy[number == LABELS].tolist())
@@ -28,10 +30,10 @@ def test_asymmetric_noise_touches_the_confusable_classes_alone() -> None:
     assert np.mean(noisy[LABELS == 9] == 1) == pytest.approx(0.4, abs=0.03)
 
 
-def test_the_cifar10_flips_are_the_ones_of_the_paper() -> None:
+def test_the_cifar10_flips_are_those_of_the_paper() -> None:
     names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-    spoken = {names[a]: names[b] for a, b in CIFAR10_FLIPS.items()}
-    assert spoken == {
+    named = {names[a]: names[b] for a, b in CIFAR10_FLIPS.items()}
+    assert named == {
         "truck": "automobile",
         "bird": "airplane",
         "deer": "horse",
@@ -53,12 +55,12 @@ def test_the_same_seed_makes_the_same_noise(seed: int, rate: float) -> None:
     assert first.rate_made <= 1
 
 
-def test_no_labels_are_no_error() -> None:
+def test_an_empty_array_of_labels_is_accepted() -> None:
     assert symmetric_noise([], rate=0.5, num_classes=10, seed=1).rate_made == 0
 
 
 @pytest.mark.parametrize(
-    ("labels", "rate", "says"),
+    ("labels", "rate", "message"),
     [
         ([0, 10], 0.5, "ranges from 0 to 10"),
         ([-1], 0.5, "ranges from -1"),
@@ -66,6 +68,6 @@ def test_no_labels_are_no_error() -> None:
         ([0.5], 0.5, "float64"),
     ],
 )
-def test_labels_or_rates_that_cannot_be_are_named(labels: list[float], rate: float, says: str) -> None:
-    with pytest.raises(PencilError, match=says):
+def test_impossible_labels_and_rates_are_refused(labels: list[float], rate: float, message: str) -> None:
+    with pytest.raises(PencilError, match=message):
         symmetric_noise(labels, rate, num_classes=10, seed=0)

@@ -1,15 +1,17 @@
-"""The three stages, with every setting of the paper, and what is said of them before a run."""
+"""The three stages with the settings of the paper, and the check before a run."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.method.outlook import check_outlook, label_scale
-from pencil_scale.method.pencil import classification_loss, move_labels, pencil_loss
+from pencil_scale.method.pencil import classification_loss, initial_logits, move_labels, pencil_loss
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 
@@ -29,14 +31,16 @@ CLOTHING = (
 
 
 def schedule(overrides: str, num_classes: int = 10, batch: int | None = None) -> Schedule:
-    words = overrides.replace(", ", ",").split()
-    config = load_config(DEMO, words)
+    config = load_config(DEMO, overrides.split())
     batch = batch or config.optimizer.tuned_batch
-    return Schedule.from_config(config.stages, config.optimizer, num_classes, batch)
+    return Schedule(config.stages, config.optimizer, num_classes, batch)
+
+
+STAGE = schedule(CIFAR).stages.pencil
 
 
 @pytest.mark.slow
-def test_the_stages_lie_end_to_end() -> None:
+def test_the_stages_follow_each_other() -> None:
     names = [schedule(CIFAR).stage_at(epoch).name for epoch in range(320)]
     assert names == ["backbone"] * 70 + ["pencil"] * 130 + ["finetune"] * 120
     with pytest.raises(IndexError, match="epochs 0 to 319"):
@@ -47,25 +51,25 @@ def test_a_stage_of_no_epochs_is_left_out() -> None:
     assert schedule("stages.backbone.epochs=0").stage_at(0).name == "pencil"
 
 
-def test_the_last_stage_divides_its_rate_properly() -> None:
+def test_the_last_stage_divides_its_rate_at_each_drop() -> None:
     stages = schedule(f"{CIFAR} {DROPS}")
     rates = [stages.stage_at(200 + epoch).learning_rate for epoch in (0, 39, 40, 79, 80, 119)]
     assert rates == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
 
 
-def test_rates_grow_with_the_batch_and_labels_do_not_notice() -> None:
+def test_learning_rates_grow_with_the_batch_and_label_rates_do_not() -> None:
     small, large = schedule(CIFAR10_50), schedule(CIFAR10_50, batch=1024)
     assert large.stage_at(0).learning_rate == pytest.approx(8 * small.stage_at(0).learning_rate)
     assert large.stage_at(70).label_rate == small.stage_at(70).label_rate == pytest.approx(400 / 128 / 10)
 
 
-def test_clothing1ms_labels_move_in_two_paces() -> None:
+def test_clothing1ms_labels_move_at_two_rates() -> None:
     stages = schedule(CLOTHING, num_classes=14)
     assert stages.label_rates() == pytest.approx([3000 / 32 / 14] * 5 + [500 / 32 / 14] * 5)
     assert stages.stage_at(5).pull == pytest.approx(1.12)
 
 
-def test_labels_move_in_the_pencil_stage_alone() -> None:
+def test_labels_move_only_in_the_pencil_stage() -> None:
     stages = schedule(CIFAR)
     assert [stages.stage_at(epoch).moves_labels for epoch in (0, 69, 70, 199, 200)] == [
         False,
@@ -106,20 +110,20 @@ def test_a_config_tuned_at_ten_classes_pulls_as_hard_at_four_hundred() -> None:
     assert_close(stage.move_labels(f, y.detach(), k), moved)
 
 
-def test_before_a_run_it_says_when_labels_change() -> None:
-    assert "changes after 20 of 130 visits" in check_outlook(schedule(CIFAR10_50), 10)
-    assert "after 1 of 10 visits" in check_outlook(schedule(CLOTHING, 14), 14)
+def test_the_check_before_a_run_reports_when_labels_change() -> None:
+    assert "changes after 20 of 130 visits" in check_outlook(schedule(CIFAR10_50))
+    assert "after 1 of 10 visits" in check_outlook(schedule(CLOTHING, 14))
 
 
 def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
     short = "stages.pencil.epochs=5"
     with pytest.raises(PencilError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
-        check_outlook(schedule(short), 10)
+        check_outlook(schedule(short))
     tried = re.search(r"try (\S+) or (\S+), or set stages.pencil.allow_fixed_labels", str(refused.value))
     assert tried is not None
     for setting in tried.groups():
-        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
-    assert "WARNING" in check_outlook(schedule(f"{short} stages.pencil.allow_fixed_labels=true"), 10)
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}")), setting
+    assert "WARNING" in check_outlook(schedule(f"{short} stages.pencil.allow_fixed_labels=true"))
 
 
 @pytest.mark.slow
@@ -127,23 +131,23 @@ def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_
 def test_advice_for_a_short_stage_holds_for_a_lambda_that_varies(curve: str) -> None:
     short = f"stages.pencil.epochs=3 stages.pencil.lambda={curve}"
     with pytest.raises(PencilError) as refused:
-        check_outlook(schedule(short), 10)
+        check_outlook(schedule(short))
     settings = re.findall(r"stages.pencil.(?:lambda|epochs)=\S+\b", str(refused.value))
     assert settings
     for setting in settings:
-        assert " changes after " in check_outlook(schedule(f"{short} {setting}"), 10), setting
+        assert " changes after " in check_outlook(schedule(f"{short} {setting}")), setting
 
 
 @pytest.mark.slow
 def test_numbers_that_change_no_label_are_refused_with_numbers_that_do() -> None:
     with pytest.raises(PencilError, match=r"try stages.pencil.alpha=0.01, or set .*allow_fixed_labels"):
-        check_outlook(schedule(CIFAR100, 100), 100)
-    assert "changes after" in check_outlook(schedule(f"{CIFAR100} stages.pencil.alpha=0.01", 100), 100)
+        check_outlook(schedule(CIFAR100, 100))
+    assert "changes after" in check_outlook(schedule(f"{CIFAR100} stages.pencil.alpha=0.01", 100))
 
 
-def test_the_papers_cifar100_run_can_be_asked_for_all_the_same() -> None:
-    said = check_outlook(schedule(f"{CIFAR100} stages.pencil.allow_fixed_labels=true", 100), 100)
-    assert "WARNING: no label changes" in said
+def test_the_papers_cifar100_run_can_be_forced() -> None:
+    line = check_outlook(schedule(f"{CIFAR100} stages.pencil.allow_fixed_labels=true", 100))
+    assert "WARNING: no label changes" in line
 
 
 @pytest.mark.slow
@@ -153,12 +157,19 @@ def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
         (f"{CLOTHING} stages.pencil.lambda=3000", "oscillates"),
     ):
         with pytest.raises(PencilError, match=f"{why}.*; try stages.pencil.compatibility=released"):
-            check_outlook(schedule(f"{overrides} stages.pencil.compatibility=printed"), 10)
+            check_outlook(schedule(f"{overrides} stages.pencil.compatibility=printed"))
 
 
-def test_labels_that_stand_still_are_refused_with_a_pace_that_moves_them() -> None:
+def test_labels_that_never_move_are_refused_with_a_lambda_that_moves_them() -> None:
     with pytest.raises(PencilError, match=r"try stages.pencil.lambda=320,"):
-        check_outlook(schedule("stages.pencil.lambda=0"), 10)
+        check_outlook(schedule("stages.pencil.lambda=0"))
+
+
+@given(st.integers(2, 5000), st.floats(0.9, 0.9999))
+def test_a_new_label_has_the_start_confidence(num_classes: int, confidence: float) -> None:
+    stage = STAGE.model_copy(update={"start_confidence": confidence})
+    start = initial_logits(torch.tensor([0]), num_classes, label_scale(stage, num_classes))
+    assert start.double().softmax(-1)[0, 0].item() == pytest.approx(confidence, abs=1e-5)
 
 
 def test_a_start_confidence_sets_the_scale() -> None:

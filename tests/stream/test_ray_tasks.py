@@ -1,4 +1,4 @@
-"""Work spread over Ray tasks: every result once, few at a time, and errors without their wrapping."""
+"""Work in Ray tasks: every result once, few tasks at a time, and errors without Ray's wrapping."""
 
 import os
 import sys
@@ -29,11 +29,11 @@ def crashed(_: None, number: int) -> None:
 def cluster(ray_session: None) -> None:
     import ray
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers know no tests
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
 @pytest.mark.ray
-def test_every_piece_gives_its_result_once_and_few_are_taken_ahead(cluster: None) -> None:
+def test_every_piece_gives_one_result_and_few_are_started_ahead(cluster: None) -> None:
     taken = []
 
     def pieces() -> Iterator[tuple[int]]:
@@ -49,14 +49,14 @@ def test_every_piece_gives_its_result_once_and_few_are_taken_ahead(cluster: None
 
 
 @pytest.mark.ray
-def test_an_error_for_people_keeps_its_class_and_words(cluster: None) -> None:
+def test_a_pencil_error_keeps_its_class_and_message(cluster: None) -> None:
     with pytest.raises(DamagedError) as raised:
         list(run_tasks(refused, [(7,)], shared=None))
     assert str(raised.value) == "shard 7: damaged\nfetch it again"
 
 
 @pytest.mark.ray
-def test_a_task_whose_process_dies_is_named_by_its_piece(cluster: None) -> None:
+def test_a_task_whose_process_dies_is_named_by_its_number(cluster: None) -> None:
     with pytest.raises(
         TaskDiedError, match=r"task 1: its process died in every attempt \(WorkerCr"
     ) as raised:
@@ -65,13 +65,13 @@ def test_a_task_whose_process_dies_is_named_by_its_piece(cluster: None) -> None:
 
 
 def wrapped(error: Exception) -> Exception:
-    """As it arrives after two processes, from one of the workers of Ray Train."""
+    """Wrap an error as it arrives from a worker of Ray Train after passing two processes."""
     once = RayTaskError("read", "Traceback ...", error, "", 1, "ip").as_instanceof_cause()
     twice = RayTaskError("read", "Traceback ...", once, "", 1, "ip").as_instanceof_cause()
     return WorkerGroupError("worker 0 failed", {0: twice})
 
 
-def test_our_error_is_found_inside_all_that_ray_wrapped_around_it() -> None:
+def test_a_pencil_error_is_found_inside_the_errors_of_ray() -> None:
     ours = DamagedError("shard 7: damaged")
     assert cause_of(wrapped(ours)) is ours
     assert cause_of(ours) is ours

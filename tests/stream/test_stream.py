@@ -1,4 +1,4 @@
-"""The stream against the plan: every row once, in its order, with its own pixels; damage named."""
+"""The stream: every row once, in the order of the plan, with its own pixels; damage is named."""
 
 import time
 import tracemalloc
@@ -24,9 +24,8 @@ from stream_making import (
 from tar_making import python_tar
 
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.batches import Prefetch
-from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Stream
-from pencil_scale.stream.window_reader import read_piece
+from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Prefetch, Stream
+from pencil_scale.stream.window_reader import read_piece, read_pieces
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_every_row_comes_once_with_its_own_pixels_in_the_order_of_the_plan(
     for rank in range(world):
         stream = Stream(shards.spec(), rank, world, in_process=True)
         batches = list(stream.batches(3))
-        assert len(batches) == stream.num_steps(3)
+        assert len(batches) == stream.num_steps()
         assert np.array_equal(rows_of(batches), planned(stream, 3))
         for batch in batches:
             assert_own_pixels(batch)
@@ -50,7 +49,7 @@ def test_every_row_comes_once_with_its_own_pixels_in_the_order_of_the_plan(
     assert sorted(np.concatenate(seen)) == list(range(NUM_ROWS))
 
 
-def test_batches_are_full_but_for_the_last_two(shards: Shards) -> None:
+def test_all_batches_but_the_last_two_are_full(shards: Shards) -> None:
     stream = Stream(shards.spec(batch=96), in_process=True)
     assert [len(batch.rows) for batch in stream.batches(0)] == [96, 96, 96, 96, 58, 58]
 
@@ -65,26 +64,21 @@ def test_a_rank_without_rows_gets_empty_batches_and_evaluation_leaves_them_out(s
 
 def test_visited_rows_are_left_out_and_the_others_keep_their_order(shards: Shards) -> None:
     stream = Stream(shards.spec(), in_process=True)
-    whole = rows_of(list(stream.batches(1)))
+    complete = rows_of(list(stream.batches(1)))
     visited = np.zeros(NUM_ROWS, np.bool_)
-    visited[whole[:200]] = True
-    assert np.array_equal(rows_of(list(stream.batches(1, visited))), whole[200:])
-    assert stream.num_steps(1, visited) == 5
+    visited[complete[:200]] = True
+    assert np.array_equal(rows_of(list(stream.batches(1, visited))), complete[200:])
+    assert stream.num_steps(visited) == 5
 
 
-def test_a_subset_is_read_alone_whether_given_as_rows_or_as_a_mask(shards: Shards) -> None:
+def test_of_a_subset_only_its_own_rows_are_read(shards: Shards) -> None:
     rows = np.arange(0, NUM_ROWS, 7)
-    mask = np.zeros(NUM_ROWS, np.bool_)
-    mask[rows] = True
-    read = [
-        rows_of(list(Stream(shards.spec(subset=each), in_process=True).batches(2))) for each in (rows, mask)
-    ]
-    assert np.array_equal(read[0], read[1])
-    assert np.array_equal(np.sort(read[0]), rows)
+    stream = Stream(shards.spec(subset=rows), in_process=True)
+    assert np.array_equal(np.sort(rows_of(list(stream.batches(2)))), rows)
 
 
-def test_a_subset_of_another_catalogue_is_refused(shards: Shards) -> None:
-    with pytest.raises(PencilError, match=r"does not fit a catalogue of 500; .* run balance_subset again"):
+def test_a_subset_of_a_larger_catalogue_is_refused(shards: Shards) -> None:
+    with pytest.raises(PencilError, match=r"row 500 does not fit a catalogue of 500 rows; .* balance_subset"):
         Stream(shards.spec(subset=np.array([3, 500])), in_process=True)
 
 
@@ -93,13 +87,13 @@ def test_evaluation_reads_the_rows_in_order(shards: Shards) -> None:
     assert rows_of(list(stream.batches(0))).tolist() == list(range(NUM_ROWS))
 
 
-def test_images_for_the_gpu_come_as_the_bytes_they_are(shards: Shards) -> None:
+def test_images_for_the_gpu_stay_encoded(shards: Shards) -> None:
     stream = Stream(shards.spec(decode="gpu"), in_process=True)
     for batch in stream.batches(0):
         assert batch.images == [image(row) for row in batch.rows.tolist()]
 
 
-def test_resizing_makes_one_size_of_many(tmp_path: Path) -> None:
+def test_images_of_many_sizes_are_resized_to_one(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     members = [member for n in range(20) for member in sample(n)]
     members += [("big.png", image(20, size=9)), ("big.cls", b"1")]
@@ -115,7 +109,7 @@ def test_an_image_that_does_not_decode_has_weight_0_and_is_named(tmp_path: Path)
     assert_damage_named(list(stream.batches(0)), tmp_path)
 
 
-def test_a_changed_shard_stops_the_stream_by_name(tmp_path: Path) -> None:
+def test_a_changed_shard_stops_the_stream_and_is_named(tmp_path: Path) -> None:
     stream = Stream(touched(tmp_path).spec(resize=4), in_process=True)
     with pytest.raises(PencilError, match=CHANGED):
         list(stream.batches(0))
@@ -125,10 +119,10 @@ def test_rows_visited_outside_the_subset_change_nothing(shards: Shards) -> None:
     stream = Stream(shards.spec(subset=np.arange(100)), in_process=True)
     visited = np.arange(NUM_ROWS) >= 400
     assert np.array_equal(rows_of(list(stream.batches(0, visited))), planned(stream, 0))
-    assert stream.num_steps(0, visited) == 2
+    assert stream.num_steps(visited) == 2
 
 
-def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(tmp_path: Path) -> None:
+def test_a_visited_row_that_is_never_read_is_an_error_and_not_a_short_epoch(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     bench.shard("0.tar", [*samples(range(20)), *sample(20, label=77)])
     bench.index()
@@ -140,7 +134,7 @@ def test_a_visited_row_that_is_not_to_be_read_is_an_error_and_not_a_short_epoch(
         list(stream.batches(0, visited))
 
 
-def test_an_empty_catalogue_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_catalogue_without_ok_rows_is_refused(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     bench.shard("0.tar", [("a.png", image(1)), ("a.cls", b"77")])
     bench.index()
@@ -155,18 +149,17 @@ def test_an_epoch_left_early_does_not_disturb_the_next(shards: Shards) -> None:
     assert np.array_equal(rows_of(list(stream.batches(1))), planned(stream, 1))
 
 
-@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [0, 1, 2]), (10, [0, 2]), (256, [0])])
+@pytest.mark.parametrize(("pieces_at_once", "together"), [(1, [9, 9, 9]), (10, [18, 9]), (256, [27])])
 def test_the_next_epoch_is_read_while_this_one_is_trained(
     shards: Shards, pieces_at_once: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    shares = Stream._shares
+    started: list[int] = []  # the numbers of pieces that are handed to the readers
 
-    def noted(stream: Stream, epoch: int, visited: Any = None) -> Any:
-        started.append(epoch)
-        return shares(stream, epoch, visited)
+    def noted(spec: Any, pieces: Any) -> Any:
+        started.append(len(pieces))
+        return read_pieces(spec, pieces)
 
-    monkeypatch.setattr(Stream, "_shares", noted)
+    monkeypatch.setattr("pencil_scale.stream.stream.read_pieces", noted)
     monkeypatch.setattr("pencil_scale.stream.stream.PIECES_AT_ONCE", pieces_at_once)
     stream = Stream(shards.spec(num_epochs=3), in_process=True)
     coming = stream.batches(0)
@@ -228,13 +221,13 @@ def test_batches_are_made_ahead_and_no_further() -> None:
     deadline = time.monotonic() + 20
     while len(made) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert made == [0, 1, 2, 3, 4]  # one taken, three waiting, one in hand
-    ahead.join()
+    assert made == [0, 1, 2, 3, 4]  # one taken, three in the queue, one waiting to be put
+    ahead.stop()
     assert len(made) == 5
 
 
 @pytest.mark.slow
-def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path) -> None:
+def test_a_read_task_holds_about_one_window_of_any_amount_of_data(tmp_path: Path) -> None:
     bench = Shards(tmp_path)
     for number in range(4):
         numbers = range(number * 80, number * 80 + 80)
@@ -242,14 +235,14 @@ def test_a_read_task_holds_about_one_window_however_much_there_is(tmp_path: Path
         bench.shard(f"{number}.tar", [member for pair in pairs for member in pair])
     bench.index()
     stream = Stream(bench.spec(window_mb=8), in_process=True)
-    pieces = stream.plan(0).pieces
+    pieces, _ = stream.plan(0)
     assert len(pieces) > 6  # 63 MB
     tracemalloc.start()
-    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream._read, piece))
+    num_rows = sum(len(table) for piece in pieces for table in read_piece(stream.read, piece))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert num_rows == 320
-    # The window's bytes, eight ranges of 1 MiB on their way, a block of pixels of half a window.
+    # The bytes of the window, eight ranges of 1 MiB in flight, and pixels of half a window.
     assert peak < (8 + 8 + 4 + 2) << 20
 
 

@@ -1,4 +1,4 @@
-"""The stream through Ray Data: the same rows in the same order, on few processors too; damage named."""
+"""The stream through Ray Data: the same rows in the same order, also on few processors; damage is named."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ def read_epochs(spec: StreamSpec, rank: int, world: int, visited: np.ndarray) ->
     batches = list(stream.batches(2))
     for batch in batches:
         assert_own_pixels(batch)
-    assert len(batches) == stream.num_steps(2)
+    assert len(batches) == stream.num_steps()
     found["second"] = rows_of(batches)
     found["resumed"] = rows_of(list(stream.batches(2, visited)))
     stream.close()
@@ -51,7 +51,7 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 ) -> None:
     import ray
 
-    for module in (sys.modules[__name__], stream_making):  # workers know no tests
+    for module in (sys.modules[__name__], stream_making):  # workers cannot import tests
         ray.cloudpickle.register_pickle_by_value(module)
     spec = shards.spec(worker_cpus=1.0)
     visited = np.arange(NUM_ROWS) % 3 == 0
@@ -67,18 +67,18 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 
 
 @pytest.mark.ray
-def test_through_ray_reading_works_if_workers_leave_less_than_one_processor(
+def test_through_ray_reading_works_if_the_workers_leave_less_than_one_processor(
     ray_session: None, shards: Shards
 ) -> None:
     import ray
 
     class Worker:
-        def is_there(self) -> bool:
+        def is_ready(self) -> bool:
             return True
 
     num_cpus = ray.cluster_resources()["CPU"] - 0.5
-    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # keeps them
-    assert ray.get(worker.is_there.remote())
+    worker = ray.remote(num_cpus=num_cpus)(Worker).remote()  # reserves them
+    assert ray.get(worker.is_ready.remote())
     stream = Stream(shards.spec(worker_cpus=num_cpus, num_epochs=3))
     for epoch in range(3):  # read one after another
         assert np.array_equal(rows_of(list(stream.batches(epoch))), planned(stream, epoch))

@@ -3,13 +3,13 @@ import torch
 from stream_making import Shards, five_shards
 from torch import nn
 
-from pencil_scale.images.augment import Recipe
+from pencil_scale.config.settings import Images
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream
 from pencil_scale.train import evaluation
 from pencil_scale.train.evaluation import CleanSet, count_right
 
-RECIPE = Recipe(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+RECIPE = Images(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
 
 class Brightest(nn.Module):

@@ -20,7 +20,7 @@ STAGES = Stages.model_validate(
         "finetune": {"epochs": 1, "rate": 0.1},
     }
 )
-SCHEDULE = Schedule.from_config(STAGES, Optimizer(tuned_batch=8, batch_per_worker=8), NUM_CLASSES, 8)
+SCHEDULE = Schedule(STAGES, Optimizer(tuned_batch=8, batch_per_worker=8), NUM_CLASSES, 8)
 STAGE = SCHEDULE.stage_at(0)
 
 

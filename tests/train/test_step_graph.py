@@ -67,7 +67,7 @@ def repeatable() -> Iterator[None]:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_and_labels_end_where_plain_steps_bring_them(repeatable: None, bf16: bool) -> None:
     torch.manual_seed(1)
-    schedule = Schedule.from_config(STAGES, Optimizer(tuned_batch=32, batch_per_worker=32), 10, 32)
+    schedule = Schedule(STAGES, Optimizer(tuned_batch=32, batch_per_worker=32), 10, 32)
     stages = [schedule.stage_at(epoch) for epoch in range(4)]
     plain = stepper_of(build_backbone("preact_resnet32", 10).cuda(), bf16)
     other = stepper_of(copy.deepcopy(plain.model), bf16)
