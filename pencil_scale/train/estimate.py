@@ -1,16 +1,17 @@
 """Estimate: what a run will take, counted from the catalogue, and timed in a trial.
 
-What can be counted is counted for every run and stored with it. Hours are estimated by `--dry-run` in a
-trial, which writes nothing, and for a real run from its first two epochs. The trial runs with the CPUs and
-the GPU of one worker: some seconds of reading only, and some of computing only. On a CPU both share its time;
-next to a GPU they overlap.
+What can be counted is counted for every run and stored with it. Hours are estimated by `--dry-run` in a trial
+that writes nothing, and for a real run from its first two epochs. In the trial, one worker trains for some
+seconds, with its CPUs and its GPU; it reads in threads of its process.
 
-    estimate(config, checked, run_trial(config, checked)).table()
+    print(table(estimate(plan, run_trial(plan))))
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from itertools import count as numbers
 from statistics import median
 from typing import Any
 
@@ -18,83 +19,39 @@ import ray
 import torch
 
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.owners import Batch
 from pencil_scale.labels.part_files import NARROW_BYTES
-from pencil_scale.method.schedule import Schedule
+from pencil_scale.method.schedule import Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Saved
-from pencil_scale.train.preflight import Checked
-from pencil_scale.train.preparation import Preparation, build_model, build_optimizer, build_stepper
+from pencil_scale.train.plan import RunPlan
+from pencil_scale.train.preparation import Preparation, build_network
 
-READING_S = COMPUTING_S = 15.0
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Images per second of one worker, reading only and computing only."""
-
-    read_per_s: float
-    computed_per_s: float
+TRIAL_S = 20.0
+FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
+WAIT_EVERY = 4  # steps
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What a run will take, except time."""
-
-    samples: int
-    epochs: int
-    steps_per_epoch: int
-    table_bytes: int
-    checkpoint_bytes: int
-    read_gb: float
-    requests: int
-
-
-@dataclass(frozen=True)
-class Estimate(Counted):
-    """What a run will take, with time."""
-
-    images_per_s: float
-    hours: float
-    cost: float | None
-
-    def table(self) -> str:
-        """The estimate, one line per item."""
-        rows = [
-            ("samples", f"{self.samples:,}"),
-            ("epochs", f"{self.epochs} of {self.steps_per_epoch:,} steps"),
-            ("label table", f"{self.table_bytes / 1e6:,.1f} MB"),
-            ("checkpoint", f"{self.checkpoint_bytes / 1e6:,.1f} MB, and the label parts that moved"),
-            ("to read", f"{self.read_gb:,.2f} GB in about {self.requests:,} requests"),
-            ("images/s, all workers", f"{self.images_per_s:,.0f}"),
-            ("hours", f"{self.hours:,.2f}"),
-            ("cost", "set cost.gpu_hour to know" if self.cost is None else f"{self.cost:,.2f}"),
-        ]
-        return "\n".join(f"{name:<24} {value}" for name, value in rows)
-
-
-def count(config: Config, checked: Checked) -> Counted:
+def count(plan: RunPlan) -> dict[str, Any]:
     """Count what follows from the catalogue and the network."""
-    samples = checked.catalogue.num_ok if checked.subset is None else len(checked.subset)
-    epochs, chunks = checked.schedule.epochs, checked.catalogue.chunks()
-    share = samples / max(checked.catalogue.num_ok, 1)
-    return Counted(
-        samples=samples,
-        epochs=epochs,
-        steps_per_epoch=-(-samples // (config.optimizer.batch_per_worker * config.workers.count[1])),
-        table_bytes=checked.catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(checked.class_names)),
-        checkpoint_bytes=2 * checked.weight_bytes,  # the weights, and their momentum
-        read_gb=float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
-        requests=int((chunks.num_ok > 0).sum()) * epochs,
-    )
+    config, catalogue, epochs = plan.config, plan.catalogue, plan.schedule.epochs
+    chunks, share = catalogue.chunks(), plan.num_samples / max(catalogue.num_ok, 1)
+    batch = config.optimizer.batch_per_worker * config.workers.count[1]
+    return {
+        "samples": plan.num_samples,
+        "epochs": epochs,
+        "steps_per_epoch": -(-plan.num_samples // batch),
+        "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(plan.class_names)),
+        "checkpoint_bytes": 2 * plan.weight_bytes,  # the weights, and their momentum
+        "read_gb": float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
+        "requests": int((chunks.num_ok > 0).sum()) * epochs,
+    }
 
 
-def estimate(config: Config, checked: Checked, trial: Trial) -> Estimate:
-    """Combine what is counted and what was timed."""
-    counted = count(config, checked)
-    rate = config.workers.count[1] * joined_rate(trial, config.workers.gpu)
-    hours = counted.samples * counted.epochs / rate / 3600
-    return Estimate(**asdict(counted), images_per_s=rate, hours=hours, cost=price_of(config, hours))
+def estimate(plan: RunPlan, images_per_s: float) -> dict[str, Any]:
+    """Add to what is counted the time and the cost, if a worker trains this many images per second."""
+    counted, rate = count(plan), plan.config.workers.count[1] * images_per_s
+    hours = counted["samples"] * counted["epochs"] / rate / 3600
+    return {**counted, "images_per_s": rate, "hours": hours, "cost": price_of(plan.config, hours)}
 
 
 def price_of(config: Config, hours: float) -> float | None:
@@ -103,10 +60,24 @@ def price_of(config: Config, hours: float) -> float | None:
     return None if price is None else config.workers.count[1] * hours * price
 
 
-def estimate_beside_outcome(
-    config: Config, counted: Mapping[str, Any], figures: Sequence[Mapping[str, Any]], saved: Saved
-) -> dict[str, dict[str, Any]]:
+def table(found: Mapping[str, Any]) -> str:
+    """Spell an estimate, one line per item."""
+    rows = [
+        ("samples", f"{found['samples']:,}"),
+        ("epochs", f"{found['epochs']} of {found['steps_per_epoch']:,} steps"),
+        ("label table", f"{found['table_bytes'] / 1e6:,.1f} MB"),
+        ("checkpoint", f"{found['checkpoint_bytes'] / 1e6:,.1f} MB, and the label parts that moved"),
+        ("to read", f"{found['read_gb']:,.2f} GB in about {found['requests']:,} requests"),
+        ("images/s, all workers", f"{found['images_per_s']:,.0f}"),
+        ("hours", f"{found['hours']:,.2f}"),
+        ("cost", "set cost.gpu_hour to know" if found["cost"] is None else f"{found['cost']:,.2f}"),
+    ]
+    return "\n".join(f"{name:<24} {value}" for name, value in rows)
+
+
+def compare_with_outcome(config: Config, counted: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
     """What a finished run was estimated to take, and what it took, under the same keys."""
+    figures = saved.figures
     first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may include compilation
     hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
     spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
@@ -132,53 +103,36 @@ def estimate_beside_outcome(
     return {"estimate": {**counted, **expected}, "came_to": came_to}
 
 
-def joined_rate(trial: Trial, gpu: bool) -> float:
-    """Images per second of one worker: the slower rate with a GPU, one after the other on a CPU."""
-    if gpu:
-        return min(trial.read_per_s, trial.computed_per_s)
-    return 1 / (1 / trial.read_per_s + 1 / trial.computed_per_s)
+def run_trial(plan: RunPlan) -> float:
+    """Train for some seconds on a node that has what a worker needs; return images per second."""
+    workers, num_classes = plan.config.workers, len(plan.class_names)
+    task = ray.remote(num_cpus=workers.cpus, num_gpus=1 if workers.gpu else 0)(train_briefly)
+    return float(ray.get(task.remote(plan.config, plan.stream, num_classes, plan.schedule.stage_at(0))))
 
 
-def run_trial(config: Config, checked: Checked) -> Trial:
-    """Time reading and computing, on a node that has what a worker needs."""
-    spec = StreamSpec.from_config(config, checked.catalogue.version, subset=checked.subset)
-    task = ray.remote(num_cpus=config.workers.cpus, num_gpus=1 if config.workers.gpu else 0)(_try)
-    trial: Trial = ray.get(task.remote(config, spec, len(checked.class_names), checked.schedule))
-    return trial
-
-
-def _try(config: Config, spec: StreamSpec, num_classes: int, schedule: Schedule) -> Trial:
-    stream = Stream(spec, in_process=True)
-    batches: list[Batch] = []
-    num_read, started = 0, time.perf_counter()
-    for batch in stream.batches(0):
-        batches = [*batches, batch][-4:]
-        num_read += len(batch.rows)
-        if time.perf_counter() - started > READING_S:
-            break
-    read_per_s = num_read / (time.perf_counter() - started)
-    stream.close()
+def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Stage) -> float:
+    """Read and train as one worker does, with zeros as labels; return images per second."""
     # Not compiled: compilation takes longer than the trial.
     options = config.optimizer.model_copy(update={"compile": "off"})
     config = config.model_copy(update={"optimizer": options})
     device = torch.device("cuda" if config.workers.gpu else "cpu")
     preparation = Preparation(config, device, lambda row, reason: reason)
-    prepared = [
-        replace(  # with zeros as labels, whose values do not change the time
-            preparation.prepare(batch, epoch=0),
-            label_logits=torch.zeros(len(batch.rows), num_classes, device=device),
-            noisy_class=torch.zeros(len(batch.rows), dtype=torch.int64, device=device),
-        )
-        for batch in batches
-        if len(batch.rows) > 1
-    ]
-    model, stage = build_model(config, num_classes, device), schedule.stage_at(0)
-    stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world=1)
-    for batch in prepared:
-        stepper.step(batch, stage, 0, 1)  # the first steps choose kernels and fill caches
+    _, stepper = build_network(config, num_classes, device, world=1)
+    stream = Stream(spec, in_process=True)
+    epochs = (preparation.ahead(stream.batches(epoch)) for epoch in numbers())
     num_done, started = 0, time.perf_counter()
-    while time.perf_counter() - started < COMPUTING_S:
-        losses = [stepper.step(batch, stage, 0, 1).loss for batch in prepared]
-        num_done += sum(len(batch.rows) for batch in prepared)
-        float(losses[-1])  # waits for the device
-    return Trial(read_per_s, computed_per_s=num_done / (time.perf_counter() - started))
+    for nth, batch in enumerate(chain.from_iterable(epochs)):
+        prepared = preparation.prepare(batch, epoch=0)
+        classes = torch.zeros(len(prepared.weight), dtype=torch.int64, device=device)
+        label_logits = torch.zeros(len(classes), num_classes, device=device)
+        labelled = replace(prepared, label_logits=label_logits, noisy_class=classes)
+        loss = stepper.step(labelled, stage, 0, 1).loss
+        num_done += len(batch.rows)
+        if nth % WAIT_EVERY == 0:
+            float(loss)  # waits for the device
+        if nth == FIRST_STEPS:
+            num_done, started = 0, time.perf_counter()
+        elif nth > FIRST_STEPS and time.perf_counter() - started > TRIAL_S:
+            break
+    stream.close()
+    return num_done / (time.perf_counter() - started)

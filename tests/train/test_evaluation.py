@@ -6,8 +6,8 @@ from torch import nn
 from pencil_scale.images.augment import Recipe
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream
-from pencil_scale.train import evaluation
-from pencil_scale.train.evaluation import CleanSet, count_right
+from pencil_scale.train import preparation
+from pencil_scale.train.preparation import CleanSet, count_right
 
 RECIPE = Recipe(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -68,7 +68,7 @@ def test_a_small_set_is_read_once_and_a_large_one_every_time(
     batches = Stream.batches
     monkeypatch.setattr(Stream, "batches", lambda *what: reads.append(1) or batches(*what))
     for cache_bytes, num_reads in ((1 << 20, 1), (5, 2)):
-        monkeypatch.setattr(evaluation, "CACHE_BYTES", cache_bytes)
+        monkeypatch.setattr(preparation, "CACHE_BYTES", cache_bytes)
         clean = CleanSet(shards.spec(shuffle=False), 0, 1, bring=lambda batch: batch, in_process=True)
         reads.clear()
         assert sum(len(batch.rows) for _ in range(2) for batch in clean.batches()) == 1000
@@ -96,7 +96,7 @@ def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_
     # As read tasks of the next epoch do while their blocks are not taken.
     holder = ray.remote(Holder).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(holder.holds.remote())
-    monkeypatch.setattr(evaluation, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(preparation, "CACHE_BYTES", 1000)
     found = [counts(shards, rank, 2) for rank in range(2)]
     ray.kill(holder)
     assert [large for _, large in found] == [True, True]

@@ -40,7 +40,8 @@ def short_run(folder: Path, *overrides: str, **pace: int) -> SmallRun:
 def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("pencil_scale.train.loop.time.perf_counter", lambda: now.s)
-    clock, owners = Clock(), SimpleNamespace(device_s=0.0)
+    owners = SimpleNamespace(device_s=100.0)  # of earlier epochs
+    clock = Clock(owners)
     batch = Batch(torch.arange(4), None, torch.ones(4))
 
     def stream() -> Iterator[Batch]:
@@ -54,8 +55,11 @@ def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: 
             now.s += 1
             yield each
 
-    assert len(list(clock.labels(labelled(clock.data(stream())), owners))) == 3
-    assert (clock.data_s, owners.device_s, clock.labels_s, clock.num_images) == (6, 15, 3, 12)
+    labels = labelled(clock.wait_for("data", stream()))
+    clock.num_images = sum(len(batch.rows) for batch in clock.wait_for("labels", labels))
+    now.s += 6  # steps
+    shares = {"data_wait_share": 6 / 30, "label_wait_share": 3 / 30}  # and 15 s for the device
+    assert clock.figures() == pytest.approx({"epoch_s": 30, "images_per_s": 12 / 30, **shares})
 
 
 @pytest.mark.slow
@@ -192,6 +196,17 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
     assert labels[2].tolist() != [10.0 * (c == 8) for c in range(10)]
     assert run.named == [(2, ["row 13", "row 7"])] * 4
     assert [epoch["rows_unreadable"] for epoch in run.epochs] == [2] * 4
+
+
+def test_unreadable_images_are_counted_over_an_epoch_that_was_interrupted(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2", max_unreadable_share=0.1)
+    run.unreadable = set(range(0, 200, 20))
+    halted = run.run(stop=lambda: run.table.count_visited(0) > 100)
+    assert 0 < halted.num_unreadable < 10
+    run.run(halted)
+    assert [epoch["rows_unreadable"] for epoch in run.epochs] == [10]
+    ((num, names),) = run.named
+    assert (num, len(names)) == (10, 10 - halted.num_unreadable)  # the first ones were not saved by name
 
 
 def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: Path) -> None:

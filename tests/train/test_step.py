@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Schedule
-from pencil_scale.train.ranks import Tally
+from pencil_scale.train.ranks import Ranks, Tally
 from pencil_scale.train.step import Stepper
 
 NUM_CLASSES = 4
@@ -84,7 +84,7 @@ class Fixed(nn.Module):
 
 
 def agreement(given: list[int], predicted: list[int], weight: list[float]) -> float:
-    model, tally = Fixed(), Tally(lambda values: values)
+    model, tally = Fixed(), Tally(Ranks())
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0))
     columns = [torch.tensor(column).split(4) for column in (given, predicted, weight)]
     for noisy_class, images, weights in zip(*columns, strict=True):

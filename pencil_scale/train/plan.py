@@ -1,8 +1,7 @@
-"""Preflight: everything that can be checked before a worker starts.
+"""Plan: a run from its config, with everything checked that can be checked before a worker starts.
 
     require_agreement(config)               # the config describes the data that was indexed
-    checked = check_run(config)             # server, classes, network, outlook of the labels, catalogue
-    clean = check_clean(config, versions, checked.class_names)
+    plan = make_plan(config)                # server, classes, network, outlook of the labels, catalogues
 
 Training reads the catalogue, not `data.shards` or `data.exclude`. Without `require_agreement`, a config that
 changed after indexing would silently train on the old data: samples that were taken down since, other shards,
@@ -10,10 +9,10 @@ classes in another order. The error names the key and the command to run.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule
@@ -33,25 +33,30 @@ from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
 
 Rows: TypeAlias = npt.NDArray[np.int64]
+CleanName: TypeAlias = Literal["validation", "test"]
 REMEDY = "run pipelines.index_shards again with this config, or undo the change"
 
 
 @dataclass(frozen=True)
-class Checked:
+class RunPlan:
     """A run that can start."""
 
+    config: Config
     class_names: tuple[str, ...]
     schedule: Schedule
     catalogue: Catalogue
-    subset: Rows | None
+    stream: StreamSpec
+    clean: dict[str, StreamSpec]  # "validation", "test"
+    num_samples: int
     weight_bytes: int  # of the network
     lines: list[str]
 
 
-def check_run(config: Config, version: int | None = None) -> Checked:
-    """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogue.
+def make_plan(config: Config, version: int | None = None, record: RunRecord | None = None) -> RunPlan:
+    """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogues.
 
-    `version` is the catalogue version that the run started with; None is the newest.
+    A run that resumes has a `record`, whose catalogue versions and weights count. Otherwise `version` is the
+    catalogue version to start with; None is the newest.
     """
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
@@ -61,28 +66,23 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     schedule = Schedule.from_config(config.stages, config.optimizer, len(names), batch)
     if schedule.epochs == 0:
         raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
-    model = build_backbone(config.model.backbone, len(names), config.model.weights)
+    weights = record.weights if record else config.model.weights
+    model = build_backbone(config.model.backbone, len(names), weights)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     outlook = check_outlook(schedule, len(names))
+    version = record.catalogue_version if record else version
     catalogue = Catalogue.open(config.run.storage, version)
     if differs := difference(names, catalogue.class_names):
-        remedy = "run pipelines.index_shards again"
-        if version is not None:
-            remedy = (
-                f"restore the list of catalogue version {version} and index again, or choose another run.name"
-            )
         raise PencilError(
-            f"data.classes: {config.data.classes} {differs}, compared with the catalogue; {remedy}"
+            f"data.classes: {config.data.classes} {differs}, compared with the catalogue; restore the list "
+            f"of catalogue version {catalogue.version} and index again, or choose another run.name"
         )
-    subset = None
-    if config.data.subset is not None:
-        subset = read_members(config.data.subset, catalogue, config.run.storage)
-    subset, num_taken_down = _without_taken_down(config, catalogue, subset)
-    samples = f"{catalogue.num_ok:,} samples"
+    subset, num_taken_down = _rows_to_train(config, catalogue)
+    num_samples = catalogue.num_ok if subset is None else len(subset)
+    samples = f"{num_samples:,} samples"
     if subset is not None:
         named = f" ({config.data.subset})" if config.data.subset else ""
-        samples = f"{len(subset):,} samples{named} out of {catalogue.num_ok:,}"
+        samples += f"{named} out of {catalogue.num_ok:,}"
     lines = [
         f"run {config.run.name}: {samples} of {len(names)} classes, "
         f"{config.model.backbone} with {num_parameters:,} parameters",
@@ -91,33 +91,49 @@ def check_run(config: Config, version: int | None = None) -> Checked:
     ]
     if num_taken_down:
         lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
-    return Checked(names, schedule, catalogue, subset, weight_bytes, lines)
+    return RunPlan(
+        config=config,
+        class_names=names,
+        schedule=schedule,
+        catalogue=catalogue,
+        stream=StreamSpec.from_config(config, catalogue.version, subset=subset),
+        clean=_check_clean(config, record, names),
+        num_samples=num_samples,
+        weight_bytes=sum(tensor.nbytes for tensor in model.state_dict().values()),
+        lines=lines,
+    )
 
 
-def check_clean(
-    config: Config, versions: Mapping[str, int], class_names: Sequence[str]
+def _check_clean(
+    config: Config, record: RunRecord | None, class_names: tuple[str, ...]
 ) -> dict[str, StreamSpec]:
-    """Check the clean sets that a run is evaluated on, in these versions, and say how to read them."""
-    specs = {}
-    for part, version in versions.items():
-        catalogue = Catalogue.open(config.run.storage, version, part)
+    """Check the clean sets that a run is evaluated on: their newest versions, or those it started with."""
+    given: dict[CleanName, object] = {"validation": config.data.validation, "test": config.data.test}
+    specs: dict[str, StreamSpec] = {}
+    for name in (name for name in given if (name in record.clean if record else given[name])):
+        catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
         if differs := difference(catalogue.class_names, class_names):
             raise PencilError(
-                f"data.{part}: the class list of its catalogue, version {version}, {differs}, compared with "
-                "the training samples'; run pipelines.index_shards again"
+                f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "
+                "compared with the training samples'; run pipelines.index_shards again"
             )
-        subset, _ = _without_taken_down(config, catalogue, None)
-        specs[part] = StreamSpec.from_config(config, version, cast(Any, part), subset)
+        subset, _ = _rows_to_train(config, catalogue, is_clean=True)
+        specs[name] = StreamSpec.from_config(config, catalogue.version, name, subset)
     return specs
 
 
-def _without_taken_down(config: Config, catalogue: Catalogue, subset: Rows | None) -> tuple[Rows | None, int]:
-    """Leave out what was taken down since the catalogue was made; also return how many rows that is."""
+def _rows_to_train(config: Config, catalogue: Catalogue, is_clean: bool = False) -> tuple[Rows | None, int]:
+    """The rows of the subset, if there is one, without what was taken down since the catalogue was made.
+
+    None are all rows. Also return how many rows were taken down.
+    """
+    rows = None
+    if config.data.subset is not None and not is_clean:
+        rows = read_members(config.data.subset, catalogue, config.run.storage)
     taken_down = newly_excluded(catalogue, config.data.exclude)
-    if not len(taken_down):
-        return subset, 0
-    known = catalogue.ok_rows() if subset is None else subset
-    return np.setdiff1d(known, taken_down), len(taken_down)
+    if len(taken_down):
+        rows = np.setdiff1d(catalogue.ok_rows() if rows is None else rows, taken_down)
+    return rows, len(taken_down)
 
 
 def require_agreement(config: Config) -> None:
