@@ -31,7 +31,7 @@ from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.local_ray import ensure_ray
-from pencil_scale.train.loop import Epoch, Loop, Pace
+from pencil_scale.train.loop import Loop
 from pencil_scale.train.preparation import Preparation, build_network, set_up_process
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.run import with_absolute_storage
@@ -108,8 +108,8 @@ class Bench:
 
     def _train_epoch(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Train one epoch of the pencil stage."""
-        host = OneEpoch(self.preparation, Epoch(self.num_steps, self.preparation.ahead(iter(batches))))
-        loop = Loop(self.stepper, self._schedule(), self.owners, host, Ranks(), Pace(), seed=1)
+        host = OneEpoch(self.preparation, self.num_steps, batches)
+        loop = Loop(self.stepper, self._schedule(), self.owners, host, Ranks(), seed=1)
         loop.run(Progress(epoch=self.epoch))
         self.epoch += 1
         return host.figures
@@ -131,12 +131,13 @@ class Bench:
 class OneEpoch:
     """The host of a loop that trains one epoch and keeps its figures."""
 
-    def __init__(self, preparation: Preparation, batches: Epoch) -> None:
-        self.prepare, self.batches = preparation.prepare, batches
+    def __init__(self, preparation: Preparation, num_steps: int, batches: Iterable[Batch]) -> None:
+        self.prepare, self.num_steps = preparation.prepare, num_steps
+        self.batches = preparation.ahead(iter(batches))
         self.figures: dict[str, float] = {}
 
-    def epoch(self, epoch: int) -> Epoch:
-        return self.batches
+    def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
+        return self.num_steps, self.batches
 
     def save(self, progress: Progress) -> None:
         """Save nothing."""

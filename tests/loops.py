@@ -17,7 +17,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.train.checkpoints import Progress
-from pencil_scale.train.loop import Epoch, Loop, Pace
+from pencil_scale.train.loop import Loop
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper
 
@@ -40,7 +40,7 @@ class SmallRun:
         self.recipe = Recipe.from_config(self.config.images)
         self.schedule = Schedule.from_config(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        self.pace = Pace(**pace)
+        self.pace = pace
         self.ranks = Ranks()
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
@@ -52,16 +52,16 @@ class SmallRun:
     def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
         self.stop = stop
         with Owners(self.table, self.ranks.rank, self.ranks.world) as owners:
-            loop = Loop(self.stepper(), self.schedule, owners, self, self.ranks, self.pace, seed=1)
+            loop = Loop(self.stepper(), self.schedule, owners, self, self.ranks, seed=1, **self.pace)
             return loop.run(progress)
 
     def stepper(self) -> Stepper:
         return Stepper(self.model, self.optimizer, accumulation=self.config.optimizer.accumulation)
 
-    def epoch(self, epoch: int) -> Epoch:
+    def epoch(self, epoch: int) -> tuple[int, Iterator[Batch]]:
         order = np.random.default_rng([1, epoch]).permutation(len(self.images))
         remaining = torch.from_numpy(order[~self.table.visited(epoch)[order]])
-        return Epoch(-(-len(remaining) // self.batch), self.batches(remaining))
+        return -(-len(remaining) // self.batch), self.batches(remaining)
 
     def batches(self, rows: torch.Tensor) -> Iterator[Batch]:
         for some in rows.split(self.batch):

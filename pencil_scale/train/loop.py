@@ -4,13 +4,14 @@ The loop does not know Ray, MLflow or files: it calls a `Host`, so a unit test c
 batches. The ranks run it in step with each other: all have the same number of batches, and all call `save`,
 `close_epoch`, `stop` and the methods of `ranks` together.
 
-    loop = Loop(stepper, schedule, owners, host, ranks, pace, seed=1)
+    loop = Loop(stepper, schedule, owners, host, ranks, seed=1, save_every=100)
     progress = loop.run(progress)              # all epochs are done, unless a stop was requested
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -36,18 +37,10 @@ ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners allow only AHEAD + 1 in the
 NAMED_PROBLEMS = 20
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch's batches for this rank: the same number on every rank, empty ones where rows ran out."""
-
-    num_steps: int
-    batches: Iterable[Batch]
-
-
 class Host(Protocol):
     """What the loop calls: a worker of a run, or a test."""
 
-    def epoch(self, epoch: int) -> Epoch: ...  # what remains of it
+    def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]: ...  # steps and batches that remain of it
     def prepare(
         self, batch: Batch, epoch: int
     ) -> Batch: ...  # on the device: decoded, augmented, never empty
@@ -57,16 +50,6 @@ class Host(Protocol):
     ) -> None: ...  # and save
     def report(self, kind: str, **what: Any) -> None: ...  # an event, for people and MLflow
     def stop(self) -> bool: ...  # whether any rank was asked to stop
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How often, or until when, things happen that do not happen at every step."""
-
-    save_every: int | None = None
-    stop_every: int = 1
-    warmup_steps: int = 0
-    max_unreadable_share: float = 0.01
 
 
 class Clock:
@@ -110,8 +93,11 @@ class Loop:
     owners: Owners
     host: Host
     ranks: Ranks
-    pace: Pace
     seed: int
+    save_every: int | None = None  # steps
+    stop_every: int = 1  # steps between two checks for a stop request
+    warmup_steps: int = 0
+    max_unreadable_share: float = 0.01
 
     def __post_init__(self) -> None:
         self._tally = Tally(self.ranks)
@@ -120,8 +106,8 @@ class Loop:
 
     def run(self, progress: Progress) -> Progress:
         """Train; return progress with all epochs done, unless a stop was requested."""
-        if self.ranks.rank == 0:  # the count of all ranks, however many there were
-            self._num_unreadable = progress.num_unreadable
+        if self.ranks.rank == 0:  # what all ranks had found, however many there were
+            self._num_unreadable, self._unreadable = progress.num_unreadable, list(progress.unreadable)
         while progress.epoch < self.schedule.epochs:
             stage = self.schedule.stage_at(progress.epoch)
             clock = Clock(self.owners)
@@ -140,28 +126,29 @@ class Loop:
 
     def _train_epoch(self, stage: Stage, progress: Progress, clock: Clock) -> tuple[Progress, bool]:
         """Train what remains of an epoch; also return whether its end was reached."""
-        epoch, accumulation = self.host.epoch(progress.epoch), self.stepper.accumulation
-        batches = self.owners.with_labels(clock.wait_for("data", epoch.batches), progress.epoch)
+        accumulation = self.stepper.accumulation
+        num_steps, coming = self.host.epoch(progress.epoch)  # as many on every rank, some without rows
+        batches = self.owners.with_labels(clock.wait_for("data", coming), progress.epoch)
         # Counted from here, not from the start of the epoch: progress is saved only between groups of
         # batches, so a group starts here, whatever the size of earlier groups.
         for num_done, batch in enumerate(clock.wait_for("labels", batches), 1):
             clock.num_images += len(batch.rows)
-            self._step(batch, stage, progress, num_done - 1, epoch.num_steps)
+            self._step(batch, stage, progress, num_done - 1, num_steps)
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
             self._report(stage, progress)
-            if num_done == epoch.num_steps or num_done % accumulation:
+            if num_done == num_steps or num_done % accumulation:
                 continue  # the epoch is over, or gradients are still being added up
             # Due at any batch of this group; all ranks are at the same step, and check together.
-            if _falls_due(self.pace.stop_every, progress.all_steps, accumulation) and self.host.stop():
+            if _falls_due(self.stop_every, progress.all_steps, accumulation) and self.host.stop():
                 return progress, False
-            if self.pace.save_every and _falls_due(self.pace.save_every, progress.step, accumulation):
+            if self.save_every and _falls_due(self.save_every, progress.step, accumulation):
                 self.host.save(self._ready_to_save(stage, progress))
         return progress, True
 
     def _step(self, batch: Batch, stage: Stage, progress: Progress, nth: int, num_steps: int) -> None:
         # Randomness in the network (dropout) depends only on the position, so a restart repeats it.
         _set_seed(self.seed, progress.epoch, progress.step, self.owners.rank)
-        warmed_up = min(1.0, (progress.all_steps + 1) / max(self.pace.warmup_steps, 1))
+        warmed_up = min(1.0, (progress.all_steps + 1) / max(self.warmup_steps, 1))
         for group in self.stepper.optimizer.param_groups:
             group["lr"] = stage.learning_rate * warmed_up
         prepared = self.host.prepare(batch, progress.epoch)
@@ -200,31 +187,30 @@ class Loop:
         num_recent = self._tally.num_recent
         require_finite(problems_of(self._tally.peek()), stage.name, progress, num_recent)
         # All ranks end together, so none waits for one that has ended.
-        broken = self._of_all_ranks(not_finite(self.stepper.model, self.stepper.optimizer))
-        require_finite(broken, stage.name, progress, num_recent)
+        broken = self.ranks.gather(not_finite(self.stepper.model, self.stepper.optimizer))
+        require_finite(list(chain(*broken)), stage.name, progress, num_recent)
         average_buffers(self.stepper.model, self.ranks)
-        return replace(progress, num_unreadable=int(self.ranks.total(self._num_unreadable)))
+        num = int(self.ranks.total(self._num_unreadable))
+        names = list(chain(*self.ranks.gather(self._unreadable)))[:NAMED_PROBLEMS] if num else []
+        return replace(progress, num_unreadable=num, unreadable=names)
 
-    def _of_all_ranks(self, names: list[str]) -> list[str]:
-        return [name for some in self.ranks.gather(names) for name in some]
-
-    def _limit_unreadable(self, num: float, num_rows: float, names: list[str], epoch: int) -> None:
-        if num > self.pace.max_unreadable_share * num_rows:
+    def _limit_unreadable(self, num: int, num_rows: float, names: Sequence[str], epoch: int) -> None:
+        if num > self.max_unreadable_share * num_rows:
             raise PencilError(
-                f"epoch {epoch + 1}: {num:,.0f} of {num_rows:,.0f} images cannot be decoded, more than "
+                f"epoch {epoch + 1}: {num:,} of {num_rows:,.0f} images cannot be decoded, more than "
                 f"data.max_damaged_share allows: {'; '.join(names)}"
             )
 
     def _figures(self, stage: Stage, progress: Progress, clock: Clock) -> dict[str, float]:
         """The figures of an epoch, over all ranks; too many unreadable images end the run here."""
         visited = self.ranks.total(self.owners.table.count_visited(progress.epoch))
-        if progress.num_unreadable:
-            names = self._of_all_ranks(self._unreadable)[:NAMED_PROBLEMS]
-            self._limit_unreadable(progress.num_unreadable, visited, names, progress.epoch)
-            self.host.report("unreadable", num=progress.num_unreadable, names=names)
+        num, names = progress.num_unreadable, progress.unreadable
+        if num:
+            self._limit_unreadable(num, visited, names, progress.epoch)
+            self.host.report("unreadable", num=num, names=names)
         figures = clock.figures()
         figures["images_per_s"] = self.ranks.total(figures["images_per_s"])
-        figures |= {"rows_visited": visited, "rows_unreadable": float(progress.num_unreadable)}
+        figures |= {"rows_visited": visited, "rows_unreadable": float(num)}
         figures |= {**self._tally.close(), "learning_rate": stage.learning_rate}
         self._num_unreadable, self._unreadable = 0, []
         return figures

@@ -14,7 +14,7 @@ dies. A process that claims a folder first removes the folders beside it that ar
 Each rank evaluates its own share of a clean set, every sample once. A share that fits into memory is read by
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
-    clean = CleanSet(spec, rank, world, preparation.bring)
+    clean = CleanSet(spec, rank, world)
     right, seen = count_right(model, clean.batches(), recipe, device, bf16=False)      # of this rank
 """
 
@@ -158,13 +158,15 @@ class Preparation:
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
         recipe = Recipe.from_config(self.config.images)
-        brought = self.bring(batch)
-        images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
+        decoded = self.decode(batch)
+        images = decoded.images.to(self.device, non_blocking=True)
+        images = augment(images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)
+        brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         missing = FEWEST_ROWS - len(batch.rows)
         if missing <= 0:
-            return replace(brought, images=images)
+            return brought
         if missing == FEWEST_ROWS:
             images = brought.weight.new_zeros(0, 3, recipe.crop, recipe.crop)
 
@@ -180,12 +182,6 @@ class Preparation:
             noisy_class=padded(brought.noisy_class),
         )
 
-    def bring(self, batch: Batch) -> Batch:
-        """Bring decoded images and their weights to the device."""
-        decoded = self.decode(batch)
-        images = decoded.images.to(self.device, non_blocking=True)
-        return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
-
     def decode(self, batch: Batch) -> Batch:
         """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
         if isinstance(batch.images, torch.Tensor):
@@ -196,18 +192,9 @@ class Preparation:
 
 
 class CleanSet:
-    """One rank's share of a clean set; `bring` decodes a batch and copies it to the device."""
+    """One rank's share of a clean set; with `in_process` Ray is never used."""
 
-    def __init__(
-        self,
-        spec: StreamSpec,
-        rank: int,
-        world: int,
-        bring: Callable[[Batch], Batch],
-        in_process: bool = False,
-    ) -> None:
-        """With `in_process` Ray is never used."""
-        self._bring = bring
+    def __init__(self, spec: StreamSpec, rank: int, world: int, in_process: bool = False) -> None:
         self._stream = Stream(spec, rank, world, in_process=True)
         height, width = self._stream.image_size
         self.is_large = self._stream.num_rows / world * 3 * height * width > CACHE_BYTES
@@ -219,8 +206,8 @@ class CleanSet:
     def batches(self) -> Iterator[Batch]:
         """Read the samples; `noisy_class` is their true class, and unreadable images have weight 0."""
         if self.is_large:
-            return map(self._bring, self._stream.batches(0))
-        self._kept = self._kept or [self._bring(batch) for batch in self._stream.batches(0)]
+            return self._stream.batches(0)
+        self._kept = self._kept or list(self._stream.batches(0))
         return iter(self._kept)
 
 

@@ -15,7 +15,6 @@ Before anything is saved, `require_finite` makes sure that it is finite, and `av
 same on every rank.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,10 +71,7 @@ class Ranks:
 
 
 class Tally:
-    """The sums of one epoch at a time, on the device; `send` and `add` are local, the rest is collective.
-
-    Sums are those of `StepResult.sums`.
-    """
+    """The sums of steps, over one epoch at a time; `add` and `send` are local, the rest is collective."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -83,18 +79,12 @@ class Tally:
 
     def _clear(self) -> None:
         self.num_recent = 0  # steps since the last `send`
-        self._recent = torch.zeros(3, dtype=torch.float64)
-        self._counts: Tensor | None = None
-        self._read = torch.zeros(3, dtype=torch.float64)  # over all ranks
+        self._recent = torch.zeros(5, dtype=torch.float64)
+        self._read = torch.zeros((), dtype=torch.float64)  # over all ranks
 
     def add(self, result: StepResult) -> None:
         """Add a step, before the next one may overwrite its result."""
-        if self._counts is None:
-            self._counts = torch.zeros_like(result.class_counts)
-        if self.num_recent == 0:
-            self._recent = torch.zeros_like(result.sums)
-        self._recent += result.sums
-        self._counts += result.class_counts
+        self._recent = self._recent + result.sums if self.num_recent else result.sums.clone()
         self.num_recent += 1
 
     def send(self) -> HostCopy:
@@ -116,11 +106,10 @@ class Tally:
     def close(self) -> dict[str, float]:
         """Return the figures of an epoch that has ended, and start the next one."""
         self.read(self.send())
-        counts = torch.zeros(2, 1) if self._counts is None else self._counts
-        given, agreeing = self._ranks.add_up(counts.cpu().double())
+        given, agreeing = self._read[3:].view(2, -1)
         # The mean over classes of the share that agrees: 1/C at chance, however the classes are balanced.
         occurs = given > 0
-        balanced = float((agreeing[occurs] / given[occurs]).mean()) if occurs.any() else math.nan
+        balanced = float((agreeing[occurs] / given[occurs]).mean())  # NaN without a sample
         figures = {"loss": mean_loss(self._read), "balanced_agreement": balanced}
         self._clear()
         return figures

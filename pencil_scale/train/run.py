@@ -30,9 +30,8 @@ from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.tracker import Tracker, plan_tracking
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, start_control
-from pencil_scale.train.estimate import count, estimate, run_trial, table
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.train.plan import RunPlan, make_plan
+from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 from pencil_scale.train.worker import Job
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,6 +12,7 @@ import ray.train
 import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.settings import Config
 from pencil_scale.labels.report import study_labels
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.storage.errors import DamagedError
@@ -19,9 +21,8 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import Saved, read_checkpoint
-from pencil_scale.train.estimate import compare_with_outcome
 from pencil_scale.train.gate import judge
-from pencil_scale.train.plan import RunPlan
+from pencil_scale.train.plan import RunPlan, price_of
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 TABLE = {
@@ -157,6 +158,34 @@ def _facts(figures: list[dict[str, Any]]) -> dict[str, Any]:
     for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
         facts[key] = median(epoch[key] for epoch in figures)
     return facts
+
+
+def compare_with_outcome(config: Config, counted: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+    """What a finished run was estimated to take, and what it took, under the same keys."""
+    figures = saved.figures
+    first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may include compilation
+    hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
+    spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
+    expected = {
+        "images_per_s": second["images_per_s"],
+        "hours": hours,
+        "cost": price_of(config, hours),
+        "hours_from": "the first epoch, and the second for each later one, without evaluation and saving",
+    }
+    state = saved.optimizer.get("state", {}).values()
+    momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
+    files = [file for part in saved.labels.parts.values() for file in (part.labels, part.ledger)]
+    came_to = {
+        "samples": round(median(epoch["rows_visited"] for epoch in figures)),
+        "epochs": len(figures),
+        "steps_per_epoch": saved.progress.all_steps / len(figures),
+        "table_bytes": sum(file.num_bytes for file in files),
+        "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
+        "images_per_s": median(epoch["images_per_s"] for epoch in figures),
+        "hours": spent,
+        "cost": price_of(config, spent),
+    }
+    return {"estimate": {**counted, **expected}, "came_to": came_to}
 
 
 def _spelled(value: Any) -> str:

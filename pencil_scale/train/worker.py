@@ -10,6 +10,7 @@ import gc
 import math
 import pickle
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from pencil_scale.config.settings import Config
 from pencil_scale.images.augment import Recipe
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
-from pencil_scale.labels.owners import Owners, owned_parts
+from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
@@ -31,7 +32,7 @@ from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import CheckpointStore, Progress, Saved, read_checkpoint, write_checkpoint
-from pencil_scale.train.loop import Epoch, Loop, Pace
+from pencil_scale.train.loop import Loop
 from pencil_scale.train.preparation import (
     CleanSet,
     Preparation,
@@ -112,7 +113,7 @@ class Worker:
         self.prepare = self.preparation.prepare
         self.clean: dict[str, CleanSet] = {}
         for name, spec in job.clean.items():
-            self.clean[name] = CleanSet(spec, rank, world, self.preparation.bring, local)
+            self.clean[name] = CleanSet(spec, rank, world, local)
             opened.callback(self.clean[name].close)
         self.study = LabelStudy(
             config.run.storage,
@@ -134,23 +135,28 @@ class Worker:
         batch = options.batch_per_worker * options.accumulation * self.ranks.world
         num_classes = len(self.job.record.class_names)
         schedule = Schedule.from_config(config.stages, options, num_classes, batch)
-        pace = Pace(
+        loop = Loop(
+            self.stepper,
+            schedule,
+            self.owners,
+            host=self,
+            ranks=self.ranks,
+            seed=config.run.seed,
             save_every=config.checkpoint.every_steps,
             stop_every=STOP_EVERY,
             warmup_steps=options.warmup_steps,
             max_unreadable_share=config.data.max_damaged_share,
         )
         self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
-        loop = Loop(self.stepper, schedule, self.owners, self, self.ranks, pace, config.run.seed)
         self.progress = loop.run(self.progress)
         return {"finished": self.progress.epoch == schedule.epochs}
 
-    def epoch(self, epoch: int) -> Epoch:
+    def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
         """This rank's batches, without the rows that were visited before the run was interrupted."""
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
-        return Epoch(self.stream.num_steps(epoch, seen), batches)
+        return self.stream.num_steps(epoch, seen), batches
 
     def stop(self) -> bool:
         """Whether a stop was requested; rank 0 asks."""

@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Saved:
     optimizer.step()
     labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(10)).snapshot(tmp_path / "store")
     figures = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
-    progress = Progress(epoch=1, step=3, all_steps=7, num_unreadable=2)
+    progress = Progress(epoch=1, step=3, all_steps=7, num_unreadable=2, unreadable=["a.png", "b.png"])
     return Saved(RUN, model.state_dict(), optimizer.state_dict(), progress, labels, figures)
 
 

@@ -25,7 +25,7 @@ class Training:
         threading.Event().wait()
 
 
-def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_training_goes_on(
+def test_a_driver_that_lost_its_lease_ends_with_the_reason_while_training_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, job = Training(), cast(Job, SimpleNamespace(control=None))

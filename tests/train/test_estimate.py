@@ -10,10 +10,10 @@ from label_making import names
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train import estimate as estimating
+from pencil_scale.train import plan as planning
 from pencil_scale.train.checkpoints import Progress, Saved
-from pencil_scale.train.estimate import compare_with_outcome, count, estimate, table
-from pencil_scale.train.plan import make_plan
+from pencil_scale.train.plan import count, estimate, make_plan, table, train_briefly
+from pencil_scale.train.summary import compare_with_outcome
 
 
 def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
@@ -30,7 +30,8 @@ def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
     assert found["images_per_s"] == pytest.approx(2 * 50)
     assert found["hours"] == pytest.approx(40 * 3 / 100 / 3600)
     assert found["cost"] == pytest.approx(2 * found["hours"] * 3)
-    assert "set cost" not in table(found)
+    assert [line.split() for line in table(found).splitlines()][:2] == [["samples", "40"], ["epochs", "3"]]
+    assert "cost" not in table({**found, "cost": None})
     assert count(plan).items() <= found.items()
 
 
@@ -52,8 +53,8 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
     bench.index()
     config = load_config(tmp_path / "config.yaml", ["images.crop=4", "optimizer.batch_per_worker=8"])
     plan = make_plan(config)
-    monkeypatch.setattr(estimating, "TRIAL_S", 0.1)
-    assert estimating.train_briefly(config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
+    monkeypatch.setattr(planning, "TRIAL_S", 0.1)
+    assert train_briefly(config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
     assert plan.weight_bytes > 57_000 * 4
 
 

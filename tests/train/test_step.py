@@ -65,7 +65,7 @@ def test_one_worker_moves_by_exactly_the_gradient_of_the_weighted_mean() -> None
 
 
 @pytest.mark.parametrize("last", [[1.0], [0.0, 1.0, 0.0], [0.0, 0.0]])
-def test_batches_added_up_are_one_batch_however_little_each_of_them_weighs(last: list[float]) -> None:
+def test_accumulated_batches_equal_one_batch_whatever_their_weights(last: list[float]) -> None:
     some = [batch_of([1, 1, 0, 1, 1], seed=1), batch_of(last, seed=2)]
     together = weights_after(linear(), [joined(*some)])
     for here, there in zip(weights_after(linear(), some, accumulation=2), together, strict=True):
