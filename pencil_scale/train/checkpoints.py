@@ -17,7 +17,6 @@ killed in this moment could never be resumed; so every file is written under ano
 import io
 import json
 import pickle
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,7 +46,7 @@ class Progress:
     step: int = 0  # batches done of the current epoch
     all_steps: int = 0  # batches done since the run started
     num_unreadable: int = 0  # images of the current epoch that could not be decoded, on all ranks
-    unreadable: Sequence[str] = ()  # the names of the first of them
+    unreadable: list[str] = field(default_factory=list)  # the names of the first of them
 
 
 @dataclass(frozen=True)

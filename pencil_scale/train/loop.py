@@ -9,7 +9,7 @@ batches. The ranks run it in step with each other: all have the same number of b
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -194,7 +194,7 @@ class Loop:
         names = list(chain(*self.ranks.gather(self._unreadable)))[:NAMED_PROBLEMS] if num else []
         return replace(progress, num_unreadable=num, unreadable=names)
 
-    def _limit_unreadable(self, num: int, num_rows: float, names: Sequence[str], epoch: int) -> None:
+    def _limit_unreadable(self, num: int, num_rows: float, names: list[str], epoch: int) -> None:
         if num > self.max_unreadable_share * num_rows:
             raise PencilError(
                 f"epoch {epoch + 1}: {num:,} of {num_rows:,.0f} images cannot be decoded, more than "
