@@ -227,10 +227,7 @@ def price_of(config: Config, hours: float) -> float | None:
 def table(found: Mapping[str, Any]) -> str:
     """Spell an estimate, one line per item; the cost is left out if the config gives no price."""
     known = {name.replace("_", " "): value for name, value in found.items() if value is not None}
-    spelled = {
-        name: f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for name, value in known.items()
-    }
-    return "\n".join(f"{name:<24} {value}" for name, value in spelled.items())
+    return "\n".join(f"{name:<24} {round(value, 2):,}" for name, value in known.items())
 
 
 def run_trial(plan: RunPlan) -> float:
