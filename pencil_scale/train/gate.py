@@ -101,8 +101,7 @@ def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> 
     """Name the classes that lost more than the limit, allowing for chance in small classes."""
     before, after = report.transitions.sum(1), report.transitions.sum(0)
     allowed = limit * before + SURELY * np.sqrt(limit * (1 - limit) * before)
-    lost = [number for number, _ in report.shrunken_classes(limit)]
-    lost = [number for number in lost if before[number] - after[number] > allowed[number]]
+    lost = np.flatnonzero(before - after > allowed).tolist()
     if not lost:
         return ""
     named = [f"{class_names[number]} {before[number]:,} -> {after[number]:,}" for number in lost[:SHOWN]]

@@ -38,16 +38,12 @@ NAMED_PROBLEMS = 20
 
 
 class Host(Protocol):
-    """What the loop calls: a worker of a run, or a test."""
+    """What the loop calls: a worker of a run, or a test. `close_epoch` evaluates, reports and saves."""
 
     def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]: ...  # steps and batches that remain of it
-    def prepare(
-        self, batch: Batch, epoch: int
-    ) -> Batch: ...  # on the device: decoded, augmented, never empty
+    def prepare(self, batch: Batch, epoch: int) -> Batch: ...  # on the device, augmented, never empty
     def save(self, progress: Progress) -> None: ...  # labels and weights as a pair
-    def close_epoch(
-        self, stage: Stage, progress: Progress, figures: dict[str, float]
-    ) -> None: ...  # and save
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None: ...
     def report(self, kind: str, **what: Any) -> None: ...  # an event, for people and MLflow
     def stop(self) -> bool: ...  # whether any rank was asked to stop
 

@@ -5,6 +5,7 @@ tests look at its outcome.
 """
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def require_complete(data: TinyData, name: str = "tiny", but: int | None = None)
     rows = [row for row in range(data.num_samples) if row != but]
     assert (data.epochs_of_rows(name)[rows] == NUM_EPOCHS - 1).all()
     assert data.record(name)["status"] == "finished"
-    assert data.left_in_scratch() == []
+    assert data.scratch_folders() == []
 
 
 # --- many kills of one run -----------------------------------------------------------------------------
@@ -248,6 +249,10 @@ def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_i
     labels, others = (table.read(rows) for table in tables)
     assert np.array_equal(labels, others)
     assert (np.abs(labels).max(axis=1) > 0).all()
+
+
+def test_a_run_in_this_process_ends_its_label_courier(undisturbed: TinyData) -> None:
+    assert "label courier" not in [thread.name for thread in threading.enumerate()]
 
 
 # --- numbers that are not finite -----------------------------------------------------------------------
