@@ -27,19 +27,13 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.start_labels import fresh_table
-from pencil_scale.method.schedule import Schedule
+from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.local_ray import ensure_ray
-from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
-from pencil_scale.train.preparation import (
-    Preparation,
-    build_model,
-    build_optimizer,
-    build_stepper,
-    set_aside,
-    settle,
-)
+from pencil_scale.train.loop import Loop
+from pencil_scale.train.preparation import Preparation, build_network, set_up_process
+from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.run import with_absolute_storage
 
 
@@ -59,10 +53,8 @@ class Bench:
     def __init__(self, config: Config, device: torch.device, catalogue: Catalogue, folder: str) -> None:
         self.config, self.device, self.num_classes = config, device, catalogue.num_classes
         self.spec = StreamSpec.from_config(config, catalogue.version)
-        settle(config, device)
-        model = build_model(config, self.num_classes, device)
-        optimizer = build_optimizer(config, model, device)
-        self.stepper = build_stepper(config, model, optimizer, device, world=1)
+        set_up_process(config, device)
+        _, self.stepper = build_network(config, self.num_classes, device, world=1)
         self.preparation = Preparation(config, device, lambda row, reason: f"row {row}: {reason}")
         self.owners = Owners(fresh_table(catalogue, folder), device=device)
         self.epoch = self.num_steps = 0
@@ -80,7 +72,8 @@ class Bench:
     def compute(self, kept: list[Batch], num_epochs: int) -> Trained:
         """Train on the same batches repeatedly, after one epoch in which kernels are chosen."""
         self._train_epoch(kept)
-        set_aside()  # as a run does after its first epoch
+        gc.collect()
+        gc.freeze()  # as a worker does
         return self._train([kept] * num_epochs)
 
     def both(self, num_epochs: int) -> Trained:
@@ -115,18 +108,11 @@ class Bench:
 
     def _train_epoch(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Train one epoch of the pencil stage."""
-        figures: dict[str, float] = {}
-        hooks = Hooks(
-            epoch=lambda _: Epoch(self.num_steps, self.preparation.ahead(iter(batches))),
-            prepare=self.preparation.prepare,
-            save=lambda progress: None,
-            close_epoch=lambda stage, progress, found: figures.update(found),
-            log_step=lambda stage, progress, found: None,
-        )
-        loop = Loop(self.stepper, self._schedule(), self.owners, hooks, Pace(), seed=1)
+        host = OneEpoch(self.preparation, self.num_steps, batches)
+        loop = Loop(self.stepper, self._schedule(), self.owners, host, Ranks(), seed=1)
         loop.run(Progress(epoch=self.epoch))
         self.epoch += 1
-        return figures
+        return host.figures
 
     def _schedule(self) -> Schedule:
         """Make a schedule that is all pencil stage and ends with this epoch."""
@@ -140,6 +126,30 @@ class Bench:
             self.num_classes,
             self.spec.batch,
         )
+
+
+class OneEpoch:
+    """The host of a loop that trains one epoch and keeps its figures."""
+
+    def __init__(self, preparation: Preparation, num_steps: int, batches: Iterable[Batch]) -> None:
+        self.prepare, self.num_steps = preparation.prepare, num_steps
+        self.batches = preparation.ahead(iter(batches))
+        self.figures: dict[str, float] = {}
+
+    def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
+        return self.num_steps, self.batches
+
+    def save(self, progress: Progress) -> None:
+        """Save nothing."""
+
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
+        self.figures = figures
+
+    def report(self, kind: str, **what: object) -> None:
+        """Report nothing."""
+
+    def stop(self) -> bool:
+        return False
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.train.checkpoints import Progress
-from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
+from pencil_scale.train.loop import Loop
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper
 
@@ -27,7 +27,7 @@ DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 
 
 class SmallRun:
-    """Images and noisy classes in memory, a table on disk, and a record of everything that was reported."""
+    """Images and noisy classes in memory, a table on disk, and lists of everything that was reported."""
 
     def __init__(
         self, folder: Path, images: torch.Tensor, noisy_class: np.ndarray, *overrides: str, **pace: Any
@@ -40,35 +40,28 @@ class SmallRun:
         self.recipe = self.config.images
         self.schedule = Schedule(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        self.pace = Pace(**pace)
-        self.ranks = Ranks(0, 1)
+        self.pace = pace
+        self.ranks = Ranks()
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
         self.steps: list[tuple[int, float]] = []  # a step, and the mean loss logged at it
         self.unreadable: set[int] = set()
         self.named: list[tuple[int, list[str]]] = []
+        self.stop: Callable[[], bool] = lambda: False
 
     def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
-        hooks = Hooks(
-            epoch=self.epoch,
-            prepare=self.prepare,
-            save=self.save,
-            close_epoch=self.close_epoch,
-            log_step=lambda stage, progress, figures: self.steps.append((progress.step, figures["loss"])),
-            name_unreadable=lambda num, names: self.named.append((num, sorted(names))),
-            stop=stop,
-            ranks=self.ranks,
-        )
+        self.stop = stop
         with Owners(self.table, self.ranks.rank, self.ranks.world) as owners:
-            return Loop(self.stepper(), self.schedule, owners, hooks, self.pace, seed=1).run(progress)
+            loop = Loop(self.stepper(), self.schedule, owners, self, self.ranks, seed=1, **self.pace)
+            return loop.run(progress)
 
     def stepper(self) -> Stepper:
         return Stepper(self.model, self.optimizer, accumulation=self.config.optimizer.accumulation)
 
-    def epoch(self, epoch: int) -> Epoch:
+    def epoch(self, epoch: int) -> tuple[int, Iterator[Batch]]:
         order = np.random.default_rng([1, epoch]).permutation(len(self.images))
-        left = torch.from_numpy(order[~self.table.visited(epoch)[order]])
-        return Epoch(-(-len(left) // self.batch), self.batches(left))
+        remaining = torch.from_numpy(order[~self.table.visited(epoch)[order]])
+        return -(-len(remaining) // self.batch), self.batches(remaining)
 
     def batches(self, rows: torch.Tensor) -> Iterator[Batch]:
         for some in rows.split(self.batch):
@@ -78,6 +71,12 @@ class SmallRun:
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))
+
+    def report(self, kind: str, **what: Any) -> None:
+        if kind == "step":
+            self.steps.append((what["progress"].step, what["figures"]["loss"]))
+        else:
+            self.named.append((what["num"], sorted(what["names"])))
 
     def save(self, progress: Progress) -> None:
         self.saved.append(progress)

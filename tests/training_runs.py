@@ -127,7 +127,7 @@ class TinyData:
         lists = [path.read_text() for path in (self.storage / "checkpoints" / name).glob(f"*/{SNAPSHOT}")]
         return any(int(steps) >= all_steps for steps in re.findall(r"checkpoint-(\d{9})", "".join(lists)))
 
-    def left_in_scratch(self) -> list[str]:
+    def scratch_folders(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "scratch").iterdir())
 
 
@@ -196,10 +196,10 @@ def started(words: list[str], log: Path, env: Mapping[str, str] | None = None) -
     # Ray's sockets need short paths, and no other cluster may be joined.
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as short:
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        settled = {**inherited, "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", **(env or {})}
+        environment = {**inherited, "RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", **(env or {})}
         with log.open("wb") as out:
             process = subprocess.Popen(
-                words, cwd=ROOT, env=settled, stdout=out, stderr=subprocess.STDOUT, process_group=0
+                words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
         try:
             yield Command(process, log)

@@ -48,6 +48,12 @@ class LeaseLostError(PencilError):
     """Another process took over the lease of this one."""
 
 
+def command_name() -> str:
+    """The module or script of this process, without its arguments: they may hold passwords."""
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
+
+
 @dataclass(frozen=True)
 class LeaseState:
     """The content of a lease's file: the process that holds it, and how far it got."""
@@ -66,12 +72,10 @@ class LeaseState:
 
     @classmethod
     def of_this_process(cls, token: str, attempt: int, lease_s: float) -> "LeaseState":
-        main = getattr(sys.modules.get("__main__"), "__spec__", None)
-        command = main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
         _, born = _state_and_birth(os.getpid())
         since = datetime.now(UTC).isoformat(timespec="seconds")
         host = socket.gethostname()
-        return cls(token, attempt, host, os.getpid(), command, this_machine(), born, since, lease_s)
+        return cls(token, attempt, host, os.getpid(), command_name(), this_machine(), born, since, lease_s)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config, dry_run: bool = False) -> object:
     """Train to the end, publish the model and the labels, and return the summary."""
     # Imported here because Ray, torch and MLflow take seconds; --help and a broken config answer at once.
-    from pencil_scale.train.preflight import require_agreement
-    from pencil_scale.train.run import foretell, train
+    from pencil_scale.train import run as training
+    from pencil_scale.train.plan import require_agreement
 
     require_agreement(config)
-    return foretell(config) if dry_run else train(config)
+    return training.dry_run(config) if dry_run else training.train(config)
 
 
 if __name__ == "__main__":

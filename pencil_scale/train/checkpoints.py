@@ -3,9 +3,8 @@
 The label parts themselves are in the label store before the checkpoint that names them is written. A
 checkpoint loads as weights and JSON only; nothing in it is ever executed.
 
-    write_checkpoint(folder, Saved(origin, weights, optimizer, progress, manifest, record))
-    saved = read_checkpoint(folder)
-    saved.origin.require(origin, folder)       # refuse a checkpoint of another run
+    write_checkpoint(folder, Saved(run_id, weights, optimizer, progress, manifest, figures))
+    saved = read_checkpoint(folder, run_id)    # refuses a checkpoint of another run
 
 Ray Train keeps the checkpoints of a run in a `CheckpointStore` and lists those that are committed in one
 small file, which it rewrites each time. On a local disk that file would be empty for a moment, and a run
@@ -18,9 +17,8 @@ killed in this moment could never be resumed; so every file is written under ano
 import io
 import json
 import pickle
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +27,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from pencil_scale.catalogue.class_names import difference
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import written_beside
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
-VERSION = 2
+VERSION = 3
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the committed checkpoints
 
@@ -48,42 +45,20 @@ class Progress:
     epoch: int = 0  # epochs done
     step: int = 0  # batches done of the current epoch
     all_steps: int = 0  # batches done since the run started
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a checkpoint belongs to: a run, by its id, and everything its numbers depend on."""
-
-    run: str  # id
-    attempt: int  # how often the run had been started when this was written
-    settings: str  # fingerprint of the settings that decide what is computed
-    catalogue_version: int
-    class_names: tuple[str, ...]
-    clean: Mapping[str, int] = field(default_factory=dict)  # catalogue versions of validation and test
-
-    def require(self, expected: "Origin", name: object) -> None:
-        """Refuse a checkpoint of another run, or of the same run with other settings or data."""
-        mine, theirs = vars(replace(self, attempt=expected.attempt)), vars(expected)
-        for what in (what for what in mine if mine[what] != theirs[what]):
-            found, wanted = f"{mine[what]}", f"{theirs[what]}"
-            if what == "class_names":
-                found, wanted = difference(self.class_names, expected.class_names), "the run's list"
-            raise PencilError(
-                f"{name}: belongs to something else: {what} is {found}, expected {wanted}; it is not used: "
-                "choose another run.name, or undo the change"
-            )
+    num_unreadable: int = 0  # images of the current epoch that could not be decoded, on all ranks
+    unreadable: list[str] = field(default_factory=list)  # the names of the first of them
 
 
 @dataclass(frozen=True)
 class Saved:
     """Everything a run needs to resume."""
 
-    origin: Origin
+    run: str  # its id; the record of this id fixes the settings, the data and the classes
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     progress: Progress
     labels: Manifest
-    record: list[dict[str, Any]] = field(default_factory=list)  # the figures of every epoch so far
+    figures: list[dict[str, Any]] = field(default_factory=list)  # of every epoch so far
 
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
@@ -91,28 +66,27 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
     torch.save(saved.weights, folder / WEIGHTS)
     torch.save(saved.optimizer, folder / OPTIMIZER)
     (folder / LABELS).write_bytes(saved.labels.encode())
-    state = {"version": VERSION, "origin": asdict(saved.origin)}
-    state |= {"progress": asdict(saved.progress), "record": saved.record}
+    progress = asdict(saved.progress)
+    state = {"version": VERSION, "run": saved.run, "progress": progress, "figures": saved.figures}
     (folder / STATE).write_text(json.dumps(state))
 
 
-def read_checkpoint(folder: Path) -> Saved:
-    """Read a checkpoint back, as weights and JSON only."""
+def read_checkpoint(folder: Path, run: str) -> Saved:
+    """Read a checkpoint of the run with this id, as weights and JSON only."""
     try:
         state = json.loads((folder / STATE).read_text())
-        if state["version"] != VERSION:
+        if (state["version"], state["run"]) != (VERSION, run):
             raise PencilError(
-                f"{folder}: a checkpoint of version {state['version']}, this program reads {VERSION}; choose "
-                "another run.name"
+                f"{folder}: a checkpoint of version {state['version']} and run id {state['run']}; expected "
+                f"version {VERSION} and run id {run}; it is not used: choose another run.name"
             )
-        origin = state["origin"]
         return Saved(
-            origin=Origin(**{**origin, "class_names": tuple(origin["class_names"])}),
+            run=run,
             weights=torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True),
             optimizer=torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
             progress=Progress(**state["progress"]),
             labels=Manifest.decode((folder / LABELS).read_bytes(), str(folder / LABELS)),
-            record=state["record"],
+            figures=state["figures"],
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,45 +1,39 @@
 """Driver: starts the workers of a run, passes on their events, and forwards a stop request to them.
 
 Ray Train runs in a thread; the main thread takes the events that the workers report, until they are done.
+Driver and workers exchange events and notes through an actor, the control of a run, which ends with the
+driver's job.
 """
 
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
-from pencil_scale.stream.ray_tasks import cause_of
+from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
-from pencil_scale.train.control import ReportFailures, take_events
-from pencil_scale.train.worker import Job, train_worker
+from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
 
 EVENTS_EVERY_S = 0.25
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended: finished, or stopped on request."""
+def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:
+    """Train, passing every event to `on_event`; return the last checkpoint.
 
-    finished: bool
-    record: list[dict[str, Any]]
-    checkpoint: ray.train.Checkpoint
-
-
-def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> Outcome:
-    """Train until done or asked to stop (SIGTERM, Ctrl-C); pass every event to `on_event`.
-
-    If another command takes over the lease, this one ends at once, and its workers with it: nothing is saved,
-    because the run's checkpoints now belong to the other command.
+    Return None after a stop request (SIGTERM, Ctrl-C). If another command takes over the lease, this one ends
+    at once, and its workers with it: nothing is saved, because the run's checkpoints now belong to the other
+    command.
     """
     trainer, harmless = _trainer(job), Harmless()
     ended: dict[str, Any] = {}
@@ -61,15 +55,15 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
             if arrived and not stopping:
                 stopping = True
                 print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
-                job.control.want_stop.remote()
+                job.control.note.remote(STOP, "requested")
             _pass_events(job, on_event, harmless)
         _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
         raise cause_of(ended["error"])
     result = ended["result"]
-    if result.return_value.get("refused"):
-        raise PencilError(result.return_value["refused"])
-    return Outcome(result.return_value["finished"], result.return_value["record"], result.checkpoint)
+    if reason := result.return_value.get(REFUSED):
+        raise PencilError(reason)
+    return result.checkpoint if result.return_value["finished"] else None
 
 
 def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
@@ -78,9 +72,54 @@ def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless:
             on_event(event)
 
 
+def take_events(control: Any) -> list[dict[str, Any]]:
+    """Take all events since the last call, in order."""
+    return [pickle.loads(event) for event in ray.get(control.take_events.remote())]
+
+
+def start_control() -> Any:
+    """Start the control of a run: it keeps events, as bytes, and the first note of each name.
+
+    Its class is local, so Ray sends it by value: the actor's process imports neither this module nor torch.
+    """
+
+    class Control:
+        def __init__(self) -> None:
+            self._events: list[bytes] = []
+            self._notes: dict[str, str] = {}
+
+        def report(self, event: bytes) -> None:
+            self._events.append(event)
+
+        def take_events(self) -> list[bytes]:
+            events, self._events = self._events, []
+            return events
+
+        def note(self, name: str, text: str) -> None:
+            self._notes.setdefault(name, text)
+
+        def noted(self, name: str) -> str:
+            return self._notes.get(name, "")
+
+    # On the driver's node: if another node died with the actor, the driver would lose it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0)(Control).options(scheduling_strategy=here).remote()
+
+
+def _failure_reports(control: Any) -> Any:
+    """Report workers that die: Ray Train's controller, which runs this, replaces them silently."""
+
+    class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
+            control.report.remote(pickle.dumps({"kind": "failed", "reasons": reasons}))
+
+    return ReportFailures()
+
+
 def _trainer(job: Job) -> TorchTrainer:
     config = job.config
-    store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
+    store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
     filesystem, path = store.filesystem()
     fewest, most = config.workers.count
     num_workers: Any = most if fewest == most else (fewest, most)
@@ -89,7 +128,6 @@ def _trainer(job: Job) -> TorchTrainer:
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
-    callback: Any = ReportFailures(job.control)
     failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
     backend = "nccl" if config.workers.gpu else "gloo"
     return TorchTrainer(
@@ -97,12 +135,12 @@ def _trainer(job: Job) -> TorchTrainer:
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(**scaling),
         run_config=ray.train.RunConfig(
-            name=store.attempt_name(job.origin.attempt),
+            name=store.attempt_name(job.record.attempt),
             storage_path=path,
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(**failures),
-            callbacks=[callback],
+            callbacks=[_failure_reports(job.control)],
         ),
         torch_config=TorchConfig(backend=backend, timeout_s=config.workers.timeout_s),
     )

@@ -3,7 +3,7 @@
 A run is held if its network is not clearly better than chance, if a class lost most of its samples, or if
 the labels got worse where the truth is known.
 
-    reasons = judge(record, report, class_names, max_class_loss=0.5, num_clean={"test": 10_000})
+    reasons = judge(figures, report, class_names, max_class_loss=0.5, num_clean={"test": 10_000})
     reasons                            # none: publish
 
 Chance among C classes is 1/C. To be clearly better, a figure has to exceed it by three standard deviations
@@ -24,11 +24,11 @@ from pencil_scale.labels.report import LabelReport
 SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 
-Figures = Mapping[str, Any]  # of one epoch
+Epoch = Mapping[str, Any]  # its figures
 
 
 def judge(
-    record: Sequence[Figures],
+    figures: Sequence[Epoch],
     report: LabelReport,
     class_names: Sequence[str],
     max_class_loss: float,
@@ -36,12 +36,12 @@ def judge(
 ) -> tuple[str, ...]:
     """Give the reasons why labels must wait for a person; none if they can be published.
 
-    `record` has the figures of every epoch, `report` describes the labels after the last one, and `num_clean`
+    `figures` are those of every epoch, `report` describes the labels after the last one, and `num_clean`
     is the number of samples of the clean sets ("validation", "test"). A missing figure is not a reason.
     """
     found = [
-        _guesses(record, report),
-        _guesses_clean(record[-1], len(class_names), num_clean),
+        _guesses(figures, report),
+        _guesses_clean(figures[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
     ]
     given, corrected = report.given_right, report.corrected_right
@@ -59,31 +59,31 @@ def needed(num_classes: int, deviation: float) -> float:
     return chance + max(SURELY * deviation, min(chance / 2, (1 - chance) / 20))
 
 
-def _guesses(record: Sequence[Figures], report: LabelReport) -> str:
+def _guesses(figures: Sequence[Epoch], report: LabelReport) -> str:
     """Judge agreement with the given labels before labels moved, or at the end if no stage came before that.
 
-    Classes without samples are not part of the mean, so they do not count for chance either.
+    Classes without samples are not in the mean, so they do not count for chance either.
     """
-    figures = ([epoch for epoch in record if epoch["stage"] == "backbone"] or record)[-1]
-    found = figures.get("balanced_agreement")
+    last = ([epoch for epoch in figures if epoch["stage"] == "backbone"] or figures)[-1]
+    found = last.get("balanced_agreement")
     counts = report.transitions.sum(1)
     counts = counts[counts > 0]
     if found is None or len(counts) < 2:
         return ""
     chance = 1 / len(counts)
     deviation = math.sqrt(chance * (1 - chance) * float((1 / counts).sum())) / len(counts)
-    what = f"after the last {figures['stage']} epoch its mean agreement with the given classes is"
+    what = f"after the last {last['stage']} epoch its mean agreement with the given classes is"
     return _at_chance(what, found, len(counts), deviation)
 
 
-def _guesses_clean(last: Figures, num_classes: int, num_clean: Mapping[str, int]) -> str:
-    known = [part for part in ("validation", "test") if f"{part}_accuracy" in last]
+def _guesses_clean(last: Epoch, num_classes: int, num_clean: Mapping[str, int]) -> str:
+    known = [name for name in ("validation", "test") if f"{name}_accuracy" in last]
     if not known:
         return ""
-    part, chance = known[0], 1 / num_classes
-    deviation = math.sqrt(chance * (1 - chance) / max(num_clean[part], 1))
-    what = f"its accuracy on the {part} set is"
-    return _at_chance(what, last[f"{part}_accuracy"], num_classes, deviation)
+    name, chance = known[0], 1 / num_classes
+    deviation = math.sqrt(chance * (1 - chance) / max(num_clean[name], 1))
+    what = f"its accuracy on the {name} set is"
+    return _at_chance(what, last[f"{name}_accuracy"], num_classes, deviation)
 
 
 def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> str:
@@ -101,8 +101,7 @@ def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> 
     """Name the classes that lost more than the limit, allowing for chance in small classes."""
     before, after = report.transitions.sum(1), report.transitions.sum(0)
     allowed = limit * before + SURELY * np.sqrt(limit * (1 - limit) * before)
-    lost = [number for number, _ in report.shrunken_classes(limit)]
-    lost = [number for number in lost if before[number] - after[number] > allowed[number]]
+    lost = np.flatnonzero(before - after > allowed).tolist()
     if not lost:
         return ""
     named = [f"{class_names[number]} {before[number]:,} -> {after[number]:,}" for number in lost[:SHOWN]]

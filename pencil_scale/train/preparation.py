@@ -1,25 +1,30 @@
 """What a worker prepares: its process, its scratch folders, its network, and every batch before its step.
 
-    settle(config, device)
+    set_up_process(config, device)
     folder = claim_scratch(config.workers.scratch, "labels")
-    stepper = build_stepper(config, model, build_optimizer(config, model, device), device, world)
+    model, stepper = build_network(config, num_classes, device, world)
     preparation = Preparation(config, device, stream.read.name_problem)
     for batch in preparation.ahead(batches):                # decoded
         preparation.prepare(batch, epoch)                   # on the device, augmented, never empty
 
 A scratch folder is locked by its process, and the system releases the lock when the process dies, however it
 dies. A process that claims a folder first removes the folders beside it that are not locked any more: after
-`kill -9` nothing is left for long.
+`kill -9` nothing remains for long.
+
+Each rank evaluates its own share of a clean set, every sample once. A share that fits into memory is read by
+threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
+
+    clean = CleanSet(spec, rank, world)
+    right, seen = count_right(model, clean.batches(), recipe, device, bf16=False)      # of this rank
 """
 
 import fcntl
-import gc
 import inspect
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,24 +34,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pencil_scale.config.settings import Config
-from pencil_scale.images.augment import augment
+from pencil_scale.config.settings import Config, Images
+from pencil_scale.images.augment import augment, centre
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.stream.stream import Prefetch
+from pencil_scale.stream.stream import Prefetch, Stream, StreamSpec
 from pencil_scale.train.step import StepGraph, Stepper
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
 DECODED_AHEAD = 2  # batches, each of which is hundreds of photos in the GPU's memory
 PATIENCE_S = 10.0
 FEWEST_ROWS = 2  # batch norm needs more than one sample
-HELD, NEW = "pencil_scale-held-", "pencil_scale-new-"  # names of scratch folders: locked, and not locked yet
+CACHE_BYTES = 512 * 2**20  # of a clean set
+LOCKED, NEW = "pencil_scale-locked-", "pencil_scale-new-"  # names of scratch folders
 
 _locks: dict[Path, int] = {}  # our scratch folders, and the open handles that lock them
 
 
-def settle(config: Config, device: torch.device) -> None:
+def set_up_process(config: Config, device: torch.device) -> None:
     """Set what is global to the process: seed, thread switching, and fast or repeatable arithmetic."""
     torch.manual_seed(config.run.seed)
     # Reading and carrying labels run in threads of this process too: a step must not wait 5 ms for each.
@@ -59,15 +65,6 @@ def settle(config: Config, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def set_aside() -> None:
-    """Hide all present objects from the garbage collector, which would search them while the GPU waits.
-
-    Call this when everything has been used once; `gc.unfreeze()` undoes it.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def claim_scratch(parent: str | None, kind: str) -> Path:
     """Make a locked folder under `parent` (None: the system's temporary folder)."""
     base = Path(parent or tempfile.gettempdir())
@@ -77,51 +74,43 @@ def claim_scratch(parent: str | None, kind: str) -> Path:
     sweep_scratch(base)
     # Other processes judge a folder by its lock, so it gets its name only when it is locked.
     new = Path(tempfile.mkdtemp(prefix=NEW, dir=base))
-    folder = base / new.name.replace(NEW, f"{HELD}{kind}-")
+    folder = base / new.name.replace(NEW, f"{LOCKED}{kind}-")
     _locks[folder] = os.open(new, os.O_RDONLY)
-    _lock(_locks[folder])
+    with suppress(OSError):  # on a disk without locks: then nothing is ever swept
+        fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
     return new.rename(folder)
 
 
-def sweep_scratch(base: Path) -> list[Path]:
-    """Remove the scratch folders of dead processes; return their names."""
-    dead = []
-    for folder in (folder for folder in base.glob(f"{HELD}*") if folder not in _locks):
-        with suppress(OSError):  # it was removed meanwhile, or belongs to another user
+def sweep_scratch(base: Path) -> None:
+    """Remove the scratch folders of dead processes."""
+    for folder in (folder for folder in base.glob(f"{LOCKED}*") if folder not in _locks):
+        with suppress(OSError):  # it is locked, was removed meanwhile, or belongs to another user
             handle = os.open(folder, os.O_RDONLY)
-            if _lock(handle):
-                dead.append(folder)
-            os.close(handle)
-    for folder in dead:
-        shutil.rmtree(folder, ignore_errors=True)
-    return dead
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    """Try to lock; on a disk without locks this fails, and nothing is removed."""
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
-    model = build_backbone(config.model.backbone, num_classes, config.model.weights)
+def build_network(
+    config: Config, num_classes: int, device: torch.device, world: int, weights: str | None = None
+) -> tuple[nn.Module, Stepper | StepGraph]:
+    """Build the network, from pretrained weights or at random, and the stepper that trains it."""
+    model = build_backbone(config.model.backbone, num_classes, weights)
     if config.optimizer.sync_batch_norm and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)
-    return model.to(device)
-
-
-def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
+    model = model.to(device)
+    optimizer = torch.optim.SGD(
         model.parameters(),
         lr=0.0,  # set at every step
         momentum=config.optimizer.momentum,
         weight_decay=config.optimizer.weight_decay,
         fused=device.type == "cuda",
     )
+    return model, build_stepper(config, model, optimizer, device, world)
 
 
 def build_stepper(
@@ -168,13 +157,15 @@ class Preparation:
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
         recipe = self.config.images
-        brought = self.bring(batch)
-        images = augment(brought.images, batch.rows, self.config.run.seed, epoch, recipe)
+        decoded = self.decode(batch)
+        images = decoded.images.to(self.device, non_blocking=True)
+        images = augment(images, batch.rows, self.config.run.seed, epoch, recipe)
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)
+        brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         missing = FEWEST_ROWS - len(batch.rows)
         if missing <= 0:
-            return replace(brought, images=images)
+            return brought
         if missing == FEWEST_ROWS:
             images = brought.weight.new_zeros(0, 3, recipe.crop, recipe.crop)
 
@@ -190,12 +181,6 @@ class Preparation:
             noisy_class=padded(brought.noisy_class),
         )
 
-    def bring(self, batch: Batch) -> Batch:
-        """Bring decoded images and their weights to the device."""
-        decoded = self.decode(batch)
-        images = decoded.images.to(self.device, non_blocking=True)
-        return replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
-
     def decode(self, batch: Batch) -> Batch:
         """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
         if isinstance(batch.images, torch.Tensor):
@@ -203,3 +188,42 @@ class Preparation:
         images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)
         named = (self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
         return replace(batch, images=images, weight=weight, problems=tuple(named))
+
+
+class CleanSet:
+    """One rank's share of a clean set; with `in_process` Ray is never used."""
+
+    def __init__(self, spec: StreamSpec, rank: int, world: int, in_process: bool = False) -> None:
+        self._stream = Stream(spec, rank, world, in_process=True)
+        height, width = self._stream.image_size
+        self.is_large = self._stream.num_rows / world * 3 * height * width > CACHE_BYTES
+        if self.is_large and not in_process:
+            self._stream = Stream(spec, rank, world)
+        self._kept: list[Batch] = []
+        self.close = self._stream.close
+
+    def batches(self) -> Iterator[Batch]:
+        """Read the samples; `noisy_class` is their true class, and unreadable images have weight 0."""
+        if self.is_large:
+            return self._stream.batches(0)
+        self._kept = self._kept or list(self._stream.batches(0))
+        return iter(self._kept)
+
+
+@torch.no_grad()
+def count_right(
+    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
+) -> tuple[int, int]:
+    """Count the samples whose class the network predicts, and all samples that could be read."""
+    right, seen = torch.zeros(2, dtype=torch.int64, device=device)
+    training, _ = model.training, model.eval()
+    for batch in batches:
+        images = centre(batch.images.to(device, non_blocking=True), recipe)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            predicted = model(images).argmax(-1)
+        readable = batch.weight.to(device, non_blocking=True) > 0
+        true_class = batch.noisy_class.to(device, non_blocking=True)
+        right += ((predicted == true_class) & readable).sum()
+        seen += readable.sum()
+    model.train(training)
+    return int(right), int(seen)

@@ -5,21 +5,20 @@ All ranks make every collective call together, from the training thread only.
     ranks = Ranks.meet(timeout_s=600)
     ranks.total(num_seen)
 
-    tally = Tally(ranks.add_up)
+    tally = Tally(ranks)
     tally.add(result)                      # every step; does not wait for the device
     sent = tally.send()                    # the steps since the last time, on their way from the device
-    tally.read(sent).mean_loss             # some steps later, on all ranks at the same step
+    mean_loss(tally.read(sent))            # some steps later, on all ranks at the same step
     tally.close()                          # the figures of the epoch
 
 Before anything is saved, `require_finite` makes sure that it is finite, and `average_buffers` that it is the
 same on every rank.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,15 +37,15 @@ MOST_NAMES = 3
 class Ranks:
     """This rank among the others; a single rank answers itself."""
 
-    rank: int
-    world: int
+    rank: int = 0
+    world: int = 1
     group: Any = None
 
     @classmethod
     def meet(cls, timeout_s: float) -> "Ranks":
         """Join the process group that Ray Train made, if there is one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(0, 1)
+            return cls()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
@@ -62,65 +61,30 @@ class Ranks:
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def gather(self, message: Message) -> list[Message] | None:
-        """Rank 0 gets the messages of all ranks in order, the others get None."""
-        if self.world == 1:
-            return [message]
-        messages: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(message, messages, group=self.group)
-        return messages
-
-    def join(self, messages: list[Message]) -> list[Message]:
+    def gather(self, message: Message) -> list[Message]:
         """The messages of all ranks, in the order of the ranks; all get the same list."""
         if self.world == 1:
-            return messages
-        lists: list[Any] = [None] * self.world
-        dist.all_gather_object(lists, messages, group=self.group)
-        return [message for some in lists for message in some]
-
-
-ALONE = Ranks(0, 1)
-
-
-class Sums(NamedTuple):
-    """What some steps add up to, over all ranks."""
-
-    loss: float = 0.0  # weighted
-    weight: float = 0.0
-    num_broken: float = 0.0  # labels whose move was not finite
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean over samples."""
-        return self.loss / max(self.weight, 1e-12)
-
-    def problems(self) -> list[str]:
-        """Name what is not finite."""
-        labels = [f"the labels of {self.num_broken:,.0f} samples"] if self.num_broken else []
-        return ([] if math.isfinite(self.loss) else ["the loss"]) + labels
+            return [message]
+        messages: list[Any] = [None] * self.world
+        dist.all_gather_object(messages, message, group=self.group)
+        return messages
 
 
 class Tally:
-    """The sums of one epoch at a time, on the device; `send` and `add` are local, the rest is collective."""
+    """The sums of steps, over one epoch at a time; `add` and `send` are local, the rest is collective."""
 
-    def __init__(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        self._add_up = add_up
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._clear()
 
     def _clear(self) -> None:
         self.num_recent = 0  # steps since the last `send`
-        self._recent = torch.zeros(3, dtype=torch.float64)
-        self._counts: Tensor | None = None
-        self._read = Sums()
+        self._recent = torch.zeros(5, dtype=torch.float64)
+        self._read = torch.zeros((), dtype=torch.float64)  # over all ranks
 
     def add(self, result: StepResult) -> None:
         """Add a step, before the next one may overwrite its result."""
-        if self._counts is None:
-            self._counts = torch.zeros_like(result.class_counts)
-        if self.num_recent == 0:
-            self._recent = torch.zeros_like(result.sums)
-        self._recent += result.sums
-        self._counts += result.class_counts
+        self._recent = self._recent + result.sums if self.num_recent else result.sums.clone()
         self.num_recent += 1
 
     def send(self) -> HostCopy:
@@ -129,27 +93,37 @@ class Tally:
         self.num_recent, self._recent = 0, torch.zeros_like(self._recent)
         return sent
 
-    def read(self, sent: HostCopy) -> Sums:
+    def read(self, sent: HostCopy) -> Tensor:
         """Add up over all ranks what was sent."""
-        sums = Sums(*self._add_up(sent.read()).tolist())
-        self._read = Sums(*(total + more for total, more in zip(self._read, sums, strict=True)))
+        sums = self._ranks.add_up(sent.read())
+        self._read = self._read + sums
         return sums
 
-    def peek(self) -> Sums:
+    def peek(self) -> Tensor:
         """Add up the steps since the last `send`, which are kept."""
-        return Sums(*self._add_up(self._recent.cpu()).tolist())
+        return self._ranks.add_up(self._recent.cpu())
 
     def close(self) -> dict[str, float]:
         """Return the figures of an epoch that has ended, and start the next one."""
-        self.read(HostCopy(self._recent))
-        counts = torch.zeros(2, 1) if self._counts is None else self._counts
-        given, agreeing = self._add_up(counts.cpu().double())
+        self.read(self.send())
+        given, agreeing = self._read[3:].view(2, -1)
         # The mean over classes of the share that agrees: 1/C at chance, however the classes are balanced.
         occurs = given > 0
-        balanced = float((agreeing[occurs] / given[occurs]).mean()) if occurs.any() else math.nan
-        figures = {"loss": self._read.mean_loss, "balanced_agreement": balanced}
+        balanced = float((agreeing[occurs] / given[occurs]).mean())  # NaN without a sample
+        figures = {"loss": mean_loss(self._read), "balanced_agreement": balanced}
         self._clear()
         return figures
+
+
+def mean_loss(sums: Tensor) -> float:
+    """The mean over samples."""
+    return float(sums[0] / sums[1].clamp(min=1e-12))
+
+
+def problems_of(sums: Tensor) -> list[str]:
+    """Name what is not finite in the sums of some steps."""
+    labels = [f"the labels of {float(sums[2]):,.0f} samples"] if sums[2] else []
+    return ([] if sums[0].isfinite() else ["the loss"]) + labels
 
 
 def require_finite(problems: Sequence[str], stage: str, progress: Progress, num_steps: int) -> None:
@@ -190,16 +164,16 @@ def _plain(name: str) -> str:
 
 
 @torch.no_grad()
-def average_buffers(model: nn.Module, add_up: Callable[[Tensor], Tensor], world: int) -> None:
+def average_buffers(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank the mean of the ranks' buffers: batch norm's running statistics.
 
     The mean uses what all ranks saw; rank 0's buffers alone would use its share only. A running statistic is
     a weighted sum over batches, so averaging more often, at checkpoints, does not change the result.
     """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if world == 1 or not buffers:
+    if ranks.world == 1 or not buffers:
         return
     mine = torch.cat([buffer.flatten().double() for buffer in buffers])
-    mean = (add_up(mine.cpu()) / world).to(mine.device)
+    mean = (ranks.add_up(mine.cpu()) / ranks.world).to(mine.device)
     for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(values.view_as(buffer))

@@ -1,40 +1,37 @@
 """A run from its config to its summary: check, start or resume, train, publish.
 
 summary = train(config)                # resumes the run if it was interrupted
-foretell(config)                       # only says what it will take
+dry_run(config)                        # only says what it will take
 """
 
 import hashlib
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import fsspec
 
-from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
-from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord, find_record, write_record
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, new_id
-from pencil_scale.storage.lease import Lease, LeaseLostError
+from pencil_scale.storage.lease import Lease, LeaseLostError, command_name
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of, is_local, without_passwords
-from pencil_scale.stream.stream import StreamSpec
+from pencil_scale.storage.urls import filesystem_of, is_local
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoints import CheckpointStore, Origin
-from pencil_scale.train.control import start_control
-from pencil_scale.train.driver import drive
-from pencil_scale.train.estimate import Estimate, count, estimate, run_trial
+from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.driver import drive, start_control
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.train.preflight import Checked, check_clean, check_run
+from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 from pencil_scale.train.worker import Job
 
@@ -59,58 +56,55 @@ def train(
     class. `alias` is the MLflow alias of the registered model; None leaves that decision for later. Labels
     that look wrong are held; without `hold` they are published, and the caller decides by the reasons in the
     summary.
+
+    On SIGTERM or Ctrl-C the workers save, and SystemExit(143) is raised: a caller that must not end with the
+    command has to catch it.
     """
     config = with_absolute_storage(config)
-    name = config.run.name
-    with Lease.hold(config.run.storage, f"runs/{name}/lease", what=f"run {name} is being trained") as lease:
-        return _train(config, start, alias, hold, lease)
+    storage, name = Storage(config.run.storage), config.run.name
+    what = f"run {name} is being trained"
+    with Lease.hold(storage.url, storage.run(name, "lease"), what=what) as lease:
+        plan, record = _start_or_resume(config, start, lease)
+        tracker = Tracker(config, record.catalogue_version, record.id)
+        record = write_record(storage.url, record, lease, status="running", tracking=tracker.state())
+        narrator = Narrator(plan.schedule.epochs, plan.class_names, tracker, say=say)
+        try:
+            checkpoint = drive(_job(plan, record), narrator.hear, lease)
+        except LeaseLostError:
+            raise  # the run has not failed: another command continues it, also in MLflow
+        except BaseException:
+            tracker.finish("FAILED", wait_s=5)
+            raise
+        if checkpoint is None:
+            write_record(storage.url, record, lease, status="stopped", tracking=tracker.state())
+            tracker.finish("KILLED")
+            saved = "stopped and saved; to resume:"
+            if config.workers.in_process:
+                saved = "stopped; a run with workers.in_process saves nothing; to start it again:"
+            say(f"{saved} python -m {command_name()} {shlex.join(sys.argv[1:])}")
+            raise SystemExit(STOPPED)
+        summary = publish(plan, record, checkpoint, narrator.warnings, tracker, lease, alias, hold)
+        tracker.finish()
+        status, reasons = summary.facts["status"], summary.facts["held_because"] if summary.held else ()
+        write_record(
+            storage.url, record, lease, status=status, held_because=reasons, tracking=tracker.state()
+        )
+        say(summary.table())
+        _tidy(storage.url, record)
+        for line in summary.last_lines():
+            say(line)
+        return summary
 
 
-def _train(config: Config, start: Start | None, alias: str | None, hold: bool, lease: Lease) -> Summary:
-    storage = config.run.storage
-    config, record, checked, clean = _start_or_resume(config, start, lease)
-    tracker = Tracker(config, record.catalogue_version, record.id)
-    record = write_record(storage, record, lease, status="running", tracking=tracker.state())
-    narrator = Narrator(checked.schedule.epochs, checked.class_names, tracker, say=_say)
-    job = _job(config, record, checked, clean, lease.attempt)
-    try:
-        outcome = drive(job, narrator.hear, lease)
-    except LeaseLostError:
-        raise  # the run has not failed: another command continues it, also in MLflow
-    except BaseException:
-        tracker.finish("FAILED", wait_s=5)
-        raise
-    if not outcome.finished:
-        write_record(storage, record, lease, status="stopped", tracking=tracker.state())
-        tracker.finish("KILLED")
-        main = getattr(sys.modules["__main__"], "__spec__", None)
-        module = main.name.removesuffix(".__main__") if main else "pencil_scale.train"
-        saved = "stopped and saved; to resume:"
-        if config.workers.in_process:
-            saved = "stopped; a run with workers.in_process saves nothing; to start it again:"
-        _say(f"{saved} python -m {module} {shlex.join(sys.argv[1:])}")
-        raise SystemExit(STOPPED)
-    summary = publish(config, checked, record, outcome, narrator.warnings, tracker, lease, alias, hold)
-    tracker.finish()
-    status, reasons = summary.facts["status"], summary.facts["held_because"] if summary.held else ()
-    write_record(storage, record, lease, status=status, held_because=reasons, tracking=tracker.state())
-    _say(summary.table())
-    _tidy(config, record)
-    for line in summary.ending():
-        _say(line)
-    return summary
-
-
-def foretell(config: Config) -> Estimate:
+def dry_run(config: Config) -> dict[str, Any]:
     """Say what a run will take, and write nothing."""
-    config = with_absolute_storage(config)
-    checked = check_run(config)
-    _say("\n".join(checked.lines))
+    plan = make_plan(with_absolute_storage(config))
+    say("\n".join(plan.lines))
     ensure_ray()
     if missing := what_is_missing(config.workers):
-        _say(f"workers: {missing}; the estimate is for a cluster that has them")
-    expected = estimate(config, checked, run_trial(config, checked))
-    _say(expected.table())
+        say(f"workers: {missing}; the estimate is for a cluster that has them")
+    expected = estimate(plan, run_trial(plan))
+    say(table(expected))
     return expected
 
 
@@ -122,56 +116,49 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _start_or_resume(
-    config: Config, start: Start | None, lease: Lease
-) -> tuple[Config, RunRecord, Checked, dict[str, StreamSpec]]:
+def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple[RunPlan, RunRecord]:
     """Check the run, start Ray, and find the record of the run, or make one."""
-    record = find_record(config.run.storage, config.run.name, _settings(config))
-    version = record.catalogue_version if record else start.catalogue_version if start else None
-    if record is not None:
-        config = _with_weights(config, record.weights)
-    checked = check_run(config, version)
-    clean = check_clean(config, record.clean if record else _clean_versions(config), checked.class_names)
-    _say("\n".join(checked.lines))
+    settings = describe(config)
+    if config.data.subset is not None:  # it may be redrawn under the same name
+        settings["data.subset members"] = fingerprint(config.data.subset)
+    record = find_record(config.run.storage, config.run.name, settings)
+    plan = make_plan(config, start.catalogue_version if start else None, record)
+    say("\n".join(plan.lines))
     ensure_ray()
     require_room(config.workers)
-    if record is None:
-        record = _new_record(config, checked, start, lease)
-        config = _with_weights(config, record.weights)
-    else:
-        _say(f"run {record.name} resumes, on catalogue version {record.catalogue_version}")
-    return config, record, checked, clean
+    how = "starts" if record is None else "resumes"
+    say(f"run {config.run.name} {how}, on catalogue version {plan.catalogue.version}")
+    return plan, record or _new_record(plan, start, settings, lease)
 
 
-def _new_record(config: Config, checked: Checked, start: Start | None, lease: Lease) -> RunRecord:
+def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], lease: Lease) -> RunRecord:
     """Make the labels that a new run starts with, then record everything it starts with."""
-    storage, name = Storage(config.run.storage), config.run.name
-    _say(f"run {name} starts, on catalogue version {checked.catalogue.version}")
-    run = start.run if start else new_id()
-    labels = start.labels if start else None
+    config, storage = plan.config, Storage(plan.config.run.storage)
+    run, labels = (start.run, start.labels) if start else (new_id(), None)
     if labels is None:
-        scale = label_scale(config.stages.pencil, len(checked.class_names))
-        pins = read_pins(storage.url).resolve(checked.class_names, config.nightly.remap)
+        scale = label_scale(config.stages.pencil, len(plan.class_names))
+        pins = read_pins(storage.url).resolve(plan.class_names, config.nightly.remap)
         if warning := pins.void_warning():
-            _say(f"WARNING: {warning}")
-        labels = start_labels(checked.catalogue, storage.url, scale, config.workers.scratch, pins, run)
+            say(f"WARNING: {warning}")
+        labels = start_labels(plan.catalogue, storage.url, scale, config.workers.scratch, pins, run)
     labels.require_whole()
-    lease.put(storage.run(name, "labels.json"), labels.encode())
+    name = storage.run(config.run.name, "labels.json")
+    lease.put(name, labels.encode())
     record = RunRecord(
-        name=name,
+        name=config.run.name,
         id=run,
-        settings=_settings(config),
-        catalogue_version=checked.catalogue.version,
-        class_names=checked.class_names,
-        clean=_clean_versions(config),
-        labels=storage.path(storage.run(name, "labels.json")),
-        weights=_own_weights(config),
-        estimate=asdict(count(config, checked)),
+        settings=settings,
+        catalogue_version=plan.catalogue.version,
+        class_names=plan.class_names,
+        clean={clean_set: spec.version for clean_set, spec in plan.clean.items()},
+        labels=storage.path(name),
+        weights=_copy_weights(config),
+        estimate=count(plan),
     )
-    return write_record(config.run.storage, record, lease)
+    return write_record(storage.url, record, lease)
 
 
-def _own_weights(config: Config) -> str | None:
+def _copy_weights(config: Config) -> str | None:
     """Copy the starting weights into the run's folder, under their hash: the original may change or go."""
     weights, storage = config.model.weights, Storage(config.run.storage)
     if weights is None or weights.startswith(storage.path("")):
@@ -183,71 +170,23 @@ def _own_weights(config: Config) -> str | None:
     return storage.path(name)
 
 
-def _with_weights(config: Config, weights: str | None) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"weights": weights})})
-
-
-def _settings(config: Config) -> dict[str, str]:
-    """Everything a run starts with, and a hash of its subset, which may be redrawn under the same name."""
-    drawn = {} if config.data.subset is None else {"data.subset members": fingerprint(config.data.subset)}
-    return describe(config) | drawn
-
-
-def _clean_versions(config: Config) -> dict[str, int]:
-    """The newest catalogue versions of the clean sets that a config names."""
-    given = {"validation": config.data.validation, "test": config.data.test}
-    parts = [part for part, shards in given.items() if shards]
-    return {part: Catalogue.open(config.run.storage, clean_set=part).version for part in parts}
-
-
-def _job(
-    config: Config, record: RunRecord, checked: Checked, clean: dict[str, StreamSpec], attempt: int
-) -> Job:
+def _job(plan: RunPlan, record: RunRecord) -> Job:
     """Put together what the workers are given; checkpoints that are not needed any more are removed."""
-    storage, version = config.run.storage, record.catalogue_version
-    checkpoints = CheckpointStore(storage, record.name, record.id)
-    newest = checkpoints.newest()
-    checkpoints.remove(before=newest[0] if newest else attempt)
+    checkpoints = CheckpointStore(plan.config.run.storage, record.name, record.id)
+    attempt, resume = checkpoints.newest() or (record.attempt, None)
+    checkpoints.remove(before=attempt)
     labels = Manifest.load(record.labels)
-    require_same_rows(labels, checked.catalogue)
-    return Job(
-        config=config,
-        origin=Origin(
-            run=record.id,
-            attempt=attempt,
-            settings=record.fingerprint,
-            catalogue_version=version,
-            class_names=record.class_names,
-            clean=record.clean,
-        ),
-        resume=newest[1] if newest else None,
-        labels=labels,
-        stream=StreamSpec.from_config(config, version, subset=checked.subset),
-        clean=clean,
-        study=LabelStudy(
-            storage,
-            version,
-            record.id,
-            members=checked.subset,
-            history=config.checkpoint.history,
-            max_class_loss=config.stages.pencil.max_class_loss,
-        ),
-        control=start_control(),
-    )
+    require_same_rows(labels, plan.catalogue)
+    return Job(plan.config, record, plan.stream, plan.clean, labels, resume, start_control())
 
 
-def _tidy(config: Config, record: RunRecord) -> None:
+def _tidy(storage: str, record: RunRecord) -> None:
     """Remove the checkpoints of a finished run and the label parts that only they named; never fail."""
     try:
-        CheckpointStore(config.run.storage, record.name, record.id).remove()
-        swept = sweep_run(config.run.storage, record.id)
+        CheckpointStore(storage, record.name, record.id).remove()
+        swept = sweep_run(storage, record.id)
     except (PencilError, OSError) as error:
-        _say(f"checkpoints or label parts that are not needed any more were left: {error}")
+        say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
     else:
         if swept:
-            _say(f"{len(swept):,} label parts removed that are not needed any more")
-
-
-def _say(text: str) -> None:
-    """Print without the credentials of URLs, which a command line or an error may contain."""
-    print(without_passwords(text), flush=True)
+            say(f"{len(swept):,} label parts removed that are not needed any more")

@@ -26,13 +26,9 @@ class StepResult:
     """The result of a step, still on the device: reading it waits for the step."""
 
     label_logits: Tensor  # [B, C], moved
-    sums: Tensor  # float64 [3]: weighted loss, weight, and labels whose move was not finite
-    class_counts: Tensor  # int64 [2, C]: samples by given class, and those whose prediction agrees
-
-    @property
-    def loss(self) -> Tensor:
-        """The weighted mean over this rank's batch."""
-        return self.sums[0] / self.sums[1].clamp(min=1e-12)
+    # float64 [3 + 2 C]: weighted loss, weight, labels whose move was not finite, and by given class the
+    # samples and those whose prediction agrees
+    sums: Tensor
 
 
 @dataclass
@@ -106,9 +102,9 @@ def _result(
     classes = torch.arange(class_logits.shape[-1], device=class_logits.device)
     given = (batch.noisy_class[:, None] == classes) & readable[:, None]  # [B, C]
     agrees = class_logits.argmax(-1) == batch.noisy_class
-    counts = torch.stack([given.sum(0), (given & agrees[:, None]).sum(0)])
+    counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), (~finite).sum().double()])
-    return StepResult(moved, sums, counts)
+    return StepResult(moved, torch.cat([sums, counts]))
 
 
 class StepGraph:

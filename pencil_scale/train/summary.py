@@ -2,11 +2,13 @@
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import ray.train
 import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
@@ -17,13 +19,10 @@ from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
-from pencil_scale.stream.window_reader import Selection
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import Saved, read_checkpoint
-from pencil_scale.train.driver import Outcome
-from pencil_scale.train.estimate import estimate_beside_outcome
 from pencil_scale.train.gate import judge
-from pencil_scale.train.preflight import Checked
+from pencil_scale.train.plan import RunPlan, price_of
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 TABLE = {
@@ -56,7 +55,7 @@ class Summary:
     def held(self) -> bool:
         return bool(self.facts["status"] == "held")
 
-    def ending(self) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The last lines of the output: why the labels are held, or what a gate that only warns found."""
         if self.held:
             name = self.facts["run"]
@@ -66,10 +65,9 @@ class Summary:
 
 
 def publish(
-    config: Config,
-    checked: Checked,
+    plan: RunPlan,
     record: RunRecord,
-    outcome: Outcome,
+    checkpoint: ray.train.Checkpoint,
     warnings: dict[str, str],
     tracker: Tracker,
     lease: Lease,
@@ -81,32 +79,40 @@ def publish(
     Labels that look wrong are stored as held, and their model gets no alias; without `hold` they are
     published all the same.
     """
-    with outcome.checkpoint.as_directory() as folder:
-        saved = read_checkpoint(Path(folder))
-    storage, clean = config.run.storage, record.clean.items()
-    catalogue = Catalogue.open(storage, record.catalogue_version)
-    num_clean = {part: Catalogue.open(storage, version, part).num_ok for part, version in clean}
-    report = study_labels(saved.labels, catalogue, checked.subset)
+    with checkpoint.as_directory() as folder:
+        saved = read_checkpoint(Path(folder), record.id)
+    config, storage = plan.config, Storage(plan.config.run.storage)
+    clean = plan.clean.items()
+    num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
+    report = study_labels(saved.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
-    doubts = judge(outcome.record, report, checked.class_names, max_loss, num_clean)
+    doubts = judge(saved.figures, report, plan.class_names, max_loss, num_clean)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
     held = hold and bool(doubts)
-    facts = _facts(outcome.record, Selection(catalogue, checked.subset).num_rows)
-    facts |= {"run": record.name, "warnings": warnings, **_save(config, saved, held, lease)}
-    facts |= {"status": "held" if held else "finished", "held_because": list(doubts)}
-    facts["catalogue_version"] = record.catalogue_version
-    facts |= estimate_beside_outcome(config, record.estimate, outcome.record, saved)
-    lease.put(f"runs/{record.name}/epochs.json", json.dumps(outcome.record, indent=1).encode())
-    write_facts(storage, record.name, facts, lease)
+    labels = storage.held(record.name) if held else storage.published(record.name)
+    _save(saved, storage.model(record.name), labels, lease)
+    facts = {
+        **_facts(saved.figures),
+        "run": record.name,
+        "warnings": warnings,
+        "model": storage.path(storage.model(record.name)),
+        "labels": storage.path(labels),
+        "status": "held" if held else "finished",
+        "held_because": list(doubts),
+        "catalogue_version": record.catalogue_version,
+        **compare_with_outcome(config, record.estimate, saved),
+    }
+    lease.put(storage.run(record.name, "epochs.json"), json.dumps(saved.figures, indent=1).encode())
+    write_facts(storage.url, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
     if held:
         alias = None  # until a person promotes the run
         tracker.set_tag("labels", "held")
         tracker.set_tag("labels.held_because", "; ".join(doubts))
-    tracker.log_model(config.model.backbone, saved.weights, checked.class_names, config.images.crop, alias)
+    tracker.log_model(config.model.backbone, saved.weights, plan.class_names, config.images.crop, alias)
     return Summary(facts)
 
 
@@ -123,40 +129,63 @@ def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) ->
         lease.put("summary.json", text)
 
 
-def _save(config: Config, saved: Saved, held: bool, lease: Lease) -> dict[str, str]:
-    """Store weights and labels; return their URLs."""
-    storage, name = Storage(config.run.storage), config.run.name
-    labels = storage.held(name) if held else storage.published(name)
+def _save(saved: Saved, model: str, labels: str, lease: Lease) -> None:
+    """Store weights and labels."""
     weights = io.BytesIO()
     torch.save(saved.weights, weights)
     saved.labels.require_whole()
-    lease.put(storage.model(name), weights.getvalue())
+    lease.put(model, weights.getvalue())
     lease.put(labels, saved.labels.encode())
-    return {"model": storage.path(storage.model(name)), "labels": storage.path(labels)}
 
 
-def _facts(record: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
-    last = record[-1]
+def _facts(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The final figures, and the typical ones of an epoch."""
+    last = figures[-1]
     facts = {key: last[key] for key in last if key.endswith("_accuracy") or key.startswith("corrected")}
     for key in ("test_accuracy", "validation_accuracy"):
         if key in last:
-            facts[f"{key}_best"] = max(figures[key] for figures in record)
+            facts[f"{key}_best"] = max(epoch[key] for epoch in figures)
     facts |= {key: last[key] for key in ("label_accuracy_n", "label_entropy") if key in last}
     facts |= {
-        "samples": num_samples,
+        "samples": last["rows_planned"],
         "corrected": int(last["corrected"]),
-        "epochs": len(record),
+        "epochs": len(figures),
         # The share of the epoch's rows that was trained; rows taken down during it count on neither side.
-        "coverage": [
-            min(float(figures["rows_visited"]) / max(float(figures["rows_planned"]), 1.0), 1.0)
-            for figures in record
-        ],
+        "coverage": [min(epoch["rows_visited"] / max(epoch["rows_planned"], 1), 1.0) for epoch in figures],
         "unreadable": last["rows_unreadable"],
-        "seconds": sum(figures["epoch_s"] for figures in record),
+        "seconds": sum(epoch["epoch_s"] for epoch in figures),
     }
     for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
-        facts[key] = median(figures[key] for figures in record)
+        facts[key] = median(epoch[key] for epoch in figures)
     return facts
+
+
+def compare_with_outcome(config: Config, counted: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+    """What a finished run was estimated to take, and what it took, under the same keys."""
+    figures = saved.figures
+    first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may include compilation
+    hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
+    spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
+    expected = {
+        "images_per_s": second["images_per_s"],
+        "hours": hours,
+        "cost": price_of(config, hours),
+        "hours_from": "the first epoch, and the second for each later one, without evaluation and saving",
+    }
+    state = saved.optimizer.get("state", {}).values()
+    momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
+    files = [file for part in saved.labels.parts.values() for file in (part.labels, part.ledger)]
+    came_to = {
+        "samples": round(median(epoch["rows_visited"] for epoch in figures)),
+        "epochs": len(figures),
+        "steps_per_epoch": saved.progress.all_steps / len(figures),
+        "table_bytes": sum(file.num_bytes for file in files),
+        "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
+        "images_per_s": median(epoch["images_per_s"] for epoch in figures),
+        "hours": spent,
+        "cost": price_of(config, spent),
+    }
+    return {"estimate": {**counted, **expected}, "came_to": came_to}
 
 
 def _spelled(value: Any) -> str:

@@ -1,14 +1,17 @@
 """Worker: one training process of a run, with its network, its share of the labels and of the samples.
 
-Runs inside a Ray Train worker. `Worker` builds the parts from the last checkpoint; `Loop` trains, and calls
-back to read an epoch, to save, and to close an epoch. Ranks exchange small messages (counts, stop requests,
-manifests) over a gloo group used by the training thread only; gradients go over NCCL or gloo, labels over the
-owners' group.
+Runs inside a Ray Train worker. `Worker` builds everything from the last checkpoint; `Loop` trains, and calls
+the worker to read an epoch, to save, and to close an epoch. Ranks exchange small messages (counts, stop
+requests, manifests) over a gloo group used by the training thread only; gradients go over NCCL or gloo,
+labels over the owners' group.
 """
 
 import gc
 import math
+import pickle
 import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,35 +23,28 @@ import ray.train.torch
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
-from pencil_scale.labels.owners import Owners, owned_parts
+from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
+from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoints import (
-    CheckpointStore,
-    Origin,
-    Progress,
-    Saved,
-    read_checkpoint,
-    write_checkpoint,
-)
-from pencil_scale.train.control import StopWatch, report_event
-from pencil_scale.train.evaluation import CleanSet, count_right
-from pencil_scale.train.loop import Epoch, Hooks, Loop, Pace
+from pencil_scale.train.checkpoints import CheckpointStore, Progress, Saved, read_checkpoint, write_checkpoint
+from pencil_scale.train.loop import Loop
 from pencil_scale.train.preparation import (
+    CleanSet,
     Preparation,
-    build_model,
-    build_optimizer,
-    build_stepper,
+    build_network,
     claim_scratch,
-    set_aside,
-    settle,
+    count_right,
+    set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
+ANSWER_S = 10.0
+STOP, REFUSED = "stop", "refused"  # notes on the control of a run: end now; why a new attempt is useless
 
 
 @dataclass(frozen=True)
@@ -56,111 +52,119 @@ class Job:
     """What every worker of a run is given."""
 
     config: Config
-    origin: Origin  # which run this is; checkpoints of any other are refused
-    resume: str | None  # a checkpoint that an earlier attempt left
-    labels: Manifest  # the labels to start from, unless there is a checkpoint
+    record: RunRecord  # of this attempt
     stream: StreamSpec
     clean: dict[str, StreamSpec]  # "validation", "test"
-    study: LabelStudy
-    control: Any  # the actor of `pencil_scale.train.control`
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.origin.class_names)
+    labels: Manifest  # the labels to start from, unless there is a checkpoint
+    resume: str | None  # a checkpoint that an earlier attempt left
+    control: Any  # the actor of `pencil_scale.train.driver`
 
 
 def train_worker(settings: dict[str, Any]) -> Any:
     """Train as one of the ranks; what rank 0 returns is the result of the run."""
     job: Job = settings["job"]
-    refused = ray.get(job.control.refusal.remote())
+    refused = ray.get(job.control.noted.remote(REFUSED))
     if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
-        return {"finished": False, "refused": refused}
-    worker = None
-    try:
-        worker = Worker(job)
-        return worker.run()
-    except OwnersError:
-        raise  # another rank has died: worth a new attempt
-    except PencilError as error:
-        job.control.refuse.remote(str(error))
-        raise
-    finally:
-        if worker is not None:
-            worker.close()
+        return {REFUSED: refused}
+    with ExitStack() as opened:
+        try:
+            return Worker(job, opened).run()
+        except OwnersError:
+            raise  # another rank has died: worth a new attempt
+        except PencilError as error:
+            job.control.note.remote(REFUSED, str(error))
+            raise
 
 
 class Worker:
-    """One rank of a run, from its last checkpoint on."""
+    """One rank of a run, from its last checkpoint on; the host of its training loop."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, config = job, job.config
+    def __init__(self, job: Job, opened: ExitStack) -> None:
+        """Build everything; `opened` releases it at the end, also if building fails."""
+        self.job, config, class_names = job, job.config, job.record.class_names
         self.ranks = Ranks.meet(config.workers.timeout_s)
         rank, world = self.ranks.rank, self.ranks.world
         self.device = ray.train.torch.get_device()
-        settle(config, self.device)
+        set_up_process(config, self.device)
 
         saved = _last_checkpoint(job)
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
-        self.record = saved.record if saved else []
+        self.figures = saved.figures if saved else []
 
-        self.scratch = claim_scratch(config.workers.scratch, "labels")
-        self.model = build_model(config, job.num_classes, self.device)
+        self.model, self.stepper = build_network(
+            config, len(class_names), self.device, world, job.record.weights
+        )
         if saved:
             self.model.load_state_dict(saved.weights)
-        self.optimizer = build_optimizer(config, self.model, self.device)
-        if saved:
-            self.optimizer.load_state_dict(saved.optimizer)
-        self.stepper = build_stepper(config, self.model, self.optimizer, self.device, world)
+            self.stepper.optimizer.load_state_dict(saved.optimizer)
 
+        scratch = claim_scratch(config.workers.scratch, "labels")
+        opened.callback(shutil.rmtree, scratch, ignore_errors=True)
         parts = owned_parts(self.manifest.layout.num_parts, rank, world)
-        self.table = LabelTable.restore(self.manifest, self.scratch, parts, job.origin.class_names)
-        self.owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
+        self.table = LabelTable.restore(self.manifest, scratch, parts, class_names)
+        owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
+        self.owners = opened.enter_context(owners)
         local = config.workers.in_process
         self.stream = Stream(job.stream, rank, world, in_process=local)
+        opened.callback(self.stream.close)
         self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
-        self.clean = {
-            name: CleanSet(spec, rank, world, self.preparation.bring, local)
-            for name, spec in job.clean.items()
-        }
-        self.stop_watch = StopWatch(job.control)
-        self.last_saved: Path | None = None
-        self.is_first_epoch = True  # of this process
+        self.prepare = self.preparation.prepare
+        self.clean: dict[str, CleanSet] = {}
+        for name, spec in job.clean.items():
+            self.clean[name] = CleanSet(spec, rank, world, local)
+            opened.callback(self.clean[name].close)
+        self.study = LabelStudy(
+            config.run.storage,
+            job.record.catalogue_version,
+            job.record.id,
+            members=job.stream.subset,
+            history=config.checkpoint.history,
+            max_class_loss=config.stages.pencil.max_class_loss,
+        )
+        self.saved_in: Path | None = None
+        # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
+        gc.collect()
+        gc.freeze()
+        opened.callback(gc.unfreeze)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until a stop is requested."""
         config, options = self.job.config, self.job.config.optimizer
         batch = options.batch_per_worker * options.accumulation * self.ranks.world
-        schedule = Schedule(config.stages, options, self.job.num_classes, batch)
-        hooks = Hooks(
-            epoch=self.epoch,
-            prepare=self.preparation.prepare,
-            save=self.save,
-            close_epoch=self.close_epoch,
-            log_step=lambda stage, progress, figures: self.report(
-                "step", stage=stage.name, progress=progress, figures=figures
-            ),
-            name_unreadable=lambda num, names: self.report("unreadable", num=num, names=names),
-            stop=lambda: self.ranks.total(self.stop_watch.wanted) > 0,
+        num_classes = len(self.job.record.class_names)
+        schedule = Schedule(config.stages, options, num_classes, batch)
+        loop = Loop(
+            self.stepper,
+            schedule,
+            self.owners,
+            host=self,
             ranks=self.ranks,
-        )
-        pace = Pace(
+            seed=config.run.seed,
             save_every=config.checkpoint.every_steps,
             stop_every=STOP_EVERY,
             warmup_steps=options.warmup_steps,
             max_unreadable_share=config.data.max_damaged_share,
         )
-        self.report("started", progress=self.progress, record=self.record, world=self.ranks.world)
-        loop = Loop(self.stepper, schedule, self.owners, hooks, pace, config.run.seed)
+        self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
         self.progress = loop.run(self.progress)
-        return {"finished": self.progress.epoch == schedule.epochs, "record": self.record}
+        return {"finished": self.progress.epoch == schedule.epochs}
 
-    def epoch(self, epoch: int) -> Epoch:
+    def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
         """This rank's batches, without the rows that were visited before the run was interrupted."""
         resumed = epoch == self.progress.epoch and self.progress.step > 0
         seen = visited(self.manifest, epoch) if resumed else None
         batches = self.preparation.ahead(self.stream.batches(epoch, seen))
-        return Epoch(self.stream.num_steps(seen), batches)
+        return self.stream.num_steps(seen), batches
+
+    def stop(self) -> bool:
+        """Whether a stop was requested; rank 0 asks."""
+        wanted = False
+        if self.ranks.rank == 0:
+            # If the driver is gone, Ray Train ends the workers; otherwise it is unreachable for a moment.
+            with suppress(ray.exceptions.RayError):
+                wanted = bool(ray.get(self.job.control.noted.remote(STOP), timeout=ANSWER_S))
+        return self.ranks.total(wanted) > 0
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
@@ -169,73 +173,55 @@ class Worker:
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         """Evaluate, study the labels, report to the driver, and save."""
-        epoch = progress.epoch - 1
+        epoch, config = progress.epoch - 1, self.job.config
         figures["rows_planned"] = self.stream.num_rows
-        config = self.job.config
         recipe, bf16 = config.images, config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
             counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
             right, seen = (self.ranks.total(count) for count in counts)
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
         manifest = self._snapshot()
-        if manifest is not None:
-            before = self.record[-1] if self.record else {}
-            found = self.job.study.of(manifest, epoch, stage.moves_labels, before)
-            self.record.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
-            self.report("epoch", progress=progress, figures=self.record[-1], found=found)
+        if self.ranks.rank == 0:
+            before = self.figures[-1] if self.figures else {}
+            found = self.study.of(manifest, epoch, stage.moves_labels, before)
+            self.figures.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
+            self.report("epoch", progress=progress, figures=self.figures[-1], found=found)
         self._save_pair(progress, manifest)
-        if self.is_first_epoch:  # every object that lives until the end has been made
-            set_aside()
-        self.is_first_epoch = False
-
-    def _snapshot(self) -> Manifest | None:
-        """Store the label parts that moved; rank 0 gets the manifest of all ranks' parts."""
-        manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
-        if manifests is None:
-            return None
-        origin = self.job.origin
-        return replace(merge(manifests), attempt=origin.attempt, catalogue=self.manifest.catalogue)
-
-    def _save_pair(self, progress: Progress, manifest: Manifest | None) -> None:
-        if manifest is None:
-            ray.train.report({}, checkpoint=None)
-            return
-        # Not in the scratch folder of the labels: the upload may outlive this worker, which removes it.
-        folder = claim_scratch(self.job.config.workers.scratch, "checkpoint")
-        if self.job.config.workers.in_process:  # nothing is uploaded: Ray keeps the last folder as it is
-            if self.last_saved is not None:
-                shutil.rmtree(self.last_saved, ignore_errors=True)
-            self.last_saved = folder
-        weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        write_checkpoint(folder, Saved(self.job.origin, weights, optimizer, progress, manifest, self.record))
-        ray.train.report(
-            {"epoch": progress.epoch, "step": progress.step},
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=f"checkpoint-{progress.all_steps:09d}",
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=True,
-        )
 
     def report(self, kind: str, **what: Any) -> None:
         """Report an event to the driver; only rank 0 does."""
         if self.ranks.rank == 0:
-            report_event(self.job.control, {"kind": kind, **what})
+            self.job.control.report.remote(pickle.dumps({"kind": kind, **what}))
 
-    def close(self) -> None:
-        """Release threads, streams and the working copy of the labels."""
-        gc.unfreeze()
-        self.stop_watch.close()
-        self.stream.close()
-        for clean in self.clean.values():
-            clean.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+    def _snapshot(self) -> Manifest:
+        """Store the label parts that moved; return the manifest of all ranks' parts."""
+        manifest = merge(self.ranks.gather(self.table.snapshot(self.manifest.store)))
+        return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)
+
+    def _save_pair(self, progress: Progress, manifest: Manifest) -> None:
+        if self.ranks.rank != 0:
+            ray.train.report({}, checkpoint=None)
+            return
+        # Not in the scratch folder of the labels: the upload may outlive this worker, which removes it.
+        options, run = self.job.config.workers, self.job.record.id
+        if self.saved_in is None or not options.in_process:  # in this process, Ray keeps the folder as it is
+            self.saved_in = claim_scratch(options.scratch, "checkpoint")
+        weights, optimizer = self.model.state_dict(), self.stepper.optimizer.state_dict()
+        write_checkpoint(self.saved_in, Saved(run, weights, optimizer, progress, manifest, self.figures))
+        ray.train.report(
+            {"epoch": progress.epoch, "step": progress.step},
+            checkpoint=ray.train.Checkpoint.from_directory(self.saved_in),
+            checkpoint_dir_name=f"checkpoint-{progress.all_steps:09d}",
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
 
 
 def _last_checkpoint(job: Job) -> Saved | None:
     """The newest checkpoint of this attempt, or the one that an earlier attempt left."""
     config, checkpoint = job.config, ray.train.get_checkpoint()
     if checkpoint is None and job.resume is not None:
-        store = CheckpointStore(config.run.storage, config.run.name, job.origin.run)
+        store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
         checkpoint = ray.train.Checkpoint(job.resume, store.filesystem()[0])
     if checkpoint is None:
         return None
@@ -243,8 +229,6 @@ def _last_checkpoint(job: Job) -> Saved | None:
     # to finish removes it while another may still be reading.
     folder = claim_scratch(config.workers.scratch, "resume")
     try:
-        saved = read_checkpoint(Path(checkpoint.to_directory(str(folder))))
-        saved.origin.require(job.origin, checkpoint.path)
-        return saved
+        return read_checkpoint(Path(checkpoint.to_directory(str(folder))), job.record.id)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.subset.choice import Rule, candidates, merge_picks, position_limits
 from pencil_scale.subset.files import read_members
-from pencil_scale.train.preflight import check_run
+from pencil_scale.train.plan import make_plan
 from pipelines.balance_subset import Summary, main, run
 
 NO_LIMITS = np.full(3, 2**64 - 1, np.uint64)
@@ -203,17 +203,17 @@ def test_training_accepts_the_subset_and_refuses_one_of_another_storage(
     bench: SubsetBench, tmp_path: Path
 ) -> None:
     summary = bench.draw("subset.per_class=5")
-    checked = check_run(bench.config(f"data.subset={summary.folder}", "images.crop=4"))
-    assert checked.subset is not None
-    assert checked.subset.tolist() == bench.members(summary)
-    assert "15 samples" in checked.lines[0]
+    plan = make_plan(bench.config(f"data.subset={summary.folder}", "images.crop=4"))
+    assert plan.stream.subset is not None
+    assert plan.stream.subset.tolist() == bench.members(summary)
+    assert "15 samples" in plan.lines[0]
     other = SubsetBench(_made(tmp_path / "other"))
     other.shard("a.tar", samples(range(9)))
     other.index()
     with pytest.raises(PencilError, match="was drawn from memory://"):
-        check_run(other.config(f"data.subset={summary.folder}"))
+        make_plan(other.config(f"data.subset={summary.folder}"))
     with pytest.raises(PencilError, match="has no subset"):
-        check_run(other.config("data.subset=memory://nowhere"))
+        make_plan(other.config("data.subset=memory://nowhere"))
 
 
 def test_a_subset_of_a_newer_catalogue_is_refused(bench: SubsetBench) -> None:

@@ -1,11 +1,13 @@
 """The driver of a run, without workers: when it ends, and which errors it survives."""
 
+import pickle
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 
 from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.tracking.narrator import Harmless
@@ -25,7 +27,7 @@ class Training:
         threading.Event().wait()
 
 
-def test_a_driver_whose_lease_was_taken_over_ends_with_the_reason_though_training_goes_on(
+def test_a_driver_that_lost_its_lease_ends_with_the_reason_while_training_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, job = Training(), cast(Job, SimpleNamespace(control=None))
@@ -60,3 +62,14 @@ def test_an_event_that_cannot_be_reported_is_logged_and_the_rest_still_arrives(
     assert seen == [0, 3]
     (message,) = caplog.messages
     assert "event of kind 'epoch' failed (ValueError: no such figure); training continues" in message
+
+
+@pytest.mark.ray
+def test_the_control_keeps_events_in_order_and_the_first_note_of_each_name(ray_session: None) -> None:
+    control = driver.start_control()
+    for number in (1, 2):
+        control.report.remote(pickle.dumps({"kind": "step", "number": number}))
+        control.note.remote("refused", f"reason {number}")
+    assert [event["number"] for event in driver.take_events(control)] == [1, 2]
+    assert driver.take_events(control) == []
+    assert ray.get([control.noted.remote(name) for name in ("refused", "stop")]) == ["reason 1", ""]

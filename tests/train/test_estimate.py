@@ -1,6 +1,5 @@
 """The estimate of a run against what can be counted by hand."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,10 @@ from label_making import names
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.stream import StreamSpec
-from pencil_scale.train import estimate as estimating
-from pencil_scale.train.checkpoints import Origin, Progress, Saved
-from pencil_scale.train.estimate import Trial, count, estimate, estimate_beside_outcome, joined_rate
-from pencil_scale.train.preflight import check_run
-
-
-def test_a_cpu_reads_and_computes_in_turn_and_a_gpu_at_once() -> None:
-    trial = Trial(read_per_s=300, computed_per_s=600)
-    assert joined_rate(trial, gpu=False) == pytest.approx(200)
-    assert joined_rate(trial, gpu=True) == 300
+from pencil_scale.train import plan as planning
+from pencil_scale.train.checkpoints import Progress, Saved
+from pencil_scale.train.plan import count, estimate, make_plan, table, train_briefly
+from pencil_scale.train.summary import compare_with_outcome
 
 
 def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
@@ -30,16 +22,17 @@ def test_an_estimate_counts_what_the_catalogue_holds(tmp_path: Path) -> None:
     catalogue = bench.index().catalogue
     overrides = ["images.crop=4", "workers.count=2", "optimizer.batch_per_worker=8", "cost.gpu_hour=3"]
     config = load_config(tmp_path / "config.yaml", overrides)
-    checked = check_run(config)
-    found = estimate(config, checked, Trial(read_per_s=100, computed_per_s=100))
+    plan = make_plan(config)
+    found = estimate(plan, images_per_s=50)
     num_bytes = sum(row["image_bytes"] for row in catalogue.read(0, 40).to_pylist())
-    assert (found.samples, found.epochs, found.steps_per_epoch) == (40, 3, 3)
-    assert found.read_gb == pytest.approx(3 * num_bytes / 1e9)
-    assert found.images_per_s == pytest.approx(2 * 50)
-    assert found.hours == pytest.approx(40 * 3 / 100 / 3600)
-    assert found.cost == pytest.approx(2 * found.hours * 3)
-    assert "set cost" not in found.table()
-    assert asdict(count(config, checked)).items() <= asdict(found).items()
+    assert (found["samples"], found["epochs"], found["steps_per_epoch"]) == (40, 3, 3)
+    assert found["read_gb"] == pytest.approx(3 * num_bytes / 1e9)
+    assert found["images_per_s"] == pytest.approx(2 * 50)
+    assert found["hours"] == pytest.approx(40 * 3 / 100 / 3600)
+    assert found["cost"] == pytest.approx(2 * found["hours"] * 3)
+    assert [line.split() for line in table(found).splitlines()][:2] == [["samples", "40"], ["epochs", "3"]]
+    assert "cost" not in table({**found, "cost": None})
+    assert count(plan).items() <= found.items()
 
 
 def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
@@ -48,7 +41,7 @@ def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
     bench.index()
     none = [f"stages.{name}.epochs=0" for name in ("backbone", "pencil", "finetune")]
     with pytest.raises(PencilError, match="0 epochs; nothing would be trained"):
-        check_run(load_config(tmp_path / "config.yaml", [*none, "images.crop=4"]))
+        make_plan(load_config(tmp_path / "config.yaml", [*none, "images.crop=4"]))
 
 
 @pytest.mark.slow
@@ -57,15 +50,12 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
 ) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(40)))
-    catalogue = bench.index().catalogue
+    bench.index()
     config = load_config(tmp_path / "config.yaml", ["images.crop=4", "optimizer.batch_per_worker=8"])
-    checked = check_run(config)
-    monkeypatch.setattr(estimating, "READING_S", 0.1)
-    monkeypatch.setattr(estimating, "COMPUTING_S", 0.1)
-    trial = estimating._try(config, StreamSpec.from_config(config, catalogue.version), 3, checked.schedule)
-    assert trial.read_per_s > 0
-    assert trial.computed_per_s > 0
-    assert checked.weight_bytes > 57_000 * 4
+    plan = make_plan(config)
+    monkeypatch.setattr(planning, "TRIAL_S", 0.1)
+    assert train_briefly(config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
+    assert plan.weight_bytes > 57_000 * 4
 
 
 def test_the_outcome_is_stored_with_what_was_counted_and_estimated_from_the_first_epochs(
@@ -75,12 +65,11 @@ def test_the_outcome_is_stored_with_what_was_counted_and_estimated_from_the_firs
     weights = {"weight": torch.zeros(10, 3)}
     optimizer = {"state": {0: {"momentum_buffer": torch.zeros(10, 3)}}, "param_groups": []}
     labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(3)).snapshot(tmp_path / "store")
-    origin = Origin("a1b2", 1, "", 1, ())
-    saved = Saved(origin, weights, optimizer, Progress(epoch=3, step=0, all_steps=9), labels)
     figures = [
         {"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 9, 18)
     ]
-    found = estimate_beside_outcome(config, {"samples": 3, "epochs": 3}, figures, saved)
+    saved = Saved("a1b2", weights, optimizer, Progress(epoch=3, all_steps=9), labels, figures)
+    found = compare_with_outcome(config, {"samples": 3, "epochs": 3}, saved)
     assert found["estimate"]["samples"] == found["came_to"]["samples"] == 3
     assert found["estimate"]["hours"] == pytest.approx((36 + 2 * 9) / 3600)
     assert found["estimate"]["cost"] == pytest.approx(2 * 3 * (36 + 2 * 9) / 3600)

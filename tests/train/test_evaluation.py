@@ -1,3 +1,5 @@
+"""Evaluation on clean samples: every sample is counted once, over all ranks."""
+
 import pytest
 import torch
 from stream_making import Shards, five_shards
@@ -6,14 +8,14 @@ from torch import nn
 from pencil_scale.config.settings import Images
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream
-from pencil_scale.train import evaluation
-from pencil_scale.train.evaluation import CleanSet, count_right
+from pencil_scale.train import preparation
+from pencil_scale.train.preparation import CleanSet, count_right
 
 RECIPE = Images(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
 
 class Brightest(nn.Module):
-    """Says the channel that is brightest."""
+    """Predicts the brightest channel."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.mean((2, 3))
@@ -26,19 +28,19 @@ def clean_batch(*channels: int, true: list[int], weight: list[float]) -> Batch:
     return Batch(rows, images, torch.tensor(weight), noisy_class=torch.tensor(true))
 
 
-def test_right_ones_are_counted_and_unreadable_ones_are_not() -> None:
+def test_correct_predictions_are_counted_and_unreadable_images_are_not() -> None:
     batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
     assert count_right(Brightest(), batches, RECIPE, torch.device("cpu"), bf16=False) == (2, 3)
 
 
-def test_the_network_goes_back_to_training() -> None:
+def test_the_network_returns_to_training_mode() -> None:
     model = Brightest().train()
     count_right(model, [], RECIPE, torch.device("cpu"), bf16=False)
     assert model.training
 
 
 class RedModuloThree(nn.Module):
-    """Says what the red of the test images leaves when divided by three: right for numbers up to 255."""
+    """Predicts the remainder of the red value divided by three: correct for images up to number 255."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return nn.functional.one_hot((images[:, 0, 0, 0] * 255).round().long() % 3, 3)
@@ -51,7 +53,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
     """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
-    clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world, bring=lambda batch: batch)
+    clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world)
     first, again = (
         count_right(RedModuloThree(), clean.batches(), RECIPE, torch.device("cpu"), bf16=False)
         for _ in range(2)
@@ -68,8 +70,8 @@ def test_a_small_set_is_read_once_and_a_large_one_every_time(
     batches = Stream.batches
     monkeypatch.setattr(Stream, "batches", lambda *what: reads.append(1) or batches(*what))
     for cache_bytes, num_reads in ((1 << 20, 1), (5, 2)):
-        monkeypatch.setattr(evaluation, "CACHE_BYTES", cache_bytes)
-        clean = CleanSet(shards.spec(shuffle=False), 0, 1, bring=lambda batch: batch, in_process=True)
+        monkeypatch.setattr(preparation, "CACHE_BYTES", cache_bytes)
+        clean = CleanSet(shards.spec(shuffle=False), 0, 1, in_process=True)
         reads.clear()
         assert sum(len(batch.rows) for _ in range(2) for batch in clean.batches()) == 1000
         assert len(reads) == num_reads
@@ -84,7 +86,7 @@ def test_the_ranks_count_every_sample_of_a_set_that_fits_into_memory_once(shards
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_free(
+def test_a_large_set_is_read_by_ray_with_the_same_counts_even_if_no_processor_is_free(
     shards: Shards, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
@@ -96,7 +98,7 @@ def test_a_large_set_is_read_by_ray_with_the_same_counts_though_no_processor_is_
     # As read tasks of the next epoch do while their blocks are not taken.
     holder = ray.remote(Holder).options(num_cpus=ray.cluster_resources()["CPU"]).remote()
     assert ray.get(holder.holds.remote())
-    monkeypatch.setattr(evaluation, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(preparation, "CACHE_BYTES", 1000)
     found = [counts(shards, rank, 2) for rank in range(2)]
     ray.kill(holder)
     assert [large for _, large in found] == [True, True]

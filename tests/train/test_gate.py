@@ -15,8 +15,8 @@ NONE = Share(0, 0)
 def report(counts: Sequence[int], after: Sequence[int] | None = None, **right: Share) -> LabelReport:
     """Labels with this many samples of each class as given, and this many at the end."""
     transitions = np.diag(counts)
-    for number, left in enumerate(after or counts):
-        moved = counts[number] - left
+    for number, remaining in enumerate(after or counts):
+        moved = counts[number] - remaining
         transitions[number, number] -= moved
         transitions[number, (number + 1) % len(counts)] += moved
     return LabelReport(transitions, 0.0, right.get("given", NONE), right.get("corrected", NONE))
@@ -26,20 +26,20 @@ def epoch(stage: str, **figures: float) -> dict[str, Any]:
     return {"stage": stage, **figures}
 
 
-def judged(record: list[dict[str, Any]], labels: LabelReport, **options: Any) -> tuple[str, ...]:
+def judged(figures: list[dict[str, Any]], labels: LabelReport, **options: Any) -> tuple[str, ...]:
     names = [f"class {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"[: len(labels.transitions)]]
     options = {"max_class_loss": 0.5, "num_clean": {"validation": 1000, "test": 1000}, **options}
-    return judge(record, labels, options.pop("names", names), **options)
+    return judge(figures, labels, options.pop("names", names), **options)
 
 
 def agreeing(agreement: float, num_classes: int, per_class: int = 1000) -> tuple[str, ...]:
     names = [str(number) for number in range(num_classes)]
-    record = [epoch("backbone", balanced_agreement=agreement), epoch("finetune")]
-    return judged(record, report([per_class] * num_classes), names=names)
+    figures = [epoch("backbone", balanced_agreement=agreement), epoch("finetune")]
+    return judged(figures, report([per_class] * num_classes), names=names)
 
 
 @pytest.mark.parametrize(("num_classes", "least"), [(2, 0.525), (10, 0.145), (14, 1.5 / 14), (100, 0.015)])
-def test_what_is_needed_of_many_samples(num_classes: int, least: float) -> None:
+def test_the_figure_needed_on_many_samples(num_classes: int, least: float) -> None:
     assert needed(num_classes, deviation=0.0) == pytest.approx(least)
 
 
@@ -55,7 +55,7 @@ def test_what_is_needed_of_many_samples(num_classes: int, least: float) -> None:
         (1000, 0.05),
     ],
 )
-def test_noise_alone_holds_no_run(num_classes: int, agreement: float) -> None:
+def test_no_run_is_held_because_of_noise_alone(num_classes: int, agreement: float) -> None:
     assert agreeing(agreement, num_classes) == ()
 
 
@@ -81,17 +81,17 @@ def test_a_network_that_guesses_is_held_however_few_samples_it_guesses(
 
 
 def test_rare_classes_widen_what_chance_is_allowed() -> None:
-    record = [epoch("backbone", balanced_agreement=0.4)]
-    assert judged(record, report([500, 500, 500])) == ()
-    assert judged(record, report([1490, 5, 5])) != ()
+    figures = [epoch("backbone", balanced_agreement=0.4)]
+    assert judged(figures, report([500, 500, 500])) == ()
+    assert judged(figures, report([1490, 5, 5])) != ()
 
 
 def test_classes_without_samples_do_not_lower_chance() -> None:
-    record = [epoch("backbone", balanced_agreement=0.51)]
-    assert judged(record, report([500, 500, 0, 0])) != ()  # one of two classes, always
+    figures = [epoch("backbone", balanced_agreement=0.51)]
+    assert judged(figures, report([500, 500, 0, 0])) != ()  # one of two classes, always
 
 
-def test_agreement_counts_before_labels_moved_and_at_the_end_only_where_they_always_did() -> None:
+def test_agreement_is_judged_before_labels_move_or_at_the_end_if_they_always_moved() -> None:
     learned, guessed = {"balanced_agreement": 0.6}, {"balanced_agreement": 0.25}
     labels = report([100] * 4)
     before = [epoch("backbone", **guessed), epoch("backbone", **learned), epoch("pencil", **guessed)]
@@ -99,11 +99,11 @@ def test_agreement_counts_before_labels_moved_and_at_the_end_only_where_they_alw
     assert judged([epoch("pencil", **learned), epoch("finetune", **guessed)], labels) != ()
 
 
-def test_a_record_without_figures_is_no_reason() -> None:
+def test_missing_figures_are_not_a_reason() -> None:
     assert judged([epoch("backbone"), epoch("finetune")], report([100] * 4)) == ()
 
 
-def test_clean_accuracy_at_the_end_counts_and_validation_before_test() -> None:
+def test_clean_accuracy_is_judged_at_the_end_on_validation_before_test() -> None:
     labels = report([100] * 4)
     (reason,) = judged([epoch("finetune", test_accuracy=0.26)], labels)
     assert "accuracy on the test set is 0.260" in reason
@@ -125,14 +125,14 @@ def test_classes_that_lost_most_of_their_samples_are_named() -> None:
     )
 
 
-def test_the_limit_is_the_configs() -> None:
+def test_the_limit_comes_from_the_config() -> None:
     labels = report([1000, 1000, 1000], after=[100, 1000, 1000])
     assert judged([epoch("finetune")], labels, max_class_loss=0.95) == ()
     assert judged([epoch("finetune")], labels, max_class_loss=1.0) == ()
     assert judged([epoch("finetune")], report([100, 100], after=[99, 100]), max_class_loss=0.0) != ()
 
 
-def test_a_class_of_three_that_lost_two_holds_nothing_and_one_of_thirty_that_lost_all_does() -> None:
+def test_a_class_of_three_may_lose_two_but_a_class_of_thirty_may_not_lose_all() -> None:
     assert judged([epoch("finetune")], report([3, 500, 500], after=[1, 500, 500])) == ()
     assert judged([epoch("finetune")], report([30, 500, 500], after=[0, 500, 500])) != ()
 
@@ -147,5 +147,5 @@ def test_labels_that_got_worse_are_held_and_those_that_stayed_as_good_are_not() 
 
 def test_every_reason_is_given() -> None:
     labels = report([500] * 4, after=[0, 500, 500, 500], given=Share(7, 10), corrected=Share(6, 10))
-    record = [epoch("backbone", balanced_agreement=0.25), epoch("finetune", test_accuracy=0.25)]
-    assert len(judged(record, labels)) == 4
+    figures = [epoch("backbone", balanced_agreement=0.25), epoch("finetune", test_accuracy=0.25)]
+    assert len(judged(figures, labels)) == 4

@@ -94,7 +94,7 @@ def test_a_run_that_ruins_its_labels_ends_with_exit_code_3_and_publishes_nothing
     assert (story.data.storage / "models" / "tiny.pt").exists()
 
 
-def test_the_reasons_are_the_last_lines_and_end_with_the_ways_on(story: Story) -> None:
+def test_the_reasons_are_the_last_lines_followed_by_what_to_do(story: Story) -> None:
     reasons = story.summaries["held"]["held_because"]
     assert any("classes lost most of their samples" in reason for reason in reasons)
     lines = story.said["held"].splitlines()
@@ -103,7 +103,7 @@ def test_the_reasons_are_the_last_lines_and_end_with_the_ways_on(story: Story) -
     assert "pipelines.promote CONFIG tiny" in lines[-1]
 
 
-def test_a_held_name_is_not_trained_again_and_the_refusal_names_both_ways_on(story: Story) -> None:
+def test_a_held_run_is_not_trained_again_and_the_refusal_names_both_options(story: Story) -> None:
     assert story.codes["again"] == 2
     assert "error: run tiny is held" in story.said["again"]
     for words in ("classes lost most", "pipelines.promote CONFIG tiny", "another run.name"):
@@ -111,13 +111,13 @@ def test_a_held_name_is_not_trained_again_and_the_refusal_names_both_ways_on(sto
 
 
 @pytest.mark.parametrize("step", ["export", "export by URL", "subset"])
-def test_held_labels_are_used_by_nothing(story: Story, step: str) -> None:
+def test_no_job_uses_held_labels(story: Story, step: str) -> None:
     assert story.codes[step] == 2
     assert "the labels of this run are held: " in story.said[step]
     assert "pipelines.promote CONFIG tiny" in story.said[step]
 
 
-def test_held_labels_can_be_looked_at(story: Story) -> None:
+def test_held_labels_can_be_reviewed(story: Story) -> None:
     assert (story.codes["look"], story.codes["why"]) == (0, 0), story.said["look"] + story.said["why"]
     assert "These labels are held: " in (story.data.folder / "page.html").read_text()
     assert "tiny (held)" in story.said["why"]

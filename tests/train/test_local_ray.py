@@ -15,13 +15,13 @@ def test_workers_that_fit_are_not_mentioned(ray_session: None) -> None:
     assert what_is_missing(Workers(in_process=True, cpus=64)) == ""
 
 
-def test_more_processors_than_there_are_is_refused_with_both_numbers(ray_session: None) -> None:
+def test_too_many_processors_are_refused_with_both_numbers(ray_session: None) -> None:
     there = ray.cluster_resources()["CPU"]
     with pytest.raises(PencilError, match=f"workers: 50 need 100 CPUs, {there:g} are there; lower"):
         require_room(Workers(count=50, cpus=2.0))
 
 
-def test_a_cluster_may_grow_so_there_the_run_says_what_it_waits_for(
+def test_on_a_cluster_which_may_grow_the_run_prints_what_it_waits_for(
     ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")

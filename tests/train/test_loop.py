@@ -17,7 +17,7 @@ from pencil_scale.method.decisions import decide
 from pencil_scale.method.noise import symmetric_noise
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import Progress
-from pencil_scale.train.loop import Clock, Pace
+from pencil_scale.train.loop import Clock
 
 SHORT = ["stages.backbone.epochs=1", "stages.pencil.epochs=2", "stages.finetune.epochs=1"]
 ONE_EPOCH = ["stages.backbone.epochs=1", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
@@ -37,10 +37,13 @@ def short_run(folder: Path, *overrides: str, **pace: int) -> SmallRun:
     return SmallRun(folder, *blobs(), *SHORT, *overrides, **pace)
 
 
-def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_spent_waiting_is_divided_among_the_stream_the_device_and_the_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("pencil_scale.train.loop.time.perf_counter", lambda: now.s)
-    clock, owners = Clock(), SimpleNamespace(device_s=0.0)
+    owners = SimpleNamespace(device_s=100.0)  # of earlier epochs
+    clock = Clock(owners)
     batch = Batch(torch.arange(4), None, torch.ones(4))
 
     def stream() -> Iterator[Batch]:
@@ -54,8 +57,11 @@ def test_a_wait_is_put_down_to_the_stream_the_device_or_the_labels(monkeypatch: 
             now.s += 1
             yield each
 
-    assert len(list(clock.labels(labelled(clock.data(stream())), owners))) == 3
-    assert (clock.data_s, owners.device_s, clock.labels_s, clock.num_images) == (6, 15, 3, 12)
+    labels = labelled(clock.wait_for("data", stream()))
+    clock.num_images = sum(len(batch.rows) for batch in clock.wait_for("labels", labels))
+    now.s += 6  # steps
+    shares = {"data_wait_share": 6 / 30, "label_wait_share": 3 / 30}  # and 15 s for the device
+    assert clock.figures() == pytest.approx({"epoch_s": 30, "images_per_s": 12 / 30, **shares})
 
 
 @pytest.mark.slow
@@ -69,7 +75,7 @@ def test_every_row_is_visited_once_per_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_labels_move_in_the_pencil_stage_alone(tmp_path: Path) -> None:
+def test_labels_move_only_in_the_pencil_stage(tmp_path: Path) -> None:
     run = short_run(tmp_path)
     start = run.table.read(range(200))
     moved: list[bool] = []
@@ -89,19 +95,19 @@ def state_of(run: SmallRun) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [2, 9])
 def test_a_run_that_was_stopped_resumes_as_if_it_had_not_been(tmp_path: Path, stop_after: int) -> None:
-    whole = short_run(tmp_path / "whole")
-    whole.run()
+    undisturbed = short_run(tmp_path / "undisturbed")
+    undisturbed.run()
     halted = short_run(tmp_path / "halted")
     asked = iter(range(1000))
     progress = halted.run(stop=lambda: next(asked) + 1 == stop_after)
     assert progress.epoch < 4
     assert halted.saved[-1] == progress
     halted.run(progress)
-    for there, here in zip(state_of(whole), state_of(halted), strict=True):
+    for there, here in zip(state_of(undisturbed), state_of(halted), strict=True):
         assert torch.equal(there, here)
 
 
-def test_a_stop_request_is_noticed_though_epochs_are_shorter_than_the_steps_between_checks(
+def test_a_stop_request_is_noticed_even_if_epochs_are_shorter_than_the_steps_between_checks(
     tmp_path: Path,
 ) -> None:
     run = short_run(tmp_path, stop_every=8)  # 4 batches per epoch: every eighth step ends one
@@ -144,7 +150,7 @@ def test_a_run_that_resumes_with_other_groups_starts_with_a_complete_one(tmp_pat
         assert run.run(stop=lambda: True).step == 9
     small.config = load_config(DEMO, [*ONE_EPOCH, "optimizer.accumulation=4"])
     large.config, large.batch = load_config(DEMO, [*ONE_EPOCH]), 8
-    small.pace, large.pace = Pace(stop_every=4), Pace(stop_every=1)
+    small.pace, large.pace = {"stop_every": 4}, {"stop_every": 1}
     assert small.run(Progress(0, 9, 9), stop=lambda: True).step == 13
     assert large.run(Progress(0, 9, 9), stop=lambda: True).step == 10
     for there, here in zip(small.model.parameters(), large.model.parameters(), strict=True):
@@ -155,7 +161,7 @@ def test_the_loss_is_logged_for_fifty_steps_at_a_time(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     run.run()
     assert [step for step, _ in run.steps] == [50, 100]
-    assert run.steps[0][1] > run.steps[1][1]  # it learns, and each value is that of its own steps
+    assert run.steps[0][1] > run.steps[1][1]  # it learns, and each value covers its fifty steps
     assert np.mean([loss for _, loss in run.steps]) == pytest.approx(run.epochs[0]["loss"])
 
 
@@ -194,6 +200,16 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
     assert [epoch["rows_unreadable"] for epoch in run.epochs] == [2] * 4
 
 
+def test_unreadable_images_are_counted_over_an_epoch_that_was_interrupted(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2", max_unreadable_share=0.1)
+    run.unreadable = set(range(0, 200, 20))
+    halted = run.run(stop=lambda: run.table.count_visited(0) > 100)
+    assert 0 < halted.num_unreadable < 10
+    run.run(halted)
+    assert [epoch["rows_unreadable"] for epoch in run.epochs] == [10]
+    assert run.named == [(10, sorted(f"row {row}" for row in run.unreadable))]
+
+
 def test_too_many_unreadable_images_end_the_run_at_once_and_are_named(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     run.unreadable = set(range(100))
@@ -226,7 +242,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
     assert "another run.name" in str(raised.value)
 
 
-def test_a_loss_that_is_not_finite_is_found_within_some_steps_though_nothing_is_saved(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_found_within_some_steps_even_if_nothing_is_saved(
+    tmp_path: Path,
+) -> None:
     run = SmallRun(tmp_path, *blobs(), *ONE_EPOCH, "optimizer.tuned_batch=2")
     ruin(run, epoch=0, nth=20)
     with pytest.raises(PencilError, match=r"around steps 1 to 50"):

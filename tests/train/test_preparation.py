@@ -33,8 +33,8 @@ def encoded(first_row: int, images: list[bytes]) -> Batch:
 
 
 def stock(num: int) -> Iterator[Batch]:
-    for n in range(num):
-        yield encoded(4 * n, [png(4 * n + place) for place in range(3)] + [b"no image"])
+    for first_row in range(0, 4 * num, 4):
+        yield encoded(first_row, [png(first_row + n) for n in range(3)] + [b"no image"])
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
         first_row = int(batch.rows[0])
         assert batch.weight.tolist() == [1.0, 1.0, 1.0, 0.0]
         assert [problem.split(":")[0] for problem in batch.problems] == [f"row {first_row + 3}"]
-        expected = np.stack([decode(png(first_row + place)) for place in range(3)])
+        expected = np.stack([decode(png(first_row + n)) for n in range(3)])
         assert np.array_equal(batch.images[:3].permute(0, 2, 3, 1).numpy(), expected)
         assert preparation.prepare(batch, epoch=0).problems == batch.problems
 
@@ -86,13 +86,13 @@ def test_an_error_of_the_stream_is_raised_where_batches_are_taken(preparation: P
 ROOT = Path(__file__).parents[2]
 
 
-def hold(code: str, *arguments: str | Path) -> "subprocess.Popen[str]":
+def start(code: str, *arguments: str | Path) -> "subprocess.Popen[str]":
     """Run some code in another process, which prints a line and then waits."""
-    words = [sys.executable, "-c", f"import sys\n{code}\nprint('held', flush=True)\nsys.stdin.read()"]
+    words = [sys.executable, "-c", f"import sys\n{code}\nprint('claimed', flush=True)\nsys.stdin.read()"]
     pipe = subprocess.PIPE
     process = subprocess.Popen([*words, *map(str, arguments)], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "claimed\n"
     return process
 
 
@@ -100,7 +100,7 @@ def test_a_folder_is_left_alone_while_its_process_lives_and_removed_when_it_was_
     tmp_path: Path,
 ) -> None:
     claimed = "from pencil_scale.train.preparation import claim_scratch\nclaim_scratch(sys.argv[1], 'labels')"
-    process = hold(claimed, tmp_path)
+    process = start(claimed, tmp_path)
     (theirs,) = tmp_path.iterdir()
     (theirs / "labels.arrow").write_text("much")
     ours = claim_scratch(str(tmp_path), "checkpoint")
@@ -114,7 +114,7 @@ def test_a_folder_is_left_alone_while_its_process_lives_and_removed_when_it_was_
 def test_folders_that_are_not_scratch_are_never_swept(tmp_path: Path) -> None:
     for name in ("pencil_scale-other-12", "pencil_scale-ab34", "photos"):
         (tmp_path / name).mkdir()
-    assert sweep_scratch(tmp_path) == []
+    sweep_scratch(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 

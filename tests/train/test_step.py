@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.schedule import Schedule
-from pencil_scale.train.ranks import Tally
+from pencil_scale.train.ranks import Ranks, Tally
 from pencil_scale.train.step import Stepper
 
 NUM_CLASSES = 4
@@ -65,7 +65,7 @@ def test_one_worker_moves_by_exactly_the_gradient_of_the_weighted_mean() -> None
 
 
 @pytest.mark.parametrize("last", [[1.0], [0.0, 1.0, 0.0], [0.0, 0.0]])
-def test_batches_added_up_are_one_batch_however_little_each_of_them_weighs(last: list[float]) -> None:
+def test_accumulated_batches_equal_one_batch_whatever_their_weights(last: list[float]) -> None:
     some = [batch_of([1, 1, 0, 1, 1], seed=1), batch_of(last, seed=2)]
     together = weights_after(linear(), [joined(*some)])
     for here, there in zip(weights_after(linear(), some, accumulation=2), together, strict=True):
@@ -84,7 +84,7 @@ class Fixed(nn.Module):
 
 
 def agreement(given: list[int], predicted: list[int], weight: list[float]) -> float:
-    model, tally = Fixed(), Tally(lambda values: values)
+    model, tally = Fixed(), Tally(Ranks())
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0))
     columns = [torch.tensor(column).split(4) for column in (given, predicted, weight)]
     for noisy_class, images, weights in zip(*columns, strict=True):

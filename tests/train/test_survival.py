@@ -5,6 +5,7 @@ tests look at its outcome.
 """
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def require_complete(data: TinyData, name: str = "tiny", but: int | None = None)
     rows = [row for row in range(data.num_samples) if row != but]
     assert (data.epochs_of_rows(name)[rows] == NUM_EPOCHS - 1).all()
     assert data.record(name)["status"] == "finished"
-    assert data.left_in_scratch() == []
+    assert data.scratch_folders() == []
 
 
 # --- many kills of one run -----------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "refused": refused, "intruder": intruder.output, "pid": first.process.pid}
 
 
-def test_a_second_command_is_refused_while_the_first_lives_and_takes_over_once_that_was_killed(
+def test_a_second_command_is_refused_while_the_first_runs_and_takes_over_after_it_was_killed(
     battered: dict[str, Any],
 ) -> None:
     assert battered["refused"] == 2, battered["intruder"]
@@ -102,9 +103,9 @@ def test_every_worker_that_died_is_reported_with_its_reason(battered: dict[str, 
 def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
     battered: dict[str, Any],
 ) -> None:
-    told = rf"1 images cannot be decoded and have weight 0: .*{SPOILT:05d}"
-    assert len(re.findall(f"^WARNING: {told}", battered["first"], re.M)) == 1, battered["first"]
-    assert re.match(told, battered["data"].summary()["warnings"]["unreadable_images"])
+    warning = rf"1 images cannot be decoded and have weight 0: .*{SPOILT:05d}"
+    assert len(re.findall(f"^WARNING: {warning}", battered["first"], re.M)) == 1, battered["first"]
+    assert re.match(warning, battered["data"].summary()["warnings"]["unreadable_images"])
 
 
 def test_every_epoch_visits_every_row_once_despite_all_kills(battered: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ def test_a_resumed_run_is_the_same_run_in_mlflow(battered: dict[str, Any]) -> No
     assert client.get_run(parent).info.status == "FINISHED"
 
 
-def test_a_finished_name_and_other_settings_are_refused_in_one_line(
+def test_the_name_of_a_finished_run_is_refused_in_one_line(
     battered: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(battered["data"].folder / "config.yaml")
@@ -199,14 +200,14 @@ def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: di
     assert f"stopped and saved; to resume: python -m pencil_scale.train {typed}\n" in stopped["first"]
 
 
-def test_that_command_completes_the_run(stopped: dict[str, Any]) -> None:
+def test_the_resume_command_completes_the_run(stopped: dict[str, Any]) -> None:
     assert stopped["last"] == 0, stopped["second"]
     require_complete(stopped["data"])
     epochs = re.findall(r"^\w+ +epoch (\d)/6", stopped["first"] + stopped["second"], re.MULTILINE)
     assert sorted(set(epochs)) == list("123456")
 
 
-def test_a_name_is_refused_to_other_settings_while_its_run_is_unfinished(stopped: dict[str, Any]) -> None:
+def test_an_unfinished_run_is_not_resumed_with_other_settings(stopped: dict[str, Any]) -> None:
     assert stopped["changed"] == 2
 
 
@@ -248,6 +249,10 @@ def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_i
     labels, others = (table.read(rows) for table in tables)
     assert np.array_equal(labels, others)
     assert (np.abs(labels).max(axis=1) > 0).all()
+
+
+def test_a_run_in_this_process_ends_its_label_courier(undisturbed: TinyData) -> None:
+    assert "label courier" not in [thread.name for thread in threading.enumerate()]
 
 
 # --- numbers that are not finite -----------------------------------------------------------------------

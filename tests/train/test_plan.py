@@ -1,5 +1,6 @@
 """What is checked before a worker starts: the config against the index, class lists, samples taken down."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ from catalogue_making import CLASSES, Bench, samples
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.preflight import check_clean, check_run, require_agreement
-from pencil_scale.train.run import _own_weights
+from pencil_scale.train.plan import make_plan, require_agreement
+from pencil_scale.train.run import _copy_weights
 
 
 @pytest.fixture
@@ -86,6 +88,10 @@ def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench:
         require_agreement(config(bench, f"data.exclude={bench.folder}/nowhere.txt"))
 
 
+# A run that started with the first catalogues, and is evaluated on the test set.
+STARTED = RunRecord("tiny", "a1b2", {}, 1, CLASSES, {"test": 1}, "labels.json")
+
+
 class CheckBench(Bench):
     """Six samples to train on and six to evaluate with; their labels are names."""
 
@@ -107,9 +113,9 @@ def test_a_run_resumes_only_with_the_class_list_of_its_own_catalogue(checks: Che
     checks.indexed()
     (checks.folder / "classes.txt").write_text("cat\nant\nbee\n")
     config = checks.indexed()
-    assert check_run(config).class_names == ("cat", "ant", "bee")
+    assert make_plan(config).class_names == ("cat", "ant", "bee")
     with pytest.raises(PencilError, match=r"same names in another order.*restore the list of .* version 1"):
-        check_run(config, version=1)
+        make_plan(config, record=STARTED)
 
 
 def test_a_clean_set_of_another_class_list_is_refused(checks: CheckBench) -> None:
@@ -120,7 +126,7 @@ def test_a_clean_set_of_another_class_list_is_refused(checks: CheckBench) -> Non
     with pytest.raises(
         PencilError, match=r"data.test: the class list of its catalogue, version 1, has the same"
     ):
-        check_clean(config, {"test": 1}, check_run(config).class_names)
+        make_plan(config, record=replace(STARTED, catalogue_version=2))
 
 
 def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: CheckBench) -> None:
@@ -129,15 +135,15 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: Ch
     checks.indexed(exclude=str(exclude))
     exclude.write_text("000002\n000051\n")
     config = checks.indexed(exclude=str(exclude))
-    checked = check_run(config, version=1)
-    assert checked.subset is not None
-    assert checked.subset.tolist() == [0, 1, 3, 4, 5]
-    assert "1 more samples were taken down" in checked.lines[-1]
-    spec = check_clean(config, {"test": 1}, CLASSES)["test"]
-    assert spec.subset is not None
-    assert spec.subset.tolist() == [0, 2, 3, 4, 5]
-    newest = check_run(config)  # a new run has the catalogue that knows it
-    assert newest.subset is None
+    plan = make_plan(config, record=STARTED)
+    assert plan.stream.subset is not None
+    assert plan.stream.subset.tolist() == [0, 1, 3, 4, 5]
+    assert "1 more samples were taken down" in plan.lines[-1]
+    clean = plan.clean["test"]
+    assert clean.subset is not None
+    assert clean.subset.tolist() == [0, 2, 3, 4, 5]
+    newest = make_plan(config)  # a new run has the catalogue that knows it
+    assert newest.stream.subset is None
     assert newest.catalogue.num_ok == Catalogue.open(checks.storage).num_ok == 5
 
 
@@ -147,9 +153,9 @@ def test_a_run_keeps_the_weights_it_starts_from(checks: CheckBench) -> None:
     weights = build_backbone("small_convnet", 3).state_dict()
     torch.save(weights, original)
     config = load_config(checks.folder / "config.yaml", [f"model.weights={original}"])
-    kept = _own_weights(config)
+    kept = _copy_weights(config)
     original.unlink()
     again = build_backbone("small_convnet", 3, kept).state_dict()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     inside = load_config(checks.folder / "config.yaml", [f"model.weights={kept}"])
-    assert _own_weights(inside) == kept  # a model of the storage itself, such as a night's parent
+    assert _copy_weights(inside) == kept  # a model of the storage itself, such as a night's parent

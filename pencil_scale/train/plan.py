@@ -1,0 +1,265 @@
+"""Plan: a run from its config, with everything checked and counted that can be before a worker starts.
+
+    require_agreement(config)               # the config describes the data that was indexed
+    plan = make_plan(config)                # server, classes, network, outlook of the labels, catalogues
+    print(table(estimate(plan, run_trial(plan))))
+
+Training reads the catalogue, not `data.shards` or `data.exclude`. Without `require_agreement`, a config that
+changed after indexing would silently train on the old data: samples that were taken down since, other shards,
+classes in another order. The error names the key and the command to run.
+
+What can be counted is counted for every run and stored with it. Hours are estimated by `--dry-run` in a trial
+that writes nothing: one worker trains for some seconds, with its CPUs and its GPU, and reads in threads of
+its process.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import difference, read_class_names
+from pencil_scale.catalogue.rules import make_overlay, newly_excluded
+from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.part_files import NARROW_BYTES
+from pencil_scale.labels.run_record import RunRecord
+from pencil_scale.method.backbones import build_backbone
+from pencil_scale.method.outlook import check_outlook
+from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import filesystem_of, without_passwords
+from pencil_scale.stream.stream import Stream, StreamSpec
+from pencil_scale.subset.files import read_members
+from pencil_scale.tracking.receiver import check_server
+from pencil_scale.train.preparation import Preparation, build_network
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+CleanName: TypeAlias = Literal["validation", "test"]
+REMEDY = "run pipelines.index_shards again with this config, or undo the change"
+TRIAL_S = 30.0
+FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
+WAIT_EVERY = 4  # steps
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that can start."""
+
+    config: Config
+    class_names: tuple[str, ...]
+    schedule: Schedule
+    catalogue: Catalogue
+    stream: StreamSpec
+    clean: dict[str, StreamSpec]  # "validation", "test"
+    num_samples: int
+    weight_bytes: int  # of the network
+    lines: list[str]
+
+
+def make_plan(config: Config, version: int | None = None, record: RunRecord | None = None) -> RunPlan:
+    """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogues.
+
+    A run that resumes has a `record`, whose catalogue versions and weights count. Otherwise `version` is the
+    catalogue version to start with; None is the newest.
+    """
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        check_server(uri)
+    names = read_class_names(config.data.classes)
+    batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
+    schedule = Schedule(config.stages, config.optimizer, len(names), batch)
+    if schedule.epochs == 0:
+        raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
+    weights = record.weights if record else config.model.weights
+    model = build_backbone(config.model.backbone, len(names), weights)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    network = f"{config.model.backbone} with {num_parameters:,} parameters"
+    outlook = check_outlook(schedule)
+    catalogue = Catalogue.open(config.run.storage, record.catalogue_version if record else version)
+    if differs := difference(names, catalogue.class_names):
+        raise PencilError(
+            f"data.classes: {config.data.classes} {differs}, compared with the catalogue; restore the list "
+            f"of catalogue version {catalogue.version} and index again, or choose another run.name"
+        )
+    subset, num_taken_down = _rows_to_read(config, catalogue, config.data.subset)
+    num_samples = catalogue.num_ok if subset is None else len(subset)
+    samples = f"{num_samples:,} samples"
+    if subset is not None:
+        named = f" ({config.data.subset})" if config.data.subset else ""
+        samples += f"{named} out of {catalogue.num_ok:,}"
+    lines = [
+        f"run {config.run.name}: {samples} of {len(names)} classes, {network}",
+        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages),
+        outlook,
+    ]
+    if num_taken_down:
+        lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
+    stream = StreamSpec.from_config(config, catalogue.version, subset=subset)
+    clean = _check_clean(config, record, names)
+    weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return RunPlan(config, names, schedule, catalogue, stream, clean, num_samples, weight_bytes, lines)
+
+
+def _check_clean(
+    config: Config, record: RunRecord | None, class_names: tuple[str, ...]
+) -> dict[str, StreamSpec]:
+    """Check the clean sets that a run is evaluated on: their newest versions, or those it started with."""
+    given: dict[CleanName, object] = {"validation": config.data.validation, "test": config.data.test}
+    specs: dict[str, StreamSpec] = {}
+    for name in (name for name in given if (name in record.clean if record else given[name])):
+        catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
+        if differs := difference(catalogue.class_names, class_names):
+            raise PencilError(
+                f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "
+                "compared with the training samples'; run pipelines.index_shards again"
+            )
+        subset, _ = _rows_to_read(config, catalogue)
+        specs[name] = StreamSpec.from_config(config, catalogue.version, name, subset)
+    return specs
+
+
+def _rows_to_read(config: Config, catalogue: Catalogue, subset: str | None = None) -> tuple[Rows | None, int]:
+    """The rows of a subset, or None for all, without what was taken down since the catalogue was made.
+
+    Also return how many rows were taken down.
+    """
+    rows = None if subset is None else read_members(subset, catalogue)
+    taken_down = newly_excluded(catalogue, config.data.exclude)
+    if len(taken_down):
+        rows = np.setdiff1d(catalogue.ok_rows() if rows is None else rows, taken_down)
+    return rows, len(taken_down)
+
+
+def require_agreement(config: Config) -> None:
+    """Refuse a config that describes other data than the catalogue was indexed with."""
+    data, catalogue = config.data, Catalogue.open(config.run.storage)
+    found = catalogue.manifest
+    for key, wanted in (("identity", data.identity), ("label", data.label)):
+        if wanted != found[key]:
+            raise PencilError(
+                f"data.{key}: found {wanted}, the catalogue was indexed with {found[key]}; {REMEDY}"
+            )
+    if differs := difference(read_class_names(data.classes), found["classes"]):
+        raise PencilError(f"data.classes: {data.classes} {differs}, compared with the catalogue; {REMEDY}")
+    exclude = make_overlay(data.exclude).exclude
+    if found.get("exclude", exclude) != exclude:
+        raise PencilError(
+            f"data.exclude: {data.exclude} is not the list the catalogue was indexed with; its samples "
+            f"would still be trained on; {REMEDY}"
+        )
+    _require_shards(data.shards, [entry.url for entry in catalogue.shards if entry.state == "indexed"])
+
+
+def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
+    """Require that the patterns name shards of the catalogue; the storage of the shards is not read.
+
+    A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
+    change that; so this is only a note.
+    """
+    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
+    urls = (url for lines in files for line in lines for url in expand_braces(line))
+    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
+    globs = [path for path in wanted if any(sign in path for sign in "*?[")]
+    others = [url for url in indexed if _bare(url) not in wanted]
+    others = [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
+    if not others:
+        return
+    such_as = f"such as {without_passwords(others[0])}"
+    if len(others) == len(indexed):
+        raise PencilError(
+            f"data.shards: names none of the catalogue's {len(indexed):,} shards, {such_as}; {REMEDY}"
+        )
+    print(
+        f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
+        f"{such_as}; they keep their rows and are trained on too; to leave them out, set data.subset, "
+        "or index into another run.storage",
+        flush=True,
+    )
+
+
+def _bare(url: str) -> str:
+    """One spelling for a URL and for the path that a filesystem makes of it."""
+    return url.rpartition("://")[2].lstrip("/")
+
+
+# --- what a run will take ---------------------------------------------------------------------------
+
+
+def count(plan: RunPlan) -> dict[str, Any]:
+    """Count what follows from the catalogue and the network."""
+    config, catalogue, epochs = plan.config, plan.catalogue, plan.schedule.epochs
+    chunks, share = catalogue.chunks(), plan.num_samples / max(catalogue.num_ok, 1)
+    batch = config.optimizer.batch_per_worker * config.workers.count[1]
+    return {
+        "samples": plan.num_samples,
+        "epochs": epochs,
+        "steps_per_epoch": -(-plan.num_samples // batch),
+        "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(plan.class_names)),
+        "checkpoint_bytes": 2 * plan.weight_bytes,  # the weights, and their momentum
+        "read_gb": float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
+        "requests": int((chunks.num_ok > 0).sum()) * epochs,
+    }
+
+
+def estimate(plan: RunPlan, images_per_s: float) -> dict[str, Any]:
+    """Add to what is counted the time and the cost, if a worker trains this many images per second."""
+    counted, rate = count(plan), plan.config.workers.count[1] * images_per_s
+    hours = counted["samples"] * counted["epochs"] / rate / 3600
+    return {**counted, "images_per_s": rate, "hours": hours, "cost": price_of(plan.config, hours)}
+
+
+def price_of(config: Config, hours: float) -> float | None:
+    """What this many hours of all workers cost, if the config says."""
+    price = config.cost.gpu_hour
+    return None if price is None else config.workers.count[1] * hours * price
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Spell an estimate, one line per item; the cost is left out if the config gives no price."""
+    known = {name.replace("_", " "): value for name, value in found.items() if value is not None}
+    return "\n".join(f"{name:<24} {round(value, 2):,}" for name, value in known.items())
+
+
+def run_trial(plan: RunPlan) -> float:
+    """Train for some seconds on a node that has what a worker needs; return images per second."""
+    workers, num_classes = plan.config.workers, len(plan.class_names)
+    task = ray.remote(num_cpus=workers.cpus, num_gpus=1 if workers.gpu else 0)(train_briefly)
+    return float(ray.get(task.remote(plan.config, plan.stream, num_classes, plan.schedule.stage_at(0))))
+
+
+def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Stage) -> float:
+    """Read and train as one worker does, with zeros as labels; return images per second."""
+    # Not compiled: compilation takes longer than the trial.
+    options = config.optimizer.model_copy(update={"compile": "off"})
+    config = config.model_copy(update={"optimizer": options})
+    device = torch.device("cuda" if config.workers.gpu else "cpu")
+    preparation = Preparation(config, device, lambda row, reason: reason)
+    _, stepper = build_network(config, num_classes, device, world=1)
+    stream = Stream(spec, in_process=True)
+    epochs = (preparation.ahead(stream.batches(epoch)) for epoch in itertools.count())
+    num_done, started = 0, time.perf_counter()
+    for nth, batch in enumerate(itertools.chain.from_iterable(epochs)):
+        prepared = preparation.prepare(batch, epoch=0)
+        classes = torch.zeros(len(prepared.weight), dtype=torch.int64, device=device)
+        label_logits = torch.zeros(len(classes), num_classes, device=device)
+        labelled = replace(prepared, label_logits=label_logits, noisy_class=classes)
+        sums = stepper.step(labelled, stage, 0, 1).sums
+        num_done += len(batch.rows)
+        if nth % WAIT_EVERY == 0:
+            sums.cpu()  # waits for the device
+        if nth == FIRST_STEPS:
+            num_done, started = 0, time.perf_counter()
+        elif nth > FIRST_STEPS and time.perf_counter() - started > TRIAL_S:
+            break
+    stream.close()
+    return num_done / (time.perf_counter() - started)
