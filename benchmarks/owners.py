@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pencil_scale.labels.exchange import Exchange, Outgoing
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
+from pencil_scale.labels.start_labels import append
 from pencil_scale.labels.table import LabelTable
 
 Step = Callable[[], None]
@@ -59,10 +60,8 @@ def parse() -> argparse.Namespace:
 def measure(world: int, num_classes: int, folder: Path, options: argparse.Namespace) -> None:
     """Start the ranks; rank 0 prints."""
     num_rows = world * options.batch * options.steps
-    table = LabelTable.create(
-        folder / "whole", np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)]
-    )
-    table.snapshot(folder / "store").save(folder / "start.json")
+    empty = Manifest.empty(folder / "store", [str(n) for n in range(num_classes)])
+    append(empty, np.arange(num_rows) % num_classes).save(folder / "start.json")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, world, folder, options)) for rank in range(world)]
     for process in ranks:

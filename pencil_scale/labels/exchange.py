@@ -121,7 +121,9 @@ class Exchange:
         if self._world == 1:
             # One rank needs no notes: they would slow down a small network of hundreds of steps per second.
             self.capacity = max(self.capacity, out.capacity)
-            answers = Answers(self._table.read(out.asked), self._table.read_class(out.asked), [out.flags])
+            answers = Answers(
+                self._table.read(out.asked), self._table.read(out.asked, "noisy_class"), [out.flags]
+            )
             self._write([out], [logits])
             return answers
         shift = self._table.layout.shift
@@ -160,7 +162,7 @@ class Exchange:
         rows = np.concatenate([note.asked for note in heard])
         packed = np.empty((len(rows), num_classes + 1), np.float32)  # the logits, and the bits of the class
         packed[:, :-1] = self._table.read(rows)
-        packed.view(np.int32)[:, -1] = self._table.read_class(rows)
+        packed.view(np.int32)[:, -1] = self._table.read(rows, "noisy_class")
         answers = np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
         parcels = list(zip(answers, leaving, strict=True))
         sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])

@@ -74,10 +74,10 @@ class Owners:
         Without a `group`, one is made over gloo: every rank of the default group must do so at the same time.
         A single rank needs no process group.
         """
-        lacking = set(owned_parts(table.layout.num_parts, rank, world)) - table.writable_parts
+        lacking = set(owned_parts(table.layout.num_parts, rank, world)) - set(table.parts)
         if lacking:
             raise OwnersError(
-                f"rank {rank} of {world} owns part {min(lacking)}, which {table.folder} cannot write"
+                f"rank {rank} of {world} owns part {min(lacking)}, which is not in {table.folder}"
             )
         self.table, self.rank, self.world = table, rank, world
         self._device = torch.device(device)

@@ -6,7 +6,6 @@ sample wins. A pin names its class and its sample; `resolve` translates it into 
 
     add_pins(storage, table)                                 # row, sample_id, sample_key, class, by, at, note
     pins = read_pins(storage).resolve(class_names)           # rows and class numbers; or void
-    apply_pins(label_table, pins)
 
 Decisions are read from a file that the review page, a spreadsheet or a program wrote. JSON is a list of
 objects, or an object with that list under `decisions`; CSV and Parquet have a header with `sample_id` and
@@ -33,8 +32,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import LabelClasses
-from pencil_scale.labels.table import LabelTable
-from pencil_scale.labels.working_copy import KeyBytes, key_bytes
+from pencil_scale.labels.columns import KeyBytes, key_bytes
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.storage import Storage
@@ -140,14 +138,6 @@ def add_pins(storage: str, pins: pa.Table) -> None:
 def now() -> str:
     """The time of a decision, fine enough to order two calls."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-def apply_pins(table: LabelTable, pins: Pinned) -> None:
-    """Pin those rows that a table, open for writing, has."""
-    pins = pins.between(range(table.layout.num_rows))  # a table may be older than the newest pins
-    if len(pins.rows):
-        require_same_samples(pins, table.read_key(pins.rows))
-        table.pin(pins.rows, pins.classes)
 
 
 def check_pins(pins: Pins, catalogue: Catalogue) -> None:

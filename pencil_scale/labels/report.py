@@ -33,8 +33,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.labels.columns import Int64s, Layout
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import Int64s, Layout
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import decide, label_distribution
 from pencil_scale.storage.errors import DamagedError

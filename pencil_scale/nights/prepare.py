@@ -9,10 +9,8 @@ since then come last. A row pinned to a class that has left the list gets the cl
 """
 
 import io
-import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,8 +28,7 @@ from pencil_scale.labels.pins import Pinned, read_pins
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.report import START, history_file, study_labels
 from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
-from pencil_scale.labels.table import LabelTable
-from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, new_numbers, old_rows
+from pencil_scale.nights.crawl import Classes, Crawl, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.record import CARRIED, Night, NightFiles
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -40,7 +37,6 @@ from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
 
 ROWS, WEIGHTS = "rows", "start.pt"
-STRETCH = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
         pins = read_pins(storage.url).resolve(after.class_names, config.nightly.remap)
         if warning := pins.void_warning():
             print(f"WARNING: {warning}", flush=True)
-        carried = carry_over(old, crawl, after, mapping, pins, night.id, config.workers.scratch)
+        carried = carry_over(old, crawl, after, mapping, pins, night.id)
         if config.checkpoint.history:
             # Every label as it was before the night: its history shows only its own changes.
             with history_file(f"{storage.path(storage.history(night.id))}/{START}") as writer:
@@ -170,7 +166,6 @@ def carry_over(
     mapping: Classes,
     pins: Pinned,
     run: str,
-    scratch: str | None,
 ) -> Manifest:
     """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
     if parent.layout.num_rows != crawl.first_row:
@@ -180,34 +175,15 @@ def carry_over(
         )
     labels = parent.for_new_run(run)
     if labels.class_names != after.class_names:
-        labels = _remapped(labels, mapping, after, scratch)
-    if after.num_rows > crawl.first_row:
-        classes = (column.fill_null(-1).to_numpy() for column in _new(after, crawl.first_row, "noisy_class"))
-        keys = (column.combine_chunks() for column in _new(after, crawl.first_row, "sample_key"))
-        labels = grow(labels, classes, keys)
+        labels, freed = remap(labels, mapping, after.class_names)
+        labels = regive(labels, freed, _given(after, freed))
+    labels = grow(labels, after)
     labels = regive(labels, crawl.regiven["row"].to_numpy(), crawl.regiven["class"].to_numpy())
     void = np.sort(pins.void["row"].to_numpy())
     return release(pin(labels, pins), void, _given(after, void))
-
-
-def _remapped(labels: Manifest, mapping: Classes, after: Catalogue, scratch: str | None) -> Manifest:
-    """The only step that reads every label: a new class list changes the width of all of them."""
-    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
-        table = LabelTable.restore(labels, Path(folder) / "old")
-        rows = np.arange(table.layout.num_rows)
-        numbers = np.array(new_numbers(mapping, table.layout.num_classes))
-        freed = rows[table.read_pinned(rows) & (numbers[table.read_class(rows)] < 0)]
-        remapped = remap(table, mapping, after.class_names, Path(folder) / "new").snapshot(labels.store)
-    return regive(replace(remapped, catalogue=labels.catalogue), freed, _given(after, freed))
 
 
 def _given(catalogue: Catalogue, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """The classes that the catalogue gives some rows; -1 if it gives none."""
     found = [catalogue.read(row, row + 1, ["noisy_class"])["noisy_class"][0].as_py() for row in rows.tolist()]
     return np.array([-1 if number is None else number for number in found], np.int32)
-
-
-def _new(catalogue: Catalogue, first_row: int, column: str) -> Iterator[pa.ChunkedArray]:
-    """A column of the new rows, some at a time."""
-    for first in range(first_row, catalogue.num_rows, STRETCH):
-        yield catalogue.read(first, min(first + STRETCH, catalogue.num_rows), [column])[column]

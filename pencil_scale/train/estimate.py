@@ -18,8 +18,8 @@ import ray
 import torch
 
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.owners import Batch
-from pencil_scale.labels.part_files import NARROW_BYTES
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Saved

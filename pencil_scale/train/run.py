@@ -154,7 +154,7 @@ def _new_record(config: Config, checked: Checked, start: Start | None, lease: Le
         pins = read_pins(storage.url).resolve(checked.class_names, config.nightly.remap)
         if warning := pins.void_warning():
             _say(f"WARNING: {warning}")
-        labels = start_labels(checked.catalogue, storage.url, scale, config.workers.scratch, pins, run)
+        labels = start_labels(checked.catalogue, storage.url, scale, pins, run)
     labels.require_whole()
     lease.put(storage.run(name, "labels.json"), labels.encode())
     record = RunRecord(

@@ -191,7 +191,7 @@ class Worker:
 
     def _snapshot(self) -> Manifest | None:
         """Store the label parts that moved; rank 0 gets the manifest of all ranks' parts."""
-        manifests = self.ranks.gather(self.table.snapshot(self.manifest.store))
+        manifests = self.ranks.gather(self.table.snapshot())
         if manifests is None:
             return None
         origin = self.job.origin

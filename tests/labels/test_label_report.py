@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from catalogue_making import Bench, image
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import LabelStudy, Share, history_folder, study_labels
-from pencil_scale.labels.table import LabelTable
 
 # Given and true classes of six samples; the last one's truth is not known.
 GIVEN = [0, 0, 1, 1, 2, 2]
@@ -33,14 +32,12 @@ def catalogue(tmp_path: Path) -> Catalogue:
     return bench.index(truth="json:true").catalogue
 
 
-def snapshot(folder: Path, learned: list[int], pinned: dict[int, int] | None = None) -> Manifest:
+def snapshot(folder: Path, learned: list[int], pins: dict[int, int] | None = None) -> Manifest:
     """A table in which every label has moved wholly to the class `learned` says."""
-    table = LabelTable.create(folder / "table", GIVEN, names(3))
+    table = new_table(folder / "table", GIVEN, names(3), folder / "store", pins)
     logits = 20 * np.eye(3, dtype=np.float32)[learned]
     table.write(range(6), logits, epoch=0)
-    for row, number in (pinned or {}).items():
-        table.pin([row], [number])
-    return table.snapshot(folder / "store")
+    return table.snapshot()
 
 
 def test_changes_are_counted_from_class_to_class(tmp_path: Path, catalogue: Catalogue) -> None:
@@ -58,7 +55,7 @@ def test_labels_are_right_or_wrong_where_the_truth_is_known(tmp_path: Path, cata
 
 
 def test_a_pinned_row_is_no_merit_of_the_training(tmp_path: Path, catalogue: Catalogue) -> None:
-    report = study_labels(snapshot(tmp_path, [0, 0, 1, 1, 2, 2], pinned={1: 1}), catalogue)
+    report = study_labels(snapshot(tmp_path, [0, 0, 1, 1, 2, 2], pins={1: 1}), catalogue)
     assert report.transitions[0].tolist() == [1, 1, 0]  # changed, from the class as given
     assert (report.corrected_right.num, report.corrected_right.of) == (3, 4)
 

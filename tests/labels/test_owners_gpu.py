@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.table import LabelTable
@@ -15,7 +15,7 @@ NUM_ROWS, NUM_CLASSES, BATCH = 4096, 14, 256
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
+    return new_table(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
 
 
 def batches() -> Iterator[Batch]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from label_making import names
+from label_making import names, new_labels
 
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
@@ -45,7 +45,7 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
     dist.barrier()  # the owners' time-out runs from here, however long a busy machine took to come so far
     try:
         said = target(Owners(table, rank, world, timeout_s=timeout_s), folder)
-        (folder / f"manifest-{rank}.json").write_bytes(table.snapshot(folder / "store").encode())
+        (folder / f"manifest-{rank}.json").write_bytes(table.snapshot().encode())
     except Exception as error:
         said = {"error": str(error), "kind": type(error).__name__, "trace": traceback.format_exc()}
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
@@ -53,8 +53,9 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
 
 
 def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[BaseProcess]:
-    table = LabelTable.create(folder / "whole", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
-    table.snapshot(folder / "store").save(folder / "start.json")
+    new_labels(folder / "store", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES)).save(
+        folder / "start.json"
+    )
     ranks = [
         CONTEXT.Process(target=run_rank, args=(rank, world, folder, target, timeout_s), daemon=True)
         for rank in range(world)
@@ -147,7 +148,7 @@ def test_the_labels_are_the_same_for_any_world(tmp_path: Path, world: int) -> No
     assert sum(run_world(world, tmp_path, two_even_epochs)) == NUM_ROWS
     table = LabelTable.restore(merged(world, tmp_path), tmp_path / "after")
     np.testing.assert_allclose(table.read(np.arange(NUM_ROWS)), expected_logits(2), atol=1e-6, rtol=0)
-    assert set(table.read_last_epoch(np.arange(NUM_ROWS)).tolist()) == {table.first_epoch + 1}
+    assert set(table.read(np.arange(NUM_ROWS), "last_epoch").tolist()) == {table.manifest.first_epoch + 1}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -244,7 +245,7 @@ def snapshot_half_way(owners: Owners, folder: Path) -> int:
         owners.move(batch.rows, batch.label_logits + 1, epoch=0)
         if step == 6:
             owners.drain()
-            part = owners.table.snapshot(folder / "store")
+            part = owners.table.snapshot()
             (folder / f"half-{owners.rank}.json").write_bytes(part.encode())
     owners.drain()
     return owners.table.count_visited(0)
@@ -332,7 +333,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path, target: Rank) -> None:
     said = run_world(2, tmp_path, target)
     assert said[1]["kind"] == PencilError.__name__
-    assert "row 1024: marked with epoch 0 already" in said[1]["error"]
+    assert "row 1024: visited in epoch 1 already" in said[1]["error"]
     # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
     require_told(said[0], epoch=0, steps=range(1), ranks=2)
     if target is one_is_refused_and_lingers:

@@ -301,7 +301,7 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     bench.shard("b.tar", samples(range(6)))
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    start_labels(catalogue, bench.storage, 10.0).save(published_url(bench.storage, "t"))
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
     bench.shard("a.tar", samples(range(6, 12)))  # comes first now
     bench.index()
@@ -337,7 +337,7 @@ def test_labels_are_refused_wherever_in_a_rebuilt_catalogue_samples_changed_plac
         bench.shard(f"{number}.tar", samples(range(1024 * number, 1024 * number + 1024)))
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    start_labels(catalogue, bench.storage, 10.0).save(published_url(bench.storage, "t"))
     folder = f"{bench.storage}/catalogue".removeprefix("memory:/")
     fsspec.filesystem("memory").rm(folder, recursive=True)
     bench.index()
@@ -355,9 +355,7 @@ def test_a_void_pin_does_not_bring_an_older_one_back(bench: ExportBench) -> None
     catalogue = Catalogue.open(bench.storage)
     add_pins(bench.storage, pins_of({1: "cat"}))
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins).save(
-        published_url(bench.storage, "t")
-    )
+    start_labels(catalogue, bench.storage, 10.0, pins).save(published_url(bench.storage, "t"))
     add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
     bench.export()
     told = bench.table()[1]

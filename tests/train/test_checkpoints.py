@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 import torch
-from label_making import names
+from label_making import names, new_labels
 
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import (
@@ -33,7 +32,7 @@ def saved(tmp_path: Path) -> Saved:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
-    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(10)).snapshot(tmp_path / "store")
+    labels = new_labels(tmp_path / "store", [0, 1, 2], names(10))
     record = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
     return Saved(ORIGIN, model.state_dict(), optimizer.state_dict(), Progress(1, 0, 7), labels, record)
 
