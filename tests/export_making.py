@@ -13,7 +13,6 @@ from label_making import new_table
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import label_store
 from pipelines.export_labels import Summary, run
 
 
@@ -29,7 +28,7 @@ class ExportBench(Bench):
         catalogue = Catalogue.open(self.storage)
         given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
         folder = self.folder / f"table-{len(list(self.folder.iterdir()))}"
-        table = new_table(folder, given, catalogue.class_names, store=label_store(self.storage), run="t")
+        table = new_table(folder, given, catalogue.class_names, store=f"{self.storage}/labels", run="t")
         rows = np.arange(len(given)) if visited is None else np.array(visited)
         wanted = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
         shares = np.full((len(rows), 3), 0.1)

@@ -7,7 +7,6 @@ and its ledger, the last epoch in which each row was visited.
     layout = Layout.of(num_rows=100_000_000, num_classes=14)
     layout.rows_of(3)                                       # range(49152, 65536)
     batch = to_batch(LEDGER_SCHEMA, {"last_epoch": epochs})
-    to_array(batch["last_epoch"])
 """
 
 from collections.abc import Mapping
@@ -81,17 +80,6 @@ def to_batch(schema: pa.Schema, columns: Mapping[str, npt.NDArray[Any]]) -> pa.R
         else:
             arrays.append(pa.Array.from_buffers(kind, len(values), [None, buffer]))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def to_array(column: pa.Array) -> npt.NDArray[Any]:
-    """View a column as an array: [B], or [B, width]."""
-    if pa.types.is_fixed_size_binary(column.type):
-        return key_bytes(column)
-    if pa.types.is_fixed_size_list(column.type):
-        found: npt.NDArray[Any] = column.flatten().to_numpy().reshape(len(column), -1)
-        return found
-    values: npt.NDArray[Any] = column.to_numpy()
-    return values
 
 
 def key_bytes(keys: Keys) -> KeyBytes:

@@ -42,13 +42,6 @@ class OwnersError(PencilError):
     """Labels could not be exchanged with their owners."""
 
 
-class PeerFailedError(OwnersError):
-    """Another rank reported that it failed."""
-
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank} failed; its log says why")
-
-
 @dataclass(frozen=True)
 class Outgoing:
     """What one rank sends in a round."""
@@ -108,7 +101,7 @@ class Exchange:
         sizes = np.array([[*pair, *state] for pair in zip(asked, written, strict=True)])
         heard = self._swap(sizes, [1] * self._world, [1] * self._world)
         for rank in np.flatnonzero(heard[:, 0] == FAILED):
-            raise PeerFailedError(int(rank))
+            raise OwnersError(f"rank {rank} failed; its log says why")
         drains, writes = heard[:, 4], heard[heard[:, 2] >= 0][:, 2:4]
         if len(np.unique(drains)) > 1 or len(np.unique(writes, axis=0)) > 1:
             raise OwnersError(

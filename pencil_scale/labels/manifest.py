@@ -85,8 +85,6 @@ class Manifest:
         cls, store: str | Path, class_names: Sequence[str], scale: float = 10.0, run: str | None = None
     ) -> "Manifest":
         """A table without rows; one made outside a run gets a new id."""
-        if len(class_names) < 2:
-            raise PencilError(f"{len(class_names)} class names; labels need at least 2 classes")
         layout, names = Layout.of(0, len(class_names)), tuple(class_names)
         return cls(Folder(store).url, layout, scale, 1, 0, names, run or new_id(), {})
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pencil_scale.labels.columns import Int64s
-from pencil_scale.labels.exchange import Exchange, Outgoing, OwnersError, PeerFailedError, introduce
+from pencil_scale.labels.exchange import Exchange, Outgoing, OwnersError, introduce
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -93,16 +93,9 @@ class _Write:
     """Rows to send to their owners once their step is done."""
 
     rows: Int64s
-    logits: HostCopy | None  # float32 [B, C]; None where rows are only marked
+    logits: HostCopy  # float32 [B, C], there once the step is done; empty where rows are only marked
+    moves: bool
     epoch: int
-    stepped: torch.cuda.Event | None = None  # instead of logits: reached once the step is done
-
-    def wait_for_step(self) -> None:
-        """Sleep until the device has finished the step."""
-        if self.stepped is not None:
-            self.stepped.synchronize()
-        if self.logits is not None:
-            self.logits.read()
 
 
 @dataclass(frozen=True)
@@ -118,12 +111,10 @@ class _Round:
 
     def run(self, exchange: Exchange) -> None:
         """Wait for the steps whose labels go out, and exchange."""
-        for write in self.writes:
-            write.wait_for_step()
         rows = np.concatenate([NO_ROWS, *(write.rows for write in self.writes)])
-        moved = [write.logits.read().numpy() for write in self.writes if write.logits is not None]
-        epoch = self.writes[0].epoch if self.writes else 0
-        out = Outgoing(self.asked, rows, np.concatenate(moved) if moved else None, epoch, self.drains)
+        copies = [write.logits.read().numpy() for write in self.writes]
+        moves, epoch = (self.writes[0].moves, self.writes[0].epoch) if self.writes else (False, 0)
+        out = Outgoing(self.asked, rows, np.concatenate(copies) if moves else None, epoch, self.drains)
         self.label_logits.numpy()[:], self.noisy_class.numpy()[:] = exchange.round(out)
 
 
@@ -193,11 +184,12 @@ class Owners:
         expected = len(rows), self.table.layout.num_classes
         if logits.shape != expected:
             raise OwnersError(f"label logits of shape {tuple(logits.shape)}; expected {expected}")
-        self._write(_Write(_host_rows(rows), HostCopy(logits.float()), epoch))
+        self._write(_Write(_host_rows(rows), HostCopy(logits.float()), True, epoch))
 
     def mark(self, rows: Tensor, epoch: int) -> None:
         """Mark these rows as visited, where a stage moves no labels; returns at once."""
-        self._write(_Write(_host_rows(rows), None, epoch, launched_so_far(self._device)))
+        nothing = HostCopy(torch.empty(0, device=self._device))
+        self._write(_Write(_host_rows(rows), nothing, False, epoch))
 
     def drain(self) -> None:
         """Wait until every rank drains and every row that any of them sent is written."""
@@ -233,7 +225,7 @@ class Owners:
         # Limit the steps in the device's queue; the wait for them is counted apart from that for labels.
         if len(self._under_way) == self._under_way.maxlen:
             asked = time.perf_counter()
-            self._under_way[0].wait_for_step()
+            self._under_way[0].logits.read()
             self.device_s += time.perf_counter() - asked
         self._wait(fetched)
         self._step += 1
@@ -248,7 +240,7 @@ class Owners:
             raise self._named(self._error)
         self.table.check_rows(write.rows)
         for other in self._unsent[:1]:
-            if (other.epoch, other.logits is None) != (write.epoch, write.logits is None):
+            if (other.epoch, other.moves) != (write.epoch, write.moves):
                 raise OwnersError("writes of another epoch or stage are not sent yet; call drain() first")
         self._epoch, self._drained = write.epoch, False
         self._unsent.append(write)
@@ -266,7 +258,7 @@ class Owners:
                 next_round.done.set_exception(error)
                 # The table refused a row: without a note the other ranks would wait until their timeout.
                 if first and isinstance(error, PencilError) and not isinstance(error, OwnersError):
-                    with contextlib.suppress(RuntimeError, PeerFailedError):  # it gets its own note too
+                    with contextlib.suppress(RuntimeError):
                         self._exchange.farewell()
             else:
                 next_round.done.set_result(None)

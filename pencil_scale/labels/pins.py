@@ -52,11 +52,6 @@ PINS = pa.schema(
 SHOWN = 3
 
 
-def pins_folder(storage: str) -> str:
-    """The folder with the decisions of people."""
-    return Storage(storage).path(Storage.pins)
-
-
 @dataclass(frozen=True)
 class Pinned:
     """Pins in the class numbers of one class list, sorted by row."""
@@ -108,7 +103,7 @@ class Pins:
 
 def read_pins(storage: str) -> Pins:
     """Merge all files of decisions; there may be none."""
-    store = Folder(pins_folder(storage))
+    store = Folder(Storage(storage).path(Storage.pins))
     tables = [PINS.empty_table()]
     for name in sorted(PurePosixPath(path).name for path in store.names("")):
         if name.endswith(BESIDE):
@@ -123,7 +118,7 @@ def read_pins(storage: str) -> Pins:
             ) from error
     merged = pa.concat_tables(tables).combine_chunks()
     merged = merged.take(pa.array(np.argsort(merged["at"].to_numpy(zero_copy_only=False), kind="stable")))
-    newest = {key: place for place, key in enumerate(merged["sample_key"].to_pylist())}
+    newest = {key: number for number, key in enumerate(merged["sample_key"].to_pylist())}
     return Pins(merged.take(pa.array(list(newest.values()), pa.int64())).sort_by("row"))
 
 
@@ -132,7 +127,7 @@ def add_pins(storage: str, pins: pa.Table) -> None:
     sink = io.BytesIO()
     pq.write_table(pins.select(PINS.names).cast(PINS), sink, compression="zstd")
     at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-    Folder(pins_folder(storage)).put(f"{at}-{new_id()}.parquet", sink.getvalue())
+    Storage(storage).put(f"{Storage.pins}/{at}-{new_id()}.parquet", sink.getvalue())
 
 
 def now() -> str:
@@ -183,10 +178,10 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
     """Read a file of decisions; one entry that cannot be understood refuses the whole file."""
     found: dict[str, Decision] = {}
     num_undecided = 0
-    for place, entry in enumerate(_entries(url), 1):
+    for nth, entry in enumerate(_entries(url), 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("sample_id"), str):
             raise PencilError(
-                f"{url}: entry {place:,} has no text under sample_id; columns sample_id, class expected"
+                f"{url}: entry {nth:,} has no text under sample_id; columns sample_id, class expected"
             )
         if entry.get("class") in (None, ""):
             num_undecided += 1
@@ -194,7 +189,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
         number, _ = classes.classify(entry["class"])
         if number is None:
             raise PencilError(
-                f"{url}: entry {place:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
+                f"{url}: entry {nth:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
                 f"{len(classes):,} classes; give a name or a number of data.classes"
             )
         by, note = (None if entry.get(name) in (None, "") else str(entry[name]) for name in ("by", "note"))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import key_bytes, labels_schema, to_array
+from pencil_scale.labels.columns import key_bytes, labels_schema
 from pencil_scale.labels.manifest import LABELS, LEDGER, Manifest, get_parts
 from pencil_scale.labels.run_record import read_record, why_held
 from pencil_scale.storage.errors import PencilError
@@ -54,10 +54,10 @@ class LabelRows:
     @classmethod
     def of(cls, first_row: int, batch: pa.RecordBatch) -> "LabelRows":
         """View a batch that starts at this row."""
-        columns = (to_array(batch[name]) for name in ("label_logits", "noisy_class", "pinned", "sample_key"))
-        logits, noisy_class, pinned, sample_key = columns
         rows = range(first_row, first_row + batch.num_rows)
-        return cls(rows, logits, noisy_class, pinned != 0, sample_key)
+        logits = batch["label_logits"].flatten().to_numpy().reshape(len(rows), -1)
+        noisy_class, pinned = batch["noisy_class"].to_numpy(), batch["pinned"].to_numpy() != 0
+        return cls(rows, logits, noisy_class, pinned, key_bytes(batch["sample_key"]))
 
 
 class PublishedLabels:
@@ -70,9 +70,8 @@ class PublishedLabels:
     def rows(self, rows: range) -> LabelRows:
         """Read the labels of these rows, as far as the table has them."""
         none = pa.RecordBatch.from_pylist([], labels_schema(self._layout.num_classes))
-        return LabelRows.of(
-            rows.start, pa.concat_batches([none, *(batch for _, batch in self._read(rows, LABELS))])
-        )
+        batch = pa.concat_batches([none, *(batch for _, batch in self._read(rows, LABELS))])
+        return LabelRows.of(rows.start, batch)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""
@@ -86,7 +85,7 @@ class PublishedLabels:
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
         """Read the last epoch of the table's life in which each row was trained on; 0: never."""
-        found = [to_array(batch["last_epoch"]) for _, batch in self._read(rows, LEDGER)]
+        found = [batch["last_epoch"].to_numpy() for _, batch in self._read(rows, LEDGER)]
         return np.concatenate([np.zeros(0, np.int32), *found])
 
     def _read(self, rows: range | None, folder: str) -> Iterator[tuple[int, pa.RecordBatch]]:

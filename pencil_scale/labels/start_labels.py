@@ -9,7 +9,8 @@ every other row of those, stay as they are.
     manifest = regive(manifest, rows, classes)
     manifest = pin(manifest, read_pins(storage).resolve(class_names))
 
-Another class list changes every row. The mapping names, for every new class, the old classes it is made of:
+Another class list changes every row. The mapping names, for every new class, the old classes it is made of,
+none of them twice:
 
     manifest, freed = remap(manifest, [[0], [1, 4], [3], []], names)    # 1, 4 merged, 2 dropped, one added
 
@@ -19,7 +20,6 @@ Dropping a class leaves the other logits alone; their probabilities share what i
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,11 +61,6 @@ Classes = npt.NDArray[np.int32]
 Mapping = Sequence[Sequence[int]]
 
 
-def label_store(storage: str) -> str:
-    """The folder with the parts of all label tables of a dataset."""
-    return Storage(storage).path(Storage.labels)
-
-
 def start_labels(
     catalogue: Catalogue, storage: str, scale: float, pins: Pinned | None = None, run: str | None = None
 ) -> Manifest:
@@ -74,7 +69,8 @@ def start_labels(
     A row without a usable class has logits too, with no class preferred: rows keep their numbers. Pinned rows
     start, and stay, as people decided.
     """
-    empty = Manifest.empty(label_store(storage), catalogue.class_names, scale, run)
+    store = Storage(storage).path(Storage.labels)
+    empty = Manifest.empty(store, catalogue.class_names, scale, run)
     manifest = grow(replace(empty, catalogue=catalogue.id), catalogue)
     return manifest if pins is None else pin(manifest, pins)
 
@@ -172,14 +168,6 @@ def remap(manifest: Manifest, mapping: Mapping, class_names: Sequence[str]) -> t
     A row whose given class was dropped has class -1 from then on. If it was pinned, it no longer is; these
     rows are returned too.
     """
-    last = manifest.layout.num_classes - 1
-    for old, times in Counter(old for olds in mapping for old in olds).items():
-        if not 0 <= old <= last:
-            raise PencilError(f"mapping names class {old}; the table has classes 0 to {last}")
-        if times > 1:
-            raise PencilError(f"mapping names class {old} more than once; no label says how to split a class")
-    if len(mapping) < 2:
-        raise PencilError(f"mapping makes {len(mapping)} classes; labels need at least 2")
     layout = Layout.of(manifest.layout.num_rows, len(mapping))
     published, store, run = PublishedLabels(manifest), Folder(manifest.store), manifest.run
 

@@ -13,7 +13,7 @@ from label_making import names, new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.report import LabelStudy, Share, history_folder, study_labels
+from pencil_scale.labels.report import LabelStudy, Share, study_labels
 
 # Given and true classes of six samples; the last one's truth is not known.
 GIVEN = [0, 0, 1, 1, 2, 2]
@@ -87,7 +87,7 @@ def study(catalogue: Catalogue, **options: object) -> LabelStudy:
 def test_the_history_tells_every_label_of_an_epoch(tmp_path: Path, catalogue: Catalogue) -> None:
     looking = study(catalogue, history=True)
     looking.of(snapshot(tmp_path, [0, 1, 1, 1, 0, 2]), epoch=7, moved=True, before={})
-    with fsspec.open(f"{history_folder(looking.storage, 'run')}/epoch-00007.arrow", "rb") as file:
+    with fsspec.open(f"{looking.storage}/labels/history/run/epoch-00007.arrow", "rb") as file:
         found = pa.ipc.open_file(file).read_all()
     assert found["class"].to_pylist() == [0, 1, 1, 1, 0, 2]
     assert found["confidence"].to_pylist() == [1.0] * 6
@@ -96,7 +96,7 @@ def test_the_history_tells_every_label_of_an_epoch(tmp_path: Path, catalogue: Ca
 def test_labels_that_stood_still_or_got_worse_are_warned_of(tmp_path: Path, catalogue: Catalogue) -> None:
     looking = study(catalogue, max_class_loss=0.4)
     first = looking.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
-    assert first.warnings == {"classes_shrink": "classes that lose their samples: 1: cat lost 50%"}
+    assert first.warnings == {"classes_shrink": "classes that lose their samples: 1: class-2 lost 50%"}
     worse = looking.of(snapshot(tmp_path / "2", [2, 2, 1, 1, 2, 2]), 1, moved=True, before=first.figures)
     assert worse.warnings["label_accuracy_falls"] == "label accuracy fell from 1.000 to 0.400"
     still = looking.of(snapshot(tmp_path / "3", [2, 2, 1, 1, 2, 2]), 2, moved=True, before=worse.figures)

@@ -6,7 +6,6 @@ from label_making import names, new_table
 
 from pencil_scale.labels.start_labels import remap
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.storage.errors import PencilError
 
 MERGED = [[0], [1, 4], [3], []]  # 1 and 4 are one class now, 2 is dropped, one class is new
 
@@ -62,16 +61,3 @@ def test_classes_pins_keys_and_ledger_come_along(tmp_path: Path, caplog: pytest.
     assert moved.read([10]).tolist() == [[0, 10, 0, 0]]
     assert moved.count_visited(2) == 2400
     assert "had a class that was dropped" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ([[0], [5]], "names class 5; the table has classes 0 to 4"),
-        ([[0], [0, 1]], "class 0 more than once"),
-        ([[0, 1]], "makes 1 classes"),
-    ],
-)
-def test_an_impossible_mapping_is_refused(tmp_path: Path, mapping: list, message: str) -> None:
-    with pytest.raises(PencilError, match=message):
-        remap(make_table(tmp_path / "old").manifest, mapping, names(len(mapping)))

@@ -14,7 +14,6 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import label_store
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.subset.choice import Rule, candidates, merge_picks, no_limits, place_limits
 from pencil_scale.subset.files import read_members
@@ -39,7 +38,7 @@ class SubsetBench(Bench):
         """Publish labels with these classes; a sure one has all its mass there, a half sure one half."""
         catalogue = Catalogue.open(self.storage)
         given = np.array([row["noisy_class"] for row in catalogue.read(0, catalogue.num_rows).to_pylist()])
-        store = label_store(self.storage)
+        store = f"{self.storage}/labels"
         table = new_table(self.folder / f"table-{name}", given, catalogue.class_names, store)
         shares = np.full((len(given), len(CLASSES)), 1e-6)
         shares[np.arange(len(given)), corrected] = sure

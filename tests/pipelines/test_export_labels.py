@@ -18,7 +18,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.export.files import ExportError, ExportManifest, read_manifest, same_content
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.report import HISTORY, history_folder
+from pencil_scale.labels.report import HISTORY
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
@@ -155,7 +155,7 @@ def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBenc
     given = np.arange(12) % 3
     for epoch, row_one in ((4, 0), (5, 2), (7, 2)):
         now = np.where(np.arange(12) == 1, row_one, given).astype(np.uint16)
-        url = f"{history_folder(bench.storage, 't')}/epoch-{epoch:05d}.arrow"
+        url = f"{bench.storage}/labels/history/t/epoch-{epoch:05d}.arrow"
         with fsspec.open(url, "wb") as file, pa.ipc.new_file(file, HISTORY) as writer:
             writer.write_batch(
                 pa.record_batch([pa.array(now), pa.array(np.ones(12, np.float16))], schema=HISTORY)
@@ -174,7 +174,7 @@ def test_a_sample_that_nobody_trained_on_never_changed_whatever_class_its_histor
     bench.index()
     bench.publish({}, visited=range(3))
     now = np.array([0, 1, 2, 0], np.uint16)  # a table has some class for every row
-    url = f"{history_folder(bench.storage, 't')}/epoch-00008.arrow"
+    url = f"{bench.storage}/labels/history/t/epoch-00008.arrow"
     with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
         writer.write_batch(pa.record_batch([pa.array(now), pa.array(np.ones(4, np.float16))], schema=HISTORY))
     bench.export()
