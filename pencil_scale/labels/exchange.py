@@ -9,8 +9,8 @@ epoch, so no round asks for a row that it also moves, and their order inside a r
 Every rank takes part in every round, and all drain in the same round; ranks that are not in step are refused.
 
 When a rank hangs, gloo reports how long it waited but not for which rank; when one dies, gloo reports an
-address with the bytes of the port in the wrong order. So the ranks tell each other at the start where they
-run, and every error names all of them:
+address with the bytes of the port in the wrong order. So the ranks share their addresses at the start, and
+every error names all of them:
 
     peers = introduce(rank, world, group)
     str(peers[1])                             # rank 1 on node-7 at 10.0.3.7 (pid 4711)
@@ -35,7 +35,6 @@ from pencil_scale.storage.errors import PencilError
 Float32s = npt.NDArray[np.float32]
 FAILED = -1  # instead of a size: this rank exchanges nothing more
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
-LOOPBACK = "127.0.0.1"
 
 
 class OwnersError(PencilError):
@@ -58,6 +57,7 @@ class Exchange:
 
     def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
         self._table, self._world, self._group = table, world, group
+        self._one_each = np.ones(world, np.int64)
 
     def round(self, out: Outgoing) -> tuple[Float32s, npt.NDArray[np.int32]]:
         """Ask and write as a rank, answer and apply writes as an owner; return the labels asked for."""
@@ -93,20 +93,20 @@ class Exchange:
     def farewell(self) -> None:
         """Tell the other ranks, in their next round, that this one has failed."""
         if self._world > 1:
-            self._swap(np.full((self._world, 5), FAILED), [1] * self._world, [1] * self._world)
+            self._swap(np.full((self._world, 5), FAILED), self._one_each, self._one_each)
 
     def _swap_sizes(self, out: Outgoing, asked: Int64s, written: Int64s) -> tuple[Int64s, Int64s, int, bool]:
         """How many rows each rank asks this one for, and writes here; the epoch, and whether labels move."""
         state = [out.epoch if len(out.written) else -1, out.logits is not None, out.drains]
         sizes = np.array([[*pair, *state] for pair in zip(asked, written, strict=True)])
-        heard = self._swap(sizes, [1] * self._world, [1] * self._world)
+        heard = self._swap(sizes, self._one_each, self._one_each)
         for rank in np.flatnonzero(heard[:, 0] == FAILED):
             raise OwnersError(f"rank {rank} failed; its log says why")
         drains, writes = heard[:, 4], heard[heard[:, 2] >= 0][:, 2:4]
         if len(np.unique(drains)) > 1 or len(np.unique(writes, axis=0)) > 1:
             raise OwnersError(
                 f"the ranks are not in step: ranks {np.flatnonzero(drains).tolist()} of {self._world} drain, "
-                f"and all write epochs {(heard[:, 2] + 1).tolist()} (0: nothing); give every rank the same "
+                f"and they write epochs {(heard[:, 2] + 1).tolist()} (0: none); give every rank the same "
                 "number of batches, empty ones where rows run out, and call drain() on all at the same step"
             )
         epoch, moves = writes[0].tolist() if len(writes) else (0, False)
@@ -125,12 +125,11 @@ class Exchange:
         elif len(rows):
             self._table.mark(rows, epoch)
 
-    def _swap(self, sent: npt.NDArray[Any], leaving: Any, arriving: Any) -> npt.NDArray[Any]:
+    def _swap(self, sent: npt.NDArray[Any], leaving: Int64s, arriving: Int64s) -> npt.NDArray[Any]:
         """Send each rank its `leaving` rows, in the order of ranks, and take `arriving` rows from each."""
-        received = np.empty((sum(arriving), *sent.shape[1:]), sent.dtype)
+        received = np.empty((arriving.sum(), *sent.shape[1:]), sent.dtype)
         tensors = torch.from_numpy(received), torch.from_numpy(sent)
-        sizes = list(map(int, arriving)), list(map(int, leaving))
-        dist.all_to_all_single(*tensors, *sizes, group=self._group)
+        dist.all_to_all_single(*tensors, arriving.tolist(), leaving.tolist(), group=self._group)
         return received
 
 
@@ -182,5 +181,5 @@ def gloo_address() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return LOOPBACK  # the host's name does not resolve: torch uses the loopback too
+        return "127.0.0.1"  # the host's name does not resolve: torch uses the loopback too
     return str(found[0][4][0])

@@ -42,6 +42,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
+PATIENCE_S = 5.0
 AHEAD = 3  # batches whose labels are fetched before their turn: this many steps may wait in a GPU's queue
 
 
@@ -196,7 +197,7 @@ class Owners:
         self._wait(self._start_round(NO_ROWS, drains=True))
         self._drained = True
 
-    def close(self, patience_s: float = 5.0) -> None:
+    def close(self, patience_s: float = PATIENCE_S) -> None:
         """Stop the thread, if it ends in time, without sending what was not drained; the table stays open."""
         self._rounds.put(None)
         self._thread.join(patience_s)
@@ -208,7 +209,7 @@ class Owners:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close() if error is None else self.close(0.0)
+        self.close(PATIENCE_S if error is None else 0.0)
         if error is None and self._unsent and self._error is None:
             raise OwnersError(f"{len(self._unsent)} writes never reached their owners; call drain() first")
 
@@ -271,8 +272,7 @@ class Owners:
 
     def _named(self, error: BaseException) -> BaseException:
         """Explain a failed exchange; a failed GPU or a refused row is reported as it is."""
-        clear = isinstance(error, torch.AcceleratorError | PencilError)
-        if clear and not isinstance(error, OwnersError):
+        if isinstance(error, torch.AcceleratorError | PencilError) and not isinstance(error, OwnersError):
             return error
         what = " ".join(str(error).split())
         epoch = "an unnamed epoch" if self._epoch is None else f"epoch {self._epoch + 1}"

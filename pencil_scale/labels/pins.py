@@ -49,7 +49,6 @@ PINS = pa.schema(
         pa.field("note", pa.string()),
     ]
 )
-SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Pinned:
         """Say which pins have no effect; empty if there are none."""
         if not len(self.void):
             return ""
-        entries = self.void.slice(0, SHOWN).to_pylist()
+        entries = self.void.slice(0, 3).to_pylist()
         some = ", ".join(f"{entry['sample_id']!r} to {entry['class']!r}" for entry in entries)
         return (
             f"{len(self.void):,} pins are void, because the class list does not have their class: {some}; "
@@ -175,7 +174,7 @@ class Decisions:
 
 
 def read_decisions(url: str, classes: LabelClasses) -> Decisions:
-    """Read a file of decisions; one entry that cannot be understood refuses the whole file."""
+    """Read a file of decisions; refuse all of it if one entry cannot be understood."""
     found: dict[str, Decision] = {}
     num_undecided = 0
     for nth, entry in enumerate(_entries(url), 1):

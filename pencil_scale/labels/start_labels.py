@@ -129,10 +129,9 @@ def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
 def pin(manifest: Manifest, pins: Pinned) -> Manifest:
     """Pin rows to classes, after checking that each row still is the sample that a person looked at."""
 
-    def changes(labels: LabelRows, slots: Int64s, to: Classes) -> npt.NDArray[np.bool_]:
+    def changes(labels: LabelRows, slots: Int64s, to: Classes) -> Any:
         require_same_samples(pins.between(labels.rows), labels.sample_key[slots])
-        changed: npt.NDArray[np.bool_] = ~labels.pinned[slots] | (labels.noisy_class[slots] != to)
-        return changed
+        return ~labels.pinned[slots] | (labels.noisy_class[slots] != to)
 
     return _set(manifest, pins.rows, pins.classes, changes, pinned=True)
 

@@ -1,4 +1,4 @@
-"""Torn nothing: writers killed at any moment, disks that are full, folders that cannot be written."""
+"""Label tables after a kill at any moment, on a full disk, and in a folder that cannot be written."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ def value(rows: np.ndarray, epoch: int) -> np.ndarray:
 
 
 def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and ledger after so many steps of the table's life, worked out without a table."""
+    """Logits and ledger after this many steps, worked out without a table."""
     epoch, step = divmod(num_steps, STEPS)
     rows = np.arange(NUM_ROWS)
     done = rows < step * BATCH
@@ -45,7 +45,7 @@ def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_and_snapshot_for_ever(folder: Path, manifest_path: Path, seed: int) -> None:
-    """Go on from the last snapshot, as a restarted run would, with a snapshot every few steps."""
+    """Resume from the last snapshot, as a restarted run would, with a snapshot every few steps."""
     manifest = Manifest.load(manifest_path)
     table = LabelTable.restore(manifest, folder / f"attempt-{seed}")
     rng = random.Random(seed)
@@ -73,7 +73,7 @@ def manifests_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+def test_a_writer_killed_fifty_times_always_leaves_a_complete_snapshot(tmp_path: Path) -> None:
     start = new_labels(tmp_path / "store", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
     start.save(tmp_path / "manifests" / f"{0:08d}.json")
     rng, killed_inside, reached = random.Random(0), 0, set()
@@ -103,7 +103,7 @@ def test_a_writer_killed_fifty_times_always_leaves_a_whole_snapshot(tmp_path: Pa
 
 
 def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
-    """Run Python code in a mount namespace of its own, where `disk` is a small file system."""
+    """Run Python code in a new mount namespace, where `disk` is a small file system."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o {options} tmpfs {disk}"
@@ -121,7 +121,7 @@ def in_small_disk(tmp_path: Path, options: str, code: str) -> str:
         [*command, str(tmp_path / "program.py")], capture_output=True, text=True, check=False
     )
     if found.returncode == 77 or "unshare" in found.stderr:
-        pytest.skip(f"this machine lets nobody mount a small disk: {found.stderr.strip()}")
+        pytest.skip(f"this machine does not allow mounting a small disk: {found.stderr.strip()}")
     assert found.returncode == 0, found.stderr
     return found.stdout
 
@@ -203,7 +203,7 @@ def test_a_folder_under_a_file_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(PencilError, match="Permission denied"):
         new_table(tmp_path / "table", np.zeros(10, int), names(5))

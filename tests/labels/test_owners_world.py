@@ -1,4 +1,4 @@
-"""Owners in real processes, over gloo, each with a working copy of its own parts alone."""
+"""Owners in real processes, over gloo, each with a working copy of only the parts it owns."""
 
 import json
 import multiprocessing
@@ -42,7 +42,7 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
     manifest = Manifest.load(folder / "start.json")
     parts = owned_parts(manifest.layout.num_parts, rank, world)
     table = LabelTable.restore(manifest, folder / f"rank-{rank}", parts)
-    dist.barrier()  # the owners' time-out runs from here, however long a busy machine took to come so far
+    dist.barrier()  # the time limit of the owners runs from here, however long a busy machine took to start
     try:
         said = target(Owners(table, rank, world, timeout_s=timeout_s), folder)
         (folder / f"manifest-{rank}.json").write_bytes(table.snapshot().encode())
@@ -66,7 +66,7 @@ def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEO
 
 
 def run_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """What each rank said; its error, with what it told, if it raised one."""
+    """The results of all ranks; for a rank that raised an error, its message."""
     for process in start_world(world, folder, target, timeout_s):
         process.join(120)
         assert process.exitcode == 0
@@ -269,7 +269,7 @@ def one_dies(owners: Owners, folder: Path) -> None:
 
 
 def require_named(said: dict[str, str], epoch: int, steps: range, ranks: int) -> None:
-    """A failed exchange: when it was, and where every rank is to be looked for, in one line."""
+    """Check that a failed exchange is reported in one line, with its time and the address of every rank."""
     assert said["kind"] == OwnersError.__name__, said["trace"]
     when = re.search(r"could not be exchanged in epoch (\d+), step (\d+): \S", said["error"])
     assert when is not None, said["error"]
@@ -307,7 +307,7 @@ def one_is_refused(owners: Owners, folder: Path) -> None:
 
 
 def one_is_refused_and_lingers(owners: Owners, folder: Path) -> None:
-    """As above, but the owner lives until the other rank has heard from it why there are no answers."""
+    """As above, but the owner stays alive until the other rank has received its note."""
     try:
         one_is_refused(owners, folder)
     except PencilError:
@@ -328,7 +328,7 @@ def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path,
     said = run_world(2, tmp_path, target)
     assert said[1]["kind"] == PencilError.__name__
     assert "row 1024: visited in epoch 1 already" in said[1]["error"]
-    # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
+    # How gloo reports a rank that has ended depends on which of the two was faster.
     require_named(said[0], epoch=1, steps=range(1), ranks=2)
     if target is one_is_refused_and_lingers:
         assert "rank 1 failed; its log says why" in said[0]["error"]
