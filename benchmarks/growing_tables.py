@@ -8,22 +8,16 @@ import io
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from pencil_scale.labels.part_files import (
-    LEDGER_SCHEMA,
-    Layout,
-    TableHeader,
-    fixed_batch,
-    labels_schema,
-    write_part_file,
-)
-from pencil_scale.labels.table import LabelTable
-from pencil_scale.labels.working_copy import LABELS_FILE, LEDGER_FILE
+from pencil_scale.labels.columns import LEDGER_SCHEMA, Layout, labels_schema, to_batch
+from pencil_scale.labels.manifest import Manifest, StoredFile, StoredPart
+from pencil_scale.labels.table import LABELS_FILE, LabelTable
 
 ReadAndWrite = Callable[[np.ndarray, np.ndarray], None]
 SMALLEST_HOLE = 4096
@@ -56,24 +50,20 @@ class SparseSink(io.RawIOBase):
         super().close()
 
 
-def make_sparse(folder: Path, num_rows: int) -> None:
+def make_sparse(folder: Path, num_rows: int) -> Manifest:
     """Make a table whose values are all zeros, and need no disk space."""
     layout = Layout.of(num_rows, NUM_CLASSES)
-    header = TableHeader(layout, tuple(range(layout.num_parts)), 1, 10.0, NAMES, "sparse")
-    sizes = [len(layout.rows_of(part)) for part in header.parts]
-    shapes = [((), np.int64), ((16,), np.uint8), ((), np.int32), ((), np.uint8), ((NUM_CLASSES,), np.float32)]
-
-    def batches(schema: object, kinds: list) -> Iterator[object]:
-        for size in sizes:
-            yield fixed_batch(schema, [np.zeros((size, *shape), kind) for shape, kind in kinds])
-
-    schema = labels_schema(NUM_CLASSES)
-    for name, columns, kinds in (
-        (LEDGER_FILE, LEDGER_SCHEMA, [((), np.int32)]),
-        (LABELS_FILE, schema, shapes),
-    ):
-        with SparseSink(folder / name) as sink:
-            write_part_file(sink, columns, header, batches(columns, kinds))
+    schema = pa.schema([*labels_schema(NUM_CLASSES), *LEDGER_SCHEMA])
+    with SparseSink(folder / LABELS_FILE) as sink, pa.ipc.new_file(sink, schema) as writer:
+        for part in range(layout.num_parts):
+            size = len(layout.rows_of(part))
+            columns = {"row": np.zeros(size, np.int64), "sample_key": np.zeros((size, 16), np.uint8)}
+            columns |= {"noisy_class": np.zeros(size, np.int32), "pinned": np.zeros(size, np.uint8)}
+            columns |= {"label_logits": np.zeros((size, NUM_CLASSES), np.float32)}
+            writer.write_batch(to_batch(schema, columns | {"last_epoch": np.zeros(size, np.int32)}))
+    nothing = StoredFile("", 0, "")
+    parts = {part: StoredPart(nothing, nothing) for part in range(layout.num_parts)}
+    return replace(Manifest.empty(folder, NAMES), layout=layout, parts=parts)
 
 
 @dataclass
@@ -111,9 +101,9 @@ def grow(options: argparse.Namespace) -> None:
 def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
     """Make a table, open it, and touch some rows for the first time."""
     folder.mkdir()
-    make_sparse(folder, num_rows)
+    manifest = make_sparse(folder, num_rows)
     before, started = resident_mb(), time.perf_counter()
-    table = LabelTable.open(folder, writable_parts="all", class_names=NAMES)
+    table = LabelTable(folder, manifest, tuple(manifest.parts))
     seconds = time.perf_counter() - started
     num_touched = min(options.touched, *options.scale) // options.batch * options.batch
     rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)

@@ -24,6 +24,8 @@ import lmdb
 import numpy as np
 from growing_tables import ReadAndWrite, grow
 
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.start_labels import append
 from pencil_scale.labels.table import LabelTable
 
 
@@ -125,7 +127,8 @@ def rows_per_s(way: ReadAndWrite, num_rows: int, num_classes: int, batch: int, s
 
 def ours(folder: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
     """Use the label table."""
-    table = LabelTable.create(folder, np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)])
+    empty = Manifest.empty(folder / "store", [str(n) for n in range(num_classes)])
+    table = LabelTable.restore(append(empty, np.arange(num_rows) % num_classes), folder)
     epochs = iter(range(10**9))
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pencil_scale.labels.exchange import Exchange, Outgoing
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
+from pencil_scale.labels.start_labels import append
 from pencil_scale.labels.table import LabelTable
 
 Step = Callable[[], None]
@@ -59,10 +60,8 @@ def parse() -> argparse.Namespace:
 def measure(world: int, num_classes: int, folder: Path, options: argparse.Namespace) -> None:
     """Start the ranks; rank 0 prints."""
     num_rows = world * options.batch * options.steps
-    table = LabelTable.create(
-        folder / "whole", np.arange(num_rows) % num_classes, [str(n) for n in range(num_classes)]
-    )
-    table.snapshot(folder / "store").save(folder / "start.json")
+    empty = Manifest.empty(folder / "store", [str(n) for n in range(num_classes)])
+    append(empty, np.arange(num_rows) % num_classes).save(folder / "start.json")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, world, folder, options)) for rank in range(world)]
     for process in ranks:
@@ -145,14 +144,13 @@ def busy(seconds: float) -> Step:
 def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: int) -> float:
     """Measure one round that requests and moves equally many rows."""
     exchange = Exchange(table, world, dist.new_group(backend="gloo"))
-    exchange.capacity = max(len(batch.rows) for batch in batches)
     times = []
     for batch in batches:
         rows = batch.rows.numpy()
         logits = np.ones((len(rows), table.layout.num_classes), np.float32)
         dist.barrier()
         started = time.perf_counter()
-        exchange.round(Outgoing(asked=rows, moved=rows, epoch=epoch), logits)
+        exchange.round(Outgoing(rows, rows, logits, epoch))
         times.append(time.perf_counter() - started)
     return float(np.median(times))
 

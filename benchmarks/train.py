@@ -26,7 +26,8 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch, Owners
-from pencil_scale.labels.start_labels import fresh_table
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Progress
@@ -56,7 +57,8 @@ class Bench:
         set_up_process(config, device)
         _, self.stepper = build_network(config, self.num_classes, device, world=1)
         self.preparation = Preparation(config, device, lambda row, reason: f"row {row}: {reason}")
-        self.owners = Owners(fresh_table(catalogue, folder), device=device)
+        table = LabelTable.restore(start_labels(catalogue, folder, 10.0), f"{folder}/table")
+        self.owners = Owners(table, device=device)
         self.epoch = self.num_steps = 0
 
     def read(self, num_epochs: int) -> tuple[float, list[Batch]]:

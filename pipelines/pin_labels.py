@@ -26,11 +26,11 @@ from pencil_scale.labels.pins import (
     add_pins,
     check_pins,
     now,
-    pins_folder,
     read_decisions,
     read_pins,
 )
 from pencil_scale.storage.errors import PencilError, sample_key
+from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pipelines.tasks import print_table
 
@@ -83,7 +83,9 @@ def run(config: Config) -> Summary:
         add_pins(storage, pins.take(pa.array(fresh, pa.int64())))
     num_new = sum(row not in before for row, _ in news)
     num_pins = len(read_pins(storage).table)
-    summary = Summary(pins_folder(storage), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided)
+    summary = Summary(
+        Storage(storage).path(Storage.pins), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided
+    )
     shown = {
         "new pins": f"{summary.num_new:,}",
         "pins with a new class": f"{summary.num_changed:,}",

@@ -67,9 +67,9 @@ def mlflow_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_label_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Label parts of 1,024 rows, so that a small table has several of them."""
-    from pencil_scale.labels import part_files
+    from pencil_scale.labels import columns
 
-    monkeypatch.setattr(part_files, "PART_ROWS", 1024)
+    monkeypatch.setattr(columns, "PART_ROWS", 1024)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,12 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from catalogue_making import Bench, samples
+from label_making import new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import label_store
-from pencil_scale.labels.table import LabelTable
 from pipelines.export_labels import Summary, run
 
 
@@ -28,15 +27,14 @@ class ExportBench(Bench):
         """Publish labels in which these rows have moved to other classes, with 0.8 of their mass."""
         catalogue = Catalogue.open(self.storage)
         given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
-        table = LabelTable.create(
-            self.folder / f"table-{len(list(self.folder.iterdir()))}", given, catalogue.class_names, run="t"
-        )
+        folder = self.folder / f"table-{len(list(self.folder.iterdir()))}"
+        table = new_table(folder, given, catalogue.class_names, store=f"{self.storage}/labels", run="t")
         rows = np.arange(len(given)) if visited is None else np.array(visited)
         wanted = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
         shares = np.full((len(rows), 3), 0.1)
         shares[np.arange(len(rows)), wanted] = 0.8
         table.write(rows, np.log(shares), epoch=0)
-        table.snapshot(label_store(self.storage)).save(published_url(self.storage, "t"))
+        table.snapshot().save(published_url(self.storage, "t"))
 
     def export(self, *overrides: str, predict: bool = False) -> Summary:
         keys = [f"export.folder={self.out}", f"export.predict={str(predict).lower()}", "images.crop=4"]

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from label_making import names
+from label_making import names, new_table
 from torch import nn
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.images.augment import augment
 from pencil_scale.labels.owners import Batch, Owners
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.train.checkpoints import Progress
@@ -36,7 +35,7 @@ class SmallRun:
         self.images, self.batch = images, self.config.optimizer.tuned_batch
         torch.manual_seed(self.config.run.seed)
         self.model: nn.Module = build_backbone("small_convnet", 10)
-        self.table = LabelTable.create(folder, noisy_class, names(10))
+        self.table = new_table(folder, noisy_class, names(10))
         self.recipe = self.config.images
         self.schedule = Schedule(self.config.stages, self.config.optimizer, 10, self.batch)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -60,7 +59,9 @@ class SmallRun:
 
     def epoch(self, epoch: int) -> tuple[int, Iterator[Batch]]:
         order = np.random.default_rng([1, epoch]).permutation(len(self.images))
-        remaining = torch.from_numpy(order[~self.table.visited(epoch)[order]])
+        remaining = torch.from_numpy(
+            order[self.table.read(order, "last_epoch") != self.table.manifest.first_epoch + epoch]
+        )
         return -(-len(remaining) // self.batch), self.batches(remaining)
 
     def batches(self, rows: torch.Tensor) -> Iterator[Batch]:

@@ -101,7 +101,7 @@ class Nights(Bench):
         return self.index(**data).catalogue
 
     def labels(self, catalogue: Catalogue) -> Manifest:
-        return start_labels(catalogue, self.storage, 10.0, str(self.folder))
+        return start_labels(catalogue, self.storage, 10.0)
 
     def table(self, manifest: Manifest) -> LabelTable:
         return LabelTable.restore(manifest, self.folder / f"table-{len(list(self.folder.iterdir()))}")

@@ -10,13 +10,12 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 from catalogue_making import Bench
+from label_making import new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.report import HISTORY, history_folder
-from pencil_scale.labels.start_labels import label_store
-from pencil_scale.labels.table import LabelTable
+from pencil_scale.labels.report import HISTORY
 from pipelines.review_report import Summary, run
 
 
@@ -42,21 +41,20 @@ class ReviewBench(Bench):
         catalogue = Catalogue.open(self.storage)
         given = catalogue.read(0, catalogue.num_rows)["noisy_class"].fill_null(-1).to_numpy()
         num_classes = catalogue.num_classes
-        table = LabelTable.create(
-            self.folder / f"table-{len(list(self.folder.iterdir()))}", given, catalogue.class_names, run=name
-        )
+        folder = self.folder / f"table-{len(list(self.folder.iterdir()))}"
+        table = new_table(folder, given, catalogue.class_names, store=f"{self.storage}/labels", run=name)
         rows = np.arange(len(given)) if visited is None else np.array(visited)
         told = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
         largest = np.array([(shares or {}).get(row, 0.8) for row in rows])
         logits = np.log(np.repeat((1 - largest)[:, None] / (num_classes - 1), num_classes, axis=1))
         logits[np.arange(len(rows)), told] = np.log(largest)
         table.write(rows, logits, epoch=0)
-        table.snapshot(label_store(self.storage)).save(published_url(self.storage, name))
+        table.snapshot().save(published_url(self.storage, name))
 
     def keep_history(self, epochs: Mapping[int, Sequence[int]], name: str = "t") -> None:
         """Write what the class of every row was after these epochs."""
         for epoch, classes in epochs.items():
-            url = f"{history_folder(self.storage, name)}/epoch-{epoch:05d}.arrow"
+            url = f"{self.storage}/labels/history/{name}/epoch-{epoch:05d}.arrow"
             columns = [pa.array(classes, pa.uint16()), pa.array(np.full(len(classes), 0.5, np.float16))]
             with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
                 writer.write_batch(pa.record_batch(columns, schema=HISTORY))

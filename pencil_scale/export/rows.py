@@ -28,10 +28,10 @@ from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import DAMAGED_STATUSES, OTHER_STATUSES
 from pencil_scale.config.settings import Images
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Words, export_table, without
+from pencil_scale.labels.columns import key_bytes, scaled_one_hot
 from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
 from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
 from pencil_scale.labels.report import NEVER, LabelMoves
-from pencil_scale.labels.working_copy import key_bytes, scaled_one_hot
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
 

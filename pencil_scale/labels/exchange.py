@@ -1,15 +1,16 @@
-"""Exchange: one round of label traffic between all ranks, in two collectives.
+"""Exchange: one round of label traffic between all ranks.
 
-First every rank sends every other a note of fixed size: the rows it asks for and the rows it has moved. Now
-both sides of every pair know the sizes, and the second collective carries the rows: answers to the questions
-in the notes, and the moved logits that the notes announced. A row occurs once per epoch, so no round asks for
-a row that it also moves, and their order inside a round does not matter.
+In a round every rank asks the owners of some rows for their labels, and sends the owners of other rows the
+labels it has moved. That takes three collectives: sizes, row numbers, and labels. A row occurs once per
+epoch, so no round asks for a row that it also moves, and their order inside a round does not matter.
 
-    answers = Exchange(table, world, group).round(Outgoing(asked=rows, moved=moved, epoch=7), logits)
+    logits, noisy_class = Exchange(table, world, group).round(Outgoing(asked, written, logits, epoch=7))
+
+Every rank takes part in every round, and all drain in the same round; ranks that are not in step are refused.
 
 When a rank hangs, gloo reports how long it waited but not for which rank; when one dies, gloo reports an
-address with the bytes of the port in the wrong order. So the ranks tell each other at the start where they
-run, and every error names all of them:
+address with the bytes of the port in the wrong order. So the ranks share their addresses at the start, and
+every error names all of them:
 
     peers = introduce(rank, world, group)
     str(peers[1])                             # rank 1 on node-7 at 10.0.3.7 (pid 4711)
@@ -19,8 +20,7 @@ import fcntl
 import os
 import socket
 import struct
-from dataclasses import dataclass, field, replace
-from enum import IntFlag
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,84 +28,28 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
-Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
-NO_ROWS: Int64s = np.zeros(0, np.int64)
-FIRST_CAPACITY = 64
-NOTE_HEAD = 6
+FAILED = -1  # instead of a size: this rank exchanges nothing more
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
-LOOPBACK = "127.0.0.1"
 
 
 class OwnersError(PencilError):
     """Labels could not be exchanged with their owners."""
 
 
-class PeerFailedError(OwnersError):
-    """Another rank reported that it failed."""
-
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank} failed; its log says why")
-
-
-class Flag(IntFlag):
-    """The state of a rank, sent to every other."""
-
-    NONE = 0
-    IDLE = 1  # it asks for no more rows until every rank has drained
-    DRAINED = 2  # it waits in `drain`, and has sent everything
-    MORE = 4  # it needs another round at once
-    FAILED = 8  # it has failed and exchanges nothing more
-
-
 @dataclass(frozen=True)
 class Outgoing:
-    """What one rank sends in a round: to all ranks together, or, once grouped by owner, to one of them."""
+    """What one rank sends in a round."""
 
-    asked: Int64s = field(default_factory=lambda: NO_ROWS)
-    moved: Int64s = field(default_factory=lambda: NO_ROWS)
-    marked: Int64s = field(default_factory=lambda: NO_ROWS)
-    epoch: int = 0  # of the moved and marked rows
-    capacity: int = 0  # how many rows it wants the next round to carry
-    flags: Flag = Flag.NONE
-
-    def encode(self, capacity: int) -> Int64s:
-        """As a note of fixed size: six numbers, then row numbers, then zeros."""
-        note = np.zeros(NOTE_HEAD + 2 * capacity, np.int64)
-        sizes = len(self.asked), len(self.moved), len(self.marked)
-        note[:NOTE_HEAD] = *sizes, self.epoch, self.capacity, self.flags
-        note[NOTE_HEAD : NOTE_HEAD + sum(sizes)] = np.concatenate([self.asked, self.moved, self.marked])
-        return note
-
-    @classmethod
-    def decode(cls, note: Int64s) -> "Outgoing":
-        """Read a note back."""
-        num_asked, num_moved, num_marked, epoch, capacity, flags = note[:NOTE_HEAD].tolist()
-        ends = np.cumsum([num_asked, num_moved, num_marked])
-        asked, moved, marked, _ = np.split(note[NOTE_HEAD:], ends)
-        return cls(asked, moved, marked, epoch, capacity, Flag(flags))
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a round brought: the labels asked for, and the state of every rank."""
-
-    logits: Float32s  # [asked, C]
-    noisy_class: npt.NDArray[np.int32]  # [asked]
-    flags: list[Flag]  # one per rank
-
-
-class _ByOwner:
-    """Rows grouped by the rank that owns them: part p belongs to rank p mod world."""
-
-    def __init__(self, rows: Int64s, shift: int, world: int):
-        owner = (rows >> shift) % world
-        self.order = np.argsort(owner, kind="stable")
-        self.ends = np.cumsum(np.bincount(owner, minlength=world))
-        self.groups: list[Int64s] = np.split(rows[self.order], self.ends[:-1])
+    asked: Int64s
+    written: Int64s
+    logits: Float32s | None  # of the rows written, [B, C]; None where they are only marked
+    epoch: int  # of the rows written
+    drains: bool = False  # nothing more is sent until every rank has drained
 
 
 class Exchange:
@@ -113,83 +57,85 @@ class Exchange:
 
     def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
         self._table, self._world, self._group = table, world, group
-        # Rows a round may ask for, and as many it may write; it grows on all ranks to what any rank wants.
-        self.capacity = FIRST_CAPACITY
+        self._one_each = np.ones(world, np.int64)
 
-    def round(self, out: Outgoing, logits: Float32s) -> Answers:
-        """Send questions and moved rows (with their `logits`) to the owners; answer and write as an owner."""
+    def round(self, out: Outgoing) -> tuple[Float32s, npt.NDArray[np.int32]]:
+        """Ask and write as a rank, answer and apply writes as an owner; return the labels asked for."""
         if self._world == 1:
             # One rank needs no notes: they would slow down a small network of hundreds of steps per second.
-            self.capacity = max(self.capacity, out.capacity)
-            answers = Answers(self._table.read(out.asked), self._table.read_class(out.asked), [out.flags])
-            self._write([out], [logits])
+            answers = self._table.read(out.asked), self._table.read(out.asked, "noisy_class")
+            self._write(out.written, out.logits, out.epoch)
             return answers
-        shift = self._table.layout.shift
-        asked, moved, marked = (
-            _ByOwner(rows, shift, self._world) for rows in (out.asked, out.moved, out.marked)
-        )
-        groups = zip(asked.groups, moved.groups, marked.groups, strict=True)
-        heard = self._swap_notes([replace(out, asked=a, moved=b, marked=c) for a, b, c in groups])
-        leaving = np.split(logits[moved.order], moved.ends[:-1])
-        arrived = self._swap_rows(leaving, asked, heard)
-        self._write(heard, [rows for _, rows in arrived])
-        packed = np.empty((len(asked.order), self._table.layout.num_classes + 1), np.float32)
-        packed[asked.order] = np.concatenate([rows for rows, _ in arrived])
-        return Answers(packed[:, :-1], packed.view(np.int32)[:, -1], [note.flags for note in heard])
+        # Group by owner. The sort is stable: each owner gets what is asked first, then what is written.
+        rows, num_asked = np.concatenate([out.asked, out.written]), len(out.asked)
+        owners = (rows >> self._table.layout.shift) % self._world
+        order = np.argsort(owners, kind="stable")
+        asked = np.bincount(owners[:num_asked], minlength=self._world)
+        written = np.bincount(owners[num_asked:], minlength=self._world)
+        their_asked, their_written, epoch, moves = self._swap_sizes(out, asked, written)
+        their_rows = self._swap(rows[order], asked + written, their_asked + their_written)
+        is_asked = _alternate(their_asked, their_written)
+
+        # Now the labels: to each rank the answers to its questions, then the logits that were moved.
+        moved, their_moved = written * moves, their_written * moves
+        is_answer = _alternate(their_asked, moved)
+        labels = np.zeros((len(is_answer), self._table.layout.num_classes + 1), np.float32)
+        labels[is_answer] = self._answers(their_rows[is_asked])
+        if out.logits is not None:
+            labels[~is_answer, :-1] = out.logits[order[order >= num_asked] - num_asked]
+        arrived = self._swap(labels, their_asked + moved, asked + their_moved)
+        is_answer = _alternate(asked, their_moved)
+        self._write(their_rows[~is_asked], arrived[~is_answer, :-1] if moves else None, epoch)
+        found = np.empty((num_asked, labels.shape[1]), np.float32)
+        found[order[order < num_asked]] = arrived[is_answer]
+        return found[:, :-1], found.view(np.int32)[:, -1]
 
     def farewell(self) -> None:
-        """Tell the others, in their next round, that this rank has failed."""
+        """Tell the other ranks, in their next round, that this one has failed."""
         if self._world > 1:
-            self._swap_notes([Outgoing(flags=Flag.FAILED)] * self._world)
+            self._swap(np.full((self._world, 5), FAILED), self._one_each, self._one_each)
 
-    def _swap_notes(self, notes: list[Outgoing]) -> list[Outgoing]:
-        sent = np.concatenate([note.encode(self.capacity) for note in notes])
-        sizes = [len(sent) // self._world] * self._world
-        heard = [Outgoing.decode(note) for note in self._swap(sent, sizes, sizes)]
-        failed = [rank for rank, note in enumerate(heard) if note.flags & Flag.FAILED]
-        if failed:
-            raise PeerFailedError(failed[0])
-        self.capacity = max(self.capacity, *(note.capacity for note in heard))
-        return heard
+    def _swap_sizes(self, out: Outgoing, asked: Int64s, written: Int64s) -> tuple[Int64s, Int64s, int, bool]:
+        """How many rows each rank asks this one for, and writes here; the epoch, and whether labels move."""
+        state = [out.epoch if len(out.written) else -1, out.logits is not None, out.drains]
+        sizes = np.array([[*pair, *state] for pair in zip(asked, written, strict=True)])
+        heard = self._swap(sizes, self._one_each, self._one_each)
+        for rank in np.flatnonzero(heard[:, 0] == FAILED):
+            raise OwnersError(f"rank {rank} failed; its log says why")
+        drains, writes = heard[:, 4], heard[heard[:, 2] >= 0][:, 2:4]
+        if len(np.unique(drains)) > 1 or len(np.unique(writes, axis=0)) > 1:
+            raise OwnersError(
+                f"the ranks are not in step: ranks {np.flatnonzero(drains).tolist()} of {self._world} drain, "
+                f"and they write epochs {(heard[:, 2] + 1).tolist()} (0: none); give every rank the same "
+                "number of batches, empty ones where rows run out, and call drain() on all at the same step"
+            )
+        epoch, moves = writes[0].tolist() if len(writes) else (0, False)
+        return heard[:, 0], heard[:, 1], epoch, bool(moves)
 
-    def _swap_rows(
-        self, leaving: list[Float32s], asked: _ByOwner, heard: list[Outgoing]
-    ) -> list[tuple[Float32s, Float32s]]:
-        """Answer every rank; from every rank: its answers to this one, and the logits that it moved."""
-        num_classes = self._table.layout.num_classes
-        rows = np.concatenate([note.asked for note in heard])
-        packed = np.empty((len(rows), num_classes + 1), np.float32)  # the logits, and the bits of the class
+    def _answers(self, rows: Int64s) -> Float32s:
+        """The logits of these rows, and in the last column the bits of the class: [B, C + 1]."""
+        packed = np.empty((len(rows), self._table.layout.num_classes + 1), np.float32)
         packed[:, :-1] = self._table.read(rows)
-        packed.view(np.int32)[:, -1] = self._table.read_class(rows)
-        answers = np.split(packed, np.cumsum([len(note.asked) for note in heard])[:-1])
-        parcels = list(zip(answers, leaving, strict=True))
-        sent = np.concatenate([rows.reshape(-1) for parcel in parcels for rows in parcel])
-        owed = [len(rows) * (num_classes + 1) for rows in asked.groups]
-        arriving = [size + len(note.moved) * num_classes for size, note in zip(owed, heard, strict=True)]
-        received = self._swap(sent, [a.size + b.size for a, b in parcels], arriving)
-        return [
-            (parcel[:size].reshape(-1, num_classes + 1), parcel[size:].reshape(-1, num_classes))
-            for parcel, size in zip(received, owed, strict=True)
-        ]
+        packed.view(np.int32)[:, -1] = self._table.read(rows, "noisy_class")
+        return packed
 
-    def _write(self, heard: list[Outgoing], logits: list[Float32s]) -> None:
-        for epoch in sorted({note.epoch for note in heard if len(note.moved) or len(note.marked)}):
-            at_once = [rank for rank, note in enumerate(heard) if note.epoch == epoch]
-            moved = np.concatenate([heard[rank].moved for rank in at_once])
-            marked = np.concatenate([heard[rank].marked for rank in at_once])
-            if len(moved):
-                self._table.write(moved, np.concatenate([logits[rank] for rank in at_once]), epoch)
-            if len(marked):
-                self._table.mark(marked, epoch)
+    def _write(self, rows: Int64s, logits: Float32s | None, epoch: int) -> None:
+        if len(rows) and logits is not None:
+            self._table.write(rows, logits, epoch)
+        elif len(rows):
+            self._table.mark(rows, epoch)
 
-    def _swap(
-        self, sent: npt.NDArray[Any], leaving: list[int], arriving: list[int]
-    ) -> list[npt.NDArray[Any]]:
-        """Send each rank its `leaving` numbers, in the order of ranks, and take `arriving` from each."""
-        received = np.empty(sum(arriving), sent.dtype)
+    def _swap(self, sent: npt.NDArray[Any], leaving: Int64s, arriving: Int64s) -> npt.NDArray[Any]:
+        """Send each rank its `leaving` rows, in the order of ranks, and take `arriving` rows from each."""
+        received = np.empty((arriving.sum(), *sent.shape[1:]), sent.dtype)
         tensors = torch.from_numpy(received), torch.from_numpy(sent)
-        dist.all_to_all_single(*tensors, arriving, leaving, group=self._group)
-        return np.split(received, np.cumsum(arriving)[:-1])
+        dist.all_to_all_single(*tensors, arriving.tolist(), leaving.tolist(), group=self._group)
+        return received
+
+
+def _alternate(first: Int64s, second: Int64s) -> npt.NDArray[np.bool_]:
+    """True for each rank's `first` rows and False for its `second`, in the order of ranks."""
+    return np.repeat(np.tile([True, False], len(first)), np.stack([first, second], axis=1).ravel())
 
 
 @dataclass(frozen=True)
@@ -235,5 +181,5 @@ def gloo_address() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return LOOPBACK  # the host's name does not resolve: torch uses the loopback too
+        return "127.0.0.1"  # the host's name does not resolve: torch uses the loopback too
     return str(found[0][4][0])

@@ -27,19 +27,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.labels.part_files import LEDGER_SCHEMA, VERSION, Layout, labels_schema
-from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.labels.columns import LEDGER_SCHEMA, Layout, labels_schema
+from pencil_scale.storage.errors import DamagedError, PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 KIND = "pencil_scale labels"
-LABELS_FOLDER = "parts"
-LEDGER_FOLDER = "ledger"
+VERSION = 3
+LABELS, LEDGER = "parts", "ledger"  # the folders of a store
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
-# Every place in a storage that may hold a manifest of labels: folder, how deep below it, and the file's name.
-MANIFEST_PLACES: tuple[tuple[str, int | None, str], ...] = (
+# Where a storage may have manifests of labels: folder, how deep below it, and how the name of the file ends.
+MANIFEST_FOLDERS: tuple[tuple[str, int | None, str], ...] = (
     ("labels/published", 1, ".json"),
     ("labels/held", 1, ".json"),
     ("runs", 2, "/labels.json"),
@@ -71,7 +71,7 @@ class Manifest:
 
     store: str
     layout: Layout
-    scale: float
+    scale: float  # K: a row starts, and is pinned, at K * one-hot
     first_epoch: int  # the epoch of the table's life that the present run calls 0
     newest_epoch: int  # the newest epoch of any row; 0 before the first
     class_names: tuple[str, ...]  # the names of the class numbers
@@ -80,6 +80,14 @@ class Manifest:
     attempt: int = 0  # which start of the run wrote it; 0: the run had not started to train
     catalogue: str = ""  # id of the catalogue whose rows these are
 
+    @classmethod
+    def empty(
+        cls, store: str | Path, class_names: Sequence[str], scale: float = 10.0, run: str | None = None
+    ) -> "Manifest":
+        """A table without rows; one made outside a run gets a new id."""
+        layout, names = Layout.of(0, len(class_names)), tuple(class_names)
+        return cls(Folder(store).url, layout, scale, 1, 0, names, run or new_id(), {})
+
     def save(self, url: str | Path) -> None:
         """Write the manifest, completely or not at all; only once the parts of every rank are stored."""
         self.require_whole()
@@ -87,11 +95,10 @@ class Manifest:
         Folder(folder).put(name, self.encode())
 
     @classmethod
-    def load(cls, url: str | Path, store: str | Path | None = None) -> "Manifest":
-        """Read a manifest; `store` says where its parts are, if they were moved since."""
+    def load(cls, url: str | Path) -> "Manifest":
+        """Read a manifest that must be there."""
         folder, name = _split(url)
-        manifest = cls.decode(Folder(folder).get(name), str(url))
-        return manifest if store is None else replace(manifest, store=Folder(store).url)
+        return cls.decode(Folder(folder).get(name), str(url))
 
     @classmethod
     def find(cls, url: str | Path) -> "Manifest | None":
@@ -154,10 +161,12 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     """Join the partial manifests that the ranks wrote at the same moment into one over all parts."""
     first, *others = manifests
     for other in others:
-        if replace(other, parts=first.parts, newest_epoch=first.newest_epoch) != first:
-            raise PencilError(
-                f"manifests disagree: {_shape(first)} and {_shape(other)}; merge what one run wrote at once"
-            )
+        for name, one in vars(first).items():
+            two = getattr(other, name)
+            if one != two and name not in ("parts", "newest_epoch"):
+                raise PencilError(
+                    f"manifests disagree: {name} is {one} and {two}; merge what one run wrote at once"
+                )
         both = first.parts.keys() & other.parts.keys()
         if both:
             raise PencilError(f"two manifests name part {min(both)}; a part has one owner")
@@ -165,12 +174,6 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
         first = replace(first, parts={**first.parts, **other.parts}, newest_epoch=newest)
     first.require_whole()
     return first
-
-
-def _shape(manifest: Manifest) -> str:
-    layout = manifest.layout
-    shape = f"{layout.num_rows:,} rows, {layout.num_classes} classes, parts of {layout.part_rows:,}"
-    return f"{manifest.store} ({shape}, first epoch {manifest.first_epoch})"
 
 
 def file_name(folder: str, file: StoredFile) -> str:
@@ -181,7 +184,7 @@ def file_name(folder: str, file: StoredFile) -> str:
 def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> StoredFile:
     """Write labels or a ledger under the run's id and the hash of their content, unless stored already."""
     # A ledger is mostly runs of one number and compresses to almost nothing; logits do not compress at all.
-    options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER_FOLDER else None)
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER else None)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema.remove_metadata(), options=options) as writer:
         writer.write_batch(batch.replace_schema_metadata(None))
@@ -192,10 +195,10 @@ def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> St
     return file
 
 
-def get_part(manifest: Manifest, store: Folder, part: int, folder: str) -> pa.RecordBatch:
+def get_part(manifest: Manifest, part: int, folder: str) -> pa.RecordBatch:
     """Read the labels or the ledger of a part, and refuse bytes that are not those the manifest names."""
-    labels, expected = folder == LABELS_FOLDER, len(manifest.layout.rows_of(part))
-    file = manifest.parts[part].labels if labels else manifest.parts[part].ledger
+    store, stored = Folder(manifest.store), manifest.parts[part]
+    file = stored.labels if folder == LABELS else stored.ledger
     name = file_name(folder, file)
     data = store.get(name)
     found = hashlib.sha256(data).hexdigest()
@@ -205,24 +208,22 @@ def get_part(manifest: Manifest, store: Folder, part: int, folder: str) -> pa.Re
             f"{file.num_bytes:,} bytes with {file.sha256[:12]}; fetch it again, or restore another manifest"
         )
     reader = pa.ipc.open_file(pa.py_buffer(data))
-    if not reader.schema.equals(labels_schema(manifest.layout.num_classes) if labels else LEDGER_SCHEMA):
-        raise PencilError(f"{store.path(name)}: its columns do not match the manifest's class count")
-    batch = reader.get_batch(0)
-    if batch.num_rows != expected:
+    schema = labels_schema(manifest.layout.num_classes) if folder == LABELS else LEDGER_SCHEMA
+    batch, num_rows = reader.get_batch(0), len(manifest.layout.rows_of(part))
+    if not reader.schema.equals(schema) or batch.num_rows != num_rows:
         raise DamagedError(
-            f"manifest over {manifest.store}: the file of part {part} has {batch.num_rows:,} rows, "
-            f"expected {expected:,}; restore another manifest"
+            f"{store.path(name)}: {batch.num_rows:,} rows of {', '.join(map(str, reader.schema.types))}; "
+            f"the manifest names {num_rows:,} of {manifest.layout.num_classes} classes: restore another one"
         )
     return batch
 
 
 def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator[pa.RecordBatch]:
     """Read the labels or the ledgers of parts in order, a few parts ahead."""
-    store = Folder(manifest.store)
     with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
         coming: deque[Future[pa.RecordBatch]] = deque()
         for part in parts:
-            coming.append(pool.submit(get_part, manifest, store, part, folder))
+            coming.append(pool.submit(get_part, manifest, part, folder))
             if len(coming) == PARALLEL_PARTS:
                 yield coming.popleft().result()
         while coming:
@@ -232,12 +233,10 @@ def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator
 def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
     """Which rows the present run visited in its `epoch`: what a plan leaves out after a crash."""
     manifest.require_whole()
-    seen = np.zeros(manifest.layout.num_rows, np.bool_)
-    parts = range(manifest.layout.num_parts)
-    for part, batch in zip(parts, get_parts(manifest, parts, LEDGER_FOLDER), strict=True):
-        rows, last_epoch = manifest.layout.rows_of(part), batch.column("last_epoch").to_numpy()
-        seen[rows.start : rows.stop] = last_epoch == manifest.first_epoch + epoch
-    return seen
+    ledgers = get_parts(manifest, range(manifest.layout.num_parts), LEDGER)
+    this_epoch = manifest.first_epoch + epoch
+    seen = [ledger["last_epoch"].to_numpy() == this_epoch for ledger in ledgers]
+    return np.concatenate([np.zeros(0, np.bool_), *seen])
 
 
 def sweep_run(storage: str, run: str) -> list[str]:
@@ -250,8 +249,8 @@ def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> lis
     """Remove the files that one run wrote and none of these manifests names; return their names."""
     files, named = Folder(store), set[str]()
     for part in (part for manifest in kept for part in manifest.parts.values()):
-        named |= {file_name(LABELS_FOLDER, part.labels), file_name(LEDGER_FOLDER, part.ledger)}
-    written = [name for folder in (LABELS_FOLDER, LEDGER_FOLDER) for name in files.names(f"{folder}/{run}")]
+        named |= {file_name(LABELS, part.labels), file_name(LEDGER, part.ledger)}
+    written = [name for folder in (LABELS, LEDGER) for name in files.names(f"{folder}/{run}")]
     swept = [name for name in written if name not in named]
     for name in swept:
         files.delete(name)
@@ -262,16 +261,16 @@ def manifests_of(storage: str) -> list[Manifest]:
     """Read every manifest of labels in a storage: published, held, of runs, of nights, of checkpoints."""
     filesystem, root = filesystem_of(storage.rstrip("/"))
     filesystem.invalidate_cache()
-    places = ((filesystem.find(f"{root}/{folder}", depth), end) for folder, depth, end in MANIFEST_PLACES)
     manifests = []
-    for path in (path for paths, end in places for path in paths if path.endswith(end)):
-        data = filesystem.cat_file(path)
-        try:
-            found = json.loads(data)
-        except ValueError as error:  # it may have been a manifest: what it named is not known
-            raise PencilError(
-                f"{path}: damaged JSON ({error}); nothing is swept until it is removed"
-            ) from None
-        if isinstance(found, dict) and found.get("kind") == KIND:
-            manifests.append(Manifest.decode(data, path))
+    for folder, depth, end in MANIFEST_FOLDERS:
+        for path in (path for path in filesystem.find(f"{root}/{folder}", depth) if path.endswith(end)):
+            data = filesystem.cat_file(path)
+            try:
+                found = json.loads(data)
+            except ValueError as error:  # it may have been a manifest: what it named is not known
+                raise PencilError(
+                    f"{path}: damaged JSON ({error}); nothing is swept until it is removed"
+                ) from None
+            if isinstance(found, dict) and found.get("kind") == KIND:
+                manifests.append(Manifest.decode(data, path))
     return manifests

@@ -6,7 +6,6 @@ sample wins. A pin names its class and its sample; `resolve` translates it into 
 
     add_pins(storage, table)                                 # row, sample_id, sample_key, class, by, at, note
     pins = read_pins(storage).resolve(class_names)           # rows and class numbers; or void
-    apply_pins(label_table, pins)
 
 Decisions are read from a file that the review page, a spreadsheet or a program wrote. JSON is a list of
 objects, or an object with that list under `decisions`; CSV and Parquet have a header with `sample_id` and
@@ -33,8 +32,7 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import LabelClasses
-from pencil_scale.labels.table import LabelTable
-from pencil_scale.labels.working_copy import KeyBytes, key_bytes
+from pencil_scale.labels.columns import KeyBytes, key_bytes
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.storage import Storage
@@ -51,12 +49,6 @@ PINS = pa.schema(
         pa.field("note", pa.string()),
     ]
 )
-SHOWN = 3
-
-
-def pins_folder(storage: str) -> str:
-    """The folder with the decisions of people."""
-    return Storage(storage).path(Storage.pins)
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Pinned:
         """Say which pins have no effect; empty if there are none."""
         if not len(self.void):
             return ""
-        entries = self.void.slice(0, SHOWN).to_pylist()
+        entries = self.void.slice(0, 3).to_pylist()
         some = ", ".join(f"{entry['sample_id']!r} to {entry['class']!r}" for entry in entries)
         return (
             f"{len(self.void):,} pins are void, because the class list does not have their class: {some}; "
@@ -110,7 +102,7 @@ class Pins:
 
 def read_pins(storage: str) -> Pins:
     """Merge all files of decisions; there may be none."""
-    store = Folder(pins_folder(storage))
+    store = Folder(Storage(storage).path(Storage.pins))
     tables = [PINS.empty_table()]
     for name in sorted(PurePosixPath(path).name for path in store.names("")):
         if name.endswith(BESIDE):
@@ -125,7 +117,7 @@ def read_pins(storage: str) -> Pins:
             ) from error
     merged = pa.concat_tables(tables).combine_chunks()
     merged = merged.take(pa.array(np.argsort(merged["at"].to_numpy(zero_copy_only=False), kind="stable")))
-    newest = {key: place for place, key in enumerate(merged["sample_key"].to_pylist())}
+    newest = {key: number for number, key in enumerate(merged["sample_key"].to_pylist())}
     return Pins(merged.take(pa.array(list(newest.values()), pa.int64())).sort_by("row"))
 
 
@@ -134,20 +126,12 @@ def add_pins(storage: str, pins: pa.Table) -> None:
     sink = io.BytesIO()
     pq.write_table(pins.select(PINS.names).cast(PINS), sink, compression="zstd")
     at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-    Folder(pins_folder(storage)).put(f"{at}-{new_id()}.parquet", sink.getvalue())
+    Storage(storage).put(f"{Storage.pins}/{at}-{new_id()}.parquet", sink.getvalue())
 
 
 def now() -> str:
     """The time of a decision, fine enough to order two calls."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-def apply_pins(table: LabelTable, pins: Pinned) -> None:
-    """Pin those rows that a table, open for writing, has."""
-    pins = pins.between(range(table.layout.num_rows))  # a table may be older than the newest pins
-    if len(pins.rows):
-        require_same_samples(pins, table.read_key(pins.rows))
-        table.pin(pins.rows, pins.classes)
 
 
 def check_pins(pins: Pins, catalogue: Catalogue) -> None:
@@ -190,13 +174,13 @@ class Decisions:
 
 
 def read_decisions(url: str, classes: LabelClasses) -> Decisions:
-    """Read a file of decisions; one entry that cannot be understood refuses the whole file."""
+    """Read a file of decisions; refuse all of it if one entry cannot be understood."""
     found: dict[str, Decision] = {}
     num_undecided = 0
-    for place, entry in enumerate(_entries(url), 1):
+    for nth, entry in enumerate(_entries(url), 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("sample_id"), str):
             raise PencilError(
-                f"{url}: entry {place:,} has no text under sample_id; columns sample_id, class expected"
+                f"{url}: entry {nth:,} has no text under sample_id; columns sample_id, class expected"
             )
         if entry.get("class") in (None, ""):
             num_undecided += 1
@@ -204,7 +188,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
         number, _ = classes.classify(entry["class"])
         if number is None:
             raise PencilError(
-                f"{url}: entry {place:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
+                f"{url}: entry {nth:,}, sample {entry['sample_id']!r}: {entry['class']!r} is none of the "
                 f"{len(classes):,} classes; give a name or a number of data.classes"
             )
         by, note = (None if entry.get(name) in (None, "") else str(entry[name]) for name in ("by", "note"))

@@ -23,10 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.manifest import LABELS_FOLDER, LEDGER_FOLDER, Manifest, get_parts
-from pencil_scale.labels.part_files import labels_schema
+from pencil_scale.labels.columns import key_bytes, labels_schema
+from pencil_scale.labels.manifest import LABELS, LEDGER, Manifest, get_parts
 from pencil_scale.labels.run_record import read_record, why_held
-from pencil_scale.labels.working_copy import key_bytes
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
 
@@ -47,31 +46,18 @@ class LabelRows:
     """The labels of consecutive rows."""
 
     rows: range
-    batch: pa.RecordBatch
+    logits: npt.NDArray[np.float32]  # [B, C]
+    noisy_class: npt.NDArray[np.int32]  # as given, or pinned to; -1 where a row has no usable label
+    pinned: npt.NDArray[np.bool_]
+    sample_key: npt.NDArray[np.uint8]  # [B, 16]: the 128-bit keys; zeros in a table made without keys
 
-    @property
-    def logits(self) -> npt.NDArray[np.float32]:
-        """The label logits: [B, C]."""
-        column = self.batch.column("label_logits")
-        logits: npt.NDArray[np.float32] = column.flatten().to_numpy().reshape(len(self.rows), -1)
-        return logits
-
-    @property
-    def noisy_class(self) -> npt.NDArray[np.int32]:
-        """The class each row was given, or pinned to; -1 where it has no usable label."""
-        noisy_class: npt.NDArray[np.int32] = self.batch.column("noisy_class").to_numpy()
-        return noisy_class
-
-    @property
-    def pinned(self) -> npt.NDArray[np.bool_]:
-        """Which rows are pinned."""
-        pinned: npt.NDArray[np.bool_] = self.batch.column("pinned").to_numpy() != 0
-        return pinned
-
-    @property
-    def sample_key(self) -> npt.NDArray[np.uint8]:
-        """The 128-bit keys of the sample ids: [B, 16]; zeros in a table made without keys."""
-        return key_bytes(self.batch.column("sample_key"))
+    @classmethod
+    def of(cls, first_row: int, batch: pa.RecordBatch) -> "LabelRows":
+        """View a batch that starts at this row."""
+        rows = range(first_row, first_row + batch.num_rows)
+        logits = batch["label_logits"].flatten().to_numpy().reshape(len(rows), -1)
+        noisy_class, pinned = batch["noisy_class"].to_numpy(), batch["pinned"].to_numpy() != 0
+        return cls(rows, logits, noisy_class, pinned, key_bytes(batch["sample_key"]))
 
 
 class PublishedLabels:
@@ -84,34 +70,33 @@ class PublishedLabels:
     def rows(self, rows: range) -> LabelRows:
         """Read the labels of these rows, as far as the table has them."""
         none = pa.RecordBatch.from_pylist([], labels_schema(self._layout.num_classes))
-        batch = pa.concat_batches([none, *(some.batch for some in self.batches(rows))])
-        return LabelRows(range(rows.start, rows.start + len(batch)), batch)
+        batch = pa.concat_batches([none, *(batch for _, batch in self._read(rows, LABELS))])
+        return LabelRows.of(rows.start, batch)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""
-        return (LabelRows(some, batch) for some, batch in self._read(rows, LABELS_FOLDER))
+        return (LabelRows.of(first, batch) for first, batch in self._read(rows, LABELS))
 
     def parts_with(self, rows: npt.NDArray[np.int64]) -> Iterator[LabelRows]:
         """Read the complete parts that hold any of these rows."""
-        within = rows[rows < self._layout.num_rows]
-        parts = np.unique(within >> self._layout.shift).tolist()
-        found = zip(parts, get_parts(self.manifest, parts, LABELS_FOLDER), strict=True)
-        return (LabelRows(self._layout.rows_of(part), batch) for part, batch in found)
+        parts = np.unique(rows[rows < self._layout.num_rows] >> self._layout.shift).tolist()
+        for part, batch in zip(parts, get_parts(self.manifest, parts, LABELS), strict=True):
+            yield LabelRows.of(self._layout.rows_of(part).start, batch)
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
         """Read the last epoch of the table's life in which each row was trained on; 0: never."""
-        found = [batch.column("last_epoch").to_numpy() for _, batch in self._read(rows, LEDGER_FOLDER)]
+        found = [batch["last_epoch"].to_numpy() for _, batch in self._read(rows, LEDGER)]
         return np.concatenate([np.zeros(0, np.int32), *found])
 
-    def _read(self, rows: range | None, folder: str) -> Iterator[tuple[range, pa.RecordBatch]]:
-        """Read these rows as far as the table has them, or all, one part at a time."""
+    def _read(self, rows: range | None, folder: str) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Read these rows as far as the table has them, or all, one part at a time, with its first row."""
         layout = self._layout
         rows = range(layout.num_rows) if rows is None else range(layout.num_rows)[rows.start : rows.stop]
         parts = range(rows.start >> layout.shift, ((rows.stop - 1) >> layout.shift) + 1) if rows else ()
         for part, batch in zip(parts, get_parts(self.manifest, parts, folder), strict=True):
             here = layout.rows_of(part)
-            some = range(max(here.start, rows.start), min(here.stop, rows.stop))
-            yield some, batch.slice(some.start - here.start, len(some))
+            first, stop = max(here.start, rows.start), min(here.stop, rows.stop)
+            yield first, batch.slice(first - here.start, stop - first)
 
 
 def find_published(storage: str, named: str, held: bool = False) -> Published:

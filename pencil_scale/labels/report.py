@@ -12,8 +12,7 @@ A run studies its labels after each epoch:
     found.figures["corrected_share"], found.warnings, found.transitions
 
 With `history` it also writes `epoch-NNNNN.arrow` after each epoch that moved labels, with the class and the
-confidence of every row. A night also writes `start.arrow`, the labels it started from. A history of a table
-of another shape is ignored.
+confidence of every row. A night also writes `start.arrow`, the labels it started from.
 
     moves = LabelMoves("s3://lake/clothing1m/labels/history/ID", layout)
     moves.last_change(range(0, 1000), given)     # int32: the epoch in which each row got its class, or -1
@@ -22,7 +21,7 @@ of another shape is ignored.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +32,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.labels.columns import Int64s, Layout
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.part_files import Int64s, Layout
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import decide, label_distribution
 from pencil_scale.storage.errors import DamagedError
@@ -45,7 +44,7 @@ HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.f
 FALL_WORTH_A_WARNING = 0.01
 NEVER = -1
 START = "start.arrow"  # the labels a night started from, where they were not those given
-_EPOCH = re.compile(r"epoch-(\d+)\.arrow$")
+_FILE = re.compile(rf"/(?:epoch-(\d+)\.arrow|{re.escape(START)})$")
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,6 @@ def history_file(url: str) -> Iterator[pa.ipc.RecordBatchFileWriter]:
         yield writer
 
 
-def history_folder(storage: str, run: str) -> str:
-    """The folder in which a run keeps every label after each epoch that moved labels."""
-    files = Storage(storage)
-    return files.path(files.history(run))
-
-
 @dataclass(frozen=True)
 class Found:
     """The results of a study."""
@@ -180,16 +173,15 @@ class LabelStudy:
     history: bool = False
     max_class_loss: float = 0.5
     _last: LabelReport | None = field(default=None, init=False)
-    _class_names: Sequence[str] = field(default=(), init=False)
 
     def of(self, manifest: Manifest, epoch: int, moved: bool, before: Mapping[str, float]) -> Found:
         """Study a snapshot taken after `epoch`; `before` are the figures of the epoch before."""
         if self._last is None or moved:
             catalogue = Catalogue.open(self.storage, self.catalogue_version)
-            url = f"{history_folder(self.storage, self.run)}/epoch-{epoch:05d}.arrow"
+            files = Storage(self.storage)
+            url = files.path(f"{files.history(self.run)}/epoch-{epoch:05d}.arrow")
             with history_file(url) if moved and self.history else nullcontext() as history:
                 self._last = study_labels(manifest, catalogue, self.members, history)
-            self._class_names = catalogue.manifest["classes"]
         figures, warnings = self._last.figures(), dict[str, str]()
         if not moved:
             return Found(figures, warnings, None)
@@ -202,7 +194,9 @@ class LabelStudy:
             )
         shrunken = self._last.shrunken_classes(self.max_class_loss)
         if shrunken:
-            worst = ", ".join(f"{self._class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5])
+            worst = ", ".join(
+                f"{manifest.class_names[number]} lost {lost:.0%}" for number, lost in shrunken[:5]
+            )
             warnings["classes_shrink"] = f"classes that lose their samples: {len(shrunken)}: {worst}"
         return Found(figures, warnings, self._last.transitions)
 
@@ -211,10 +205,8 @@ class LabelMoves:
     """In which epoch each label's class last changed; known only if the run kept a history."""
 
     def __init__(self, folder: str, layout: Layout) -> None:
-        self._filesystem, path = filesystem_of(folder)
+        self._filesystem, _ = filesystem_of(folder)
         self._files, self._layout = history_files(folder), layout
-        if self._filesystem.exists(f"{path}/{START}"):
-            self._files.insert(0, (NEVER, f"{path}/{START}"))
 
     def last_change(self, rows: range, given: Int64s) -> npt.NDArray[np.int32]:
         """The run's epoch in which each of these rows got the class it has; -1 where it was given it."""
@@ -222,10 +214,9 @@ class LabelMoves:
         before: npt.NDArray[Any] = given
         for epoch, name in self._files:
             found = _read(self._filesystem, name, self._layout, np.arange(rows.start, rows.stop))
-            if found is None:
-                return np.full(len(rows), NEVER, np.int32)
-            last[found[0] != before] = epoch
-            before = found[0]
+            classes = found["class"].to_numpy()
+            last[classes != before] = epoch
+            before = classes
         return last
 
 
@@ -241,47 +232,38 @@ class Traces:
 def read_traces(published: Published, rows: Int64s, most: int | None = None) -> Traces:
     """Read the history of a run for some rows of its label table, in rising order."""
     filesystem, _ = filesystem_of(published.history)
-    files = history_files(published.history)
+    files = [(epoch, name) for epoch, name in history_files(published.history) if epoch != NEVER]
     if most is not None:  # evenly spread, with the first and the last
-        places = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
-        files = [files[place] for place in np.unique(places)]
-    found = [(epoch, _read(filesystem, name, published.manifest.layout, rows)) for epoch, name in files]
-    known = [(epoch, labels) for epoch, labels in found if labels is not None]
-    classes = np.array([labels[0] for _, labels in known], np.uint16).reshape(len(known), len(rows))
-    confidence = np.array([labels[1] for _, labels in known], np.float16).reshape(len(known), len(rows))
-    return Traces(tuple(epoch for epoch, _ in known), classes.T, confidence.T)
+        chosen = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+        files = [files[number] for number in np.unique(chosen)]
+    found = [_read(filesystem, name, published.manifest.layout, rows) for _, name in files]
+    shape = len(files), len(rows)
+    classes = np.array([labels["class"].to_numpy() for labels in found], np.uint16).reshape(shape)
+    confidence = np.array([labels["confidence"].to_numpy() for labels in found], np.float16).reshape(shape)
+    return Traces(tuple(epoch for epoch, _ in files), classes.T, confidence.T)
 
 
 def history_files(folder: str) -> list[tuple[int, str]]:
-    """The epochs of a run's history in rising order, and the file of each; none if it kept no history."""
+    """The epochs of a run's history and the file of each, in rising order; the start of a night first."""
     filesystem, path = filesystem_of(folder)
     filesystem.invalidate_cache()
     try:
         names = filesystem.ls(path, detail=False)
     except FileNotFoundError:
         return []
-    return sorted((int(match[1]), name) for name in names if (match := _EPOCH.search(name)))
+    return sorted((int(match[1] or NEVER), name) for name in names if (match := _FILE.search(name)))
 
 
-def _read(
-    filesystem: Any, name: str, layout: Layout, rows: Int64s
-) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float16]] | None:
-    """Classes and confidences of rows in one file; None for a table of another shape."""
-    classes, confidence = np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.float16)
-    parts = rows >> layout.shift
+def _read(filesystem: Any, name: str, layout: Layout, rows: Int64s) -> pa.RecordBatch:
+    """The class and confidence of rows, in rising order, in one file: one record batch per label part."""
+    found, parts = [pa.RecordBatch.from_pylist([], HISTORY)], rows >> layout.shift
     try:
         with filesystem.open(name, "rb") as file:
             reader = pa.ipc.open_file(file)
-            if reader.num_record_batches != layout.num_parts:
-                return None
             for part in np.unique(parts).tolist():
-                here = slice(*np.searchsorted(parts, [part, part + 1]))
-                batch, slots = reader.get_batch(part), rows[here] - layout.rows_of(part).start
-                if batch.num_rows != len(layout.rows_of(part)):
-                    return None
-                classes[here] = batch.column("class").to_numpy()[slots]
-                confidence[here] = batch.column("confidence").to_numpy()[slots]
-    except pa.ArrowInvalid as error:
+                slots = rows[slice(*np.searchsorted(parts, [part, part + 1]))] - layout.rows_of(part).start
+                found.append(reader.get_batch(part).take(pa.array(slots)))
+    except (pa.ArrowInvalid, IndexError) as error:
         reason = " ".join(str(error).split())
         raise DamagedError(f"{name}: damaged history file ({reason}); remove it") from error
-    return classes, confidence
+    return pa.concat_batches(found)

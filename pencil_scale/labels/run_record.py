@@ -64,9 +64,9 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
     files, record = Storage(storage), read_record(storage, name)
     folder = files.path(files.run(name))
     if record is None:
-        for left in results_of(storage, name):
+        for result in results_of(storage, name):
             raise PencilError(
-                f"run {name}: {storage}/{left} exists, left by an earlier run of this name whose record "
+                f"run {name}: {storage}/{result} exists, left by an earlier run of this name whose record "
                 f"({folder}/run.json) is missing; nothing is overwritten: choose another run.name, or remove "
                 "what it left (labels/published, labels/held and models)"
             )
@@ -94,8 +94,8 @@ def results_of(storage: str, name: str) -> list[str]:
     files = Storage(storage)
     filesystem, root = filesystem_of(files.url)
     filesystem.invalidate_cache()
-    places = (files.published(name), files.held(name), files.model(name))
-    return [place for place in places if filesystem.exists(f"{root}/{place}")]
+    names = (files.published(name), files.held(name), files.model(name))
+    return [result for result in names if filesystem.exists(f"{root}/{result}")]
 
 
 def why_held(name: str, reasons: Sequence[str]) -> str:

@@ -1,125 +1,80 @@
 """Label table: one row of label logits per catalogue row, memory-mapped, in Arrow.
 
-The file stays a valid Arrow file while its owner moves rows in place, so any program may open it at any time.
-Rows that are not visited keep their logits. A row's part and slot are arithmetic.
+An owner restores its parts of a manifest into one Arrow file on local disk, with one record batch per part,
+and changes rows in place. The file stays valid Arrow, so any program may open it at any time. Rows that are
+not visited keep their logits. A new column needs only a place in a schema of `columns`.
 
-    table = LabelTable.open(folder, writable_parts=[0, 3])
+    table = LabelTable.restore(manifest, folder, parts=[0, 3])
     logits = table.read(rows)                 # float32 [B, C]
+    table.read(rows, "noisy_class")           # or any other column
     table.write(rows, moved, epoch=7)         # in place; the ledger remembers epoch 7
-    manifest = table.snapshot(store)          # complete and hashed, or not there at all
+    manifest = table.snapshot()               # complete and hashed, or not there at all
 
 The ledger counts epochs over the table's life, from 1; `epoch` in every call here counts from 0 in the
 present run. Only snapshots are promised to survive a crash: a working copy is scratch.
 """
 
+import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.labels.manifest import LABELS_FOLDER, LEDGER_FOLDER, Manifest, get_parts
-from pencil_scale.labels.part_files import Column, Int64s, Layout, PartFile, RowChecks, TableHeader
-from pencil_scale.labels.working_copy import (
-    LABELS_FILE,
-    LEDGER_FILE,
-    ClassSource,
-    KeySource,
-    PartTracker,
-    checked_classes,
-    made_folder,
-    new_columns,
-    new_labels,
-    new_ledger,
-    scaled_one_hot,
-    write_working_copy,
+from pencil_scale.labels.columns import LEDGER_SCHEMA, Int64s, labels_schema
+from pencil_scale.labels.manifest import (
+    LABELS,
+    LEDGER,
+    PARALLEL_PARTS,
+    Manifest,
+    StoredPart,
+    get_parts,
+    put_batch,
 )
-from pencil_scale.storage.errors import DamagedError, PencilError, new_id
-from pencil_scale.storage.folder import named_storage_errors
+from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.folder import Folder, written_beside
 
+LABELS_FILE = "labels.arrow"
 LAST_EPOCH = 2**31 - 1  # of a table's life: the ledger keeps 32 bits
 
 
 class LabelTable:
-    """The learned labels of some or all parts of a table, on local disk."""
+    """The learned labels of some or all parts of a table, on the local disk of their owner.
 
-    def __init__(self, folder: Path, writable_parts: Sequence[int], restored: Manifest | None = None):
-        """Map an existing working copy; use `create`, `open` or `restore`."""
-        self.folder = folder
-        self._labels = PartFile(folder / LABELS_FILE, writable=bool(writable_parts))
-        self._ledger = PartFile(folder / LEDGER_FILE, writable=bool(writable_parts))
-        header = self._labels.header
-        if self._ledger.header != header:
-            raise DamagedError(
-                f"{folder}: {LABELS_FILE} and {LEDGER_FILE} belong to different tables; restore the table"
-            )
-        self.layout, self.parts = header.layout, header.parts
-        self.scale, self.first_epoch = header.scale, header.first_epoch
-        self.class_names, self.run = header.class_names, header.run
-        self._logits = self._labels.column("label_logits", np.float32, self.layout.num_classes)
-        self._noisy_class = self._labels.column("noisy_class", np.int32)
-        self._pinned = self._labels.column("pinned", np.uint8)
-        self._sample_key = self._labels.column("sample_key", np.uint8, width=16)
-        self._last_epoch = self._ledger.column("last_epoch", np.int32)
-        self._checks = RowChecks(folder, self.layout, self.parts, writable_parts)
-        self._tracker = PartTracker(self._labels, self._ledger, restored)
+    The checks of rows run on every batch, so they are written for speed: on arrays this small `count_nonzero`
+    and `argmax` are several times faster than `any`, `all` and `max`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, parts: Sequence[int]):
+        """Map a working copy that has these parts of a manifest; use `restore`."""
+        self.folder, self.layout, self.parts = folder, manifest.layout, tuple(parts)
+        # What is stored of these parts. An owner that is killed loses what it has moved since.
+        self.manifest = replace(manifest, parts={part: manifest.parts[part] for part in parts})
+        with (folder / LABELS_FILE).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        # Rows are visited in random order: bring in the page of a row, not its neighbours.
+        self._map.madvise(mmap.MADV_RANDOM)
+        buffer = pa.py_buffer(self._map)
+        reader = pa.ipc.open_file(buffer)
+        self._batches = {part: reader.get_batch(nth) for nth, part in enumerate(self.parts)}
+        self._columns = {}
+        for name, kind in zip(reader.schema.names, reader.schema.types, strict=True):
+            starts = np.zeros(self.layout.num_parts, np.int64)  # of these parts; no other is looked up
+            for part, batch in self._batches.items():
+                starts[part] = batch.column(name).buffers()[-1].address - buffer.address
+            memory = np.frombuffer(self._map, np.uint8)
+            self._columns[name] = _Column(memory, kind, starts, self.layout.part_rows)
+        self._here = np.zeros(self.layout.num_parts, np.bool_)
+        self._here[list(self.parts)] = True
+        self._labels_moved, self._ledger_moved = np.zeros_like(self._here), np.zeros_like(self._here)
+        self._newest_epoch = manifest.newest_epoch
         self._lock = threading.Lock()
-
-    @classmethod
-    def create(
-        cls,
-        folder: str | Path,
-        noisy_class: ClassSource,
-        class_names: Sequence[str],
-        sample_keys: KeySource | None = None,
-        scale: float = 10.0,
-        run: str | None = None,
-    ) -> "LabelTable":
-        """Make a table in which every row's logits are scale * one-hot of its given class.
-
-        Give arrays in row order, or iterators of chunks for tables larger than memory. A class of -1 means
-        that the row has no usable label: its logits are zeros, no class preferred. Without keys the keys are
-        zeros. `run` is the id under which snapshots are stored; a table made outside a run gets a new id.
-        """
-        folder, num_classes = Path(folder), len(class_names)
-        if num_classes < 2:
-            raise PencilError(f"{folder}: {num_classes} class names; labels need at least 2 classes")
-        with named_storage_errors(folder):
-            if (folder / LABELS_FILE).exists():
-                raise PencilError(f"{folder}: holds a label table already; open it, or empty the folder")
-            with made_folder(folder), new_columns(noisy_class, sample_keys, num_classes, folder) as columns:
-                layout = Layout.of(len(columns[0]), num_classes)
-                parts = tuple(range(layout.num_parts))
-                header = TableHeader(layout, parts, 1, scale, tuple(class_names), run or new_id())
-                rows_of_parts = [layout.rows_of(part) for part in parts]
-                labels = (new_labels(rows, columns, num_classes, scale) for rows in rows_of_parts)
-                write_working_copy(folder, header, labels, (new_ledger(len(rows)) for rows in rows_of_parts))
-        return cls(folder, parts)
-
-    @classmethod
-    def open(
-        cls,
-        folder: str | Path,
-        writable_parts: Sequence[int] | Literal["all"] | None = None,
-        class_names: Sequence[str] | None = None,
-    ) -> "LabelTable":
-        """Map a working copy: for reading, or to write the parts named."""
-        folder = Path(folder)
-        if not (folder / LABELS_FILE).exists():
-            raise PencilError(f"{folder}: no label table here; create it, or restore it from a manifest")
-        with named_storage_errors(folder):
-            table = cls(folder, ())
-            _require_classes(str(folder), table.class_names, class_names)
-            wanted = table.parts if writable_parts == "all" else tuple(writable_parts or ())
-            if isinstance(writable_parts, str) and writable_parts != "all":
-                allowed = "give a list of part numbers, 'all', or None to read"
-                raise PencilError(f"{folder}: writable_parts is '{writable_parts}'; {allowed}")
-            for part in set(wanted) - set(table.parts):
-                raise PencilError(f"{folder}: part {part} is not in this working copy; restore it first")
-            return cls(folder, wanted) if wanted else table
 
     @classmethod
     def restore(
@@ -129,155 +84,182 @@ class LabelTable:
         parts: Iterable[int] | None = None,
         class_names: Sequence[str] | None = None,
     ) -> "LabelTable":
-        """Make a writable working copy of a snapshot, or of some of its parts, checking every hash.
+        """Make a working copy of a manifest, or of some of its parts, checking every hash.
 
         A working copy already in the folder is replaced: that of a dead attempt is never trusted.
         """
-        _require_classes(f"manifest over {manifest.store}", manifest.class_names, class_names)
+        if class_names is not None and manifest.class_names != tuple(class_names):
+            raise PencilError(
+                f"manifest over {manifest.store}: the class list of these labels "
+                f"{difference(manifest.class_names, class_names)}, compared with the one they are used with; "
+                "use the class list the table was made with, or remap the table"
+            )
         if parts is None:
             manifest.require_whole()
-        held = tuple(sorted(manifest.parts if parts is None else set(parts)))
-        for part in set(held) - set(manifest.parts):
+        chosen = sorted(manifest.parts if parts is None else set(parts))
+        for part in set(chosen) - set(manifest.parts):
             raise PencilError(f"manifest over {manifest.store}: has no part {part} to restore")
-        identity = manifest.first_epoch, manifest.scale, manifest.class_names, manifest.run
-        labels, ledger = (get_parts(manifest, held, kind) for kind in (LABELS_FOLDER, LEDGER_FOLDER))
-        write_working_copy(Path(folder), TableHeader(manifest.layout, held, *identity), labels, ledger)
-        return cls(Path(folder), held, manifest)
+        stored = (get_parts(manifest, chosen, LABELS), get_parts(manifest, chosen, LEDGER))
+        schema = pa.schema([*labels_schema(manifest.layout.num_classes), *LEDGER_SCHEMA])
+        # Every block is written, so a full disk fails here. A hole in the file would fail later, as a SIGBUS
+        # in the first process that touches it.
+        with written_beside(Path(folder) / LABELS_FILE, durable=False) as beside, beside.open("wb") as sink:
+            metadata = {"pencil_scale": replace(manifest, parts={}).encode()}
+            with pa.ipc.new_file(sink, schema.with_metadata(metadata)) as writer:
+                for labels, ledger in zip(*stored, strict=True):
+                    columns = [*labels.columns, *ledger.columns]
+                    writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        return cls(Path(folder), manifest, chosen)
 
-    @property
-    def writable_parts(self) -> set[int]:
-        """The parts open for writing."""
-        return set(np.flatnonzero(self._checks.writable).tolist())
+    def check_rows(self, rows: npt.ArrayLike) -> Int64s:
+        """Refuse rows that the table does not have; their parts may be elsewhere."""
+        found = np.asarray(rows)
+        if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+            raise PencilError(f"rows of type {found.dtype}, shape {found.shape}; give a list of row numbers")
+        found = found.astype(np.int64, copy=False)
+        unsigned = found.view(np.uint64)  # a negative row is a huge one
+        if found.size and unsigned.item(unsigned.argmax()) >= self.layout.num_rows:
+            outside = found[unsigned >= self.layout.num_rows]
+            self._refuse(outside, f"outside the table's {self.layout.num_rows:,} rows")
+        return found
 
-    def check_rows(self, rows: Int64s) -> Int64s:
-        """Refuse rows that the table does not have; their parts may be held elsewhere."""
-        return self._checks.known(rows)[0]
-
-    def read(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """The label logits of these rows, in their order: float32 [B, C]."""
-        return self._get(self._logits, rows)
-
-    def read_class(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        """The class each row was given, or pinned to; -1 where it has no usable label."""
-        return self._get(self._noisy_class, rows)
-
-    def read_pinned(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which of these rows are pinned."""
-        return self._get(self._pinned, rows).astype(np.bool_)
-
-    def read_key(self, rows: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """The 128-bit keys of these rows' sample ids: uint8 [B, 16]."""
-        return self._get(self._sample_key, rows)
-
-    def read_last_epoch(self, rows: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        """The last epoch of the table's life in which each row was visited; 0: never."""
-        return self._get(self._last_epoch, rows)
+    def read(self, rows: npt.ArrayLike, column: str = "label_logits") -> npt.NDArray[Any]:
+        """The values of these rows, in their order: [B], or [B, width]."""
+        return self._columns[column].get(*self._find(rows))
 
     def write(self, rows: npt.ArrayLike, logits: npt.ArrayLike, epoch: int) -> None:
         """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
 
         All rows are checked before any is written. Logits go first: a row marked with the epoch has moved.
         """
-        rows, parts = self._checks.to_write(rows)
-        logits = np.asarray(logits)
-        if logits.dtype != np.float32:
-            with np.errstate(over="ignore"):  # a number too large becomes infinite, and is refused
-                logits = logits.astype(np.float32)
+        rows, parts = self._find(rows)
+        with np.errstate(over="ignore"):  # a number too large becomes infinite, and is refused
+            values = np.asarray(logits, np.float32)
         expected = (len(rows), self.layout.num_classes)
-        if logits.shape != expected:
-            raise PencilError(f"{self.folder}: logits of shape {logits.shape}; expected {expected}")
-        finite = np.isfinite(logits)
-        if np.count_nonzero(finite) < logits.size:
-            infinite = rows[~finite.all(axis=1)]
-            self._checks.refuse_write(infinite, "given logits that are not finite numbers of 32 bits")
+        if values.shape != expected:
+            raise PencilError(f"{self.folder}: logits of shape {values.shape}; expected {expected}")
+        finite = np.isfinite(values)
+        if np.count_nonzero(finite) < values.size:
+            self._refuse(rows[~finite.all(axis=1)], "given logits that are not finite numbers of 32 bits")
         with self._lock:
-            marks = self._unvisited(rows, parts, epoch)
-            pinned = self._pinned.get(self._pinned.find(rows, parts))
-            if np.count_nonzero(pinned):
-                free = pinned == 0
-                self._set_logits(rows[free], parts[free], logits[free])
-            else:
-                self._set_logits(rows, parts, logits)
-            self._mark(marks, parts, epoch)
+            self._require_unvisited(rows, parts, epoch)
+            moved, moved_parts = rows, parts
+            free = self._columns["pinned"].get(rows, parts) == 0
+            if np.count_nonzero(free) < len(rows):
+                moved, moved_parts, values = rows[free], parts[free], values[free]
+            self._labels_moved[moved_parts] = True
+            self._columns["label_logits"].set(moved, moved_parts, values)
+            self._mark(rows, parts, epoch)
 
     def mark(self, rows: npt.ArrayLike, epoch: int) -> None:
         """Mark these rows as visited, leaving their labels alone."""
-        rows, parts = self._checks.to_write(rows)
+        rows, parts = self._find(rows)
         with self._lock:
-            self._mark(self._unvisited(rows, parts, epoch), parts, epoch)
-
-    def pin(self, rows: npt.ArrayLike, classes: npt.ArrayLike) -> None:
-        """Set these rows' class for good: scale * one-hot, and no write moves them again."""
-        rows, parts = self._checks.to_write(rows)
-        if np.size(classes) != len(rows):
-            raise PencilError(
-                f"{self.folder}: {np.size(classes)} classes to pin {len(rows)} rows; give one each"
-            )
-        pinned = checked_classes(classes, self.layout.num_classes, lowest=0, rows=rows)
-        with self._lock:
-            self._noisy_class.set(self._noisy_class.find(rows, parts), pinned)
-            self._pinned.set(self._pinned.find(rows, parts), 1)
-            self._set_logits(rows, parts, scaled_one_hot(pinned, self.layout.num_classes, self.scale))
-
-    def visited(self, epoch: int) -> npt.NDArray[np.bool_]:
-        """Which rows of the whole table were last visited in this epoch: bool [N]."""
-        if not self._checks.held.all():
-            raise PencilError(
-                f"{self.folder}: holds {len(self.parts)} of {self.layout.num_parts} parts, not every row; "
-                "use count_visited, or manifest.visited with a complete manifest"
-            )
-        return np.concatenate([np.zeros(0, np.bool_), *self._marks_of(epoch)])
+            self._require_unvisited(rows, parts, epoch)
+            self._mark(rows, parts, epoch)
 
     def count_visited(self, epoch: int) -> int:
-        """How many rows of the parts held here were last visited in this epoch."""
-        return sum(int(np.count_nonzero(marks)) for marks in self._marks_of(epoch))
+        """How many rows of the parts here were last visited in this epoch."""
+        ledgers = (batch["last_epoch"].to_numpy() for batch in self._batches.values())
+        return sum(int(np.count_nonzero(ledger == self.manifest.first_epoch + epoch)) for ledger in ledgers)
 
-    def snapshot(self, store: str | Path) -> Manifest:
-        """Write the parts that moved to the store, and name the parts in a manifest of this moment.
+    def snapshot(self) -> Manifest:
+        """Put the parts that moved into the manifest's store, and name all parts here as they are now.
 
-        It names the parts open for writing, since another process may be writing the others; for a table
-        opened for reading, all it holds. Writes wait meanwhile. The manifest is not saved: with several ranks
-        it is incomplete.
+        Writes wait meanwhile. The manifest is not saved: with several ranks it is incomplete.
         """
         with self._lock:
-            manifest = self._tracker.snapshot(store, sorted(self.writable_parts) or self.parts)
-        self._labels.forget_pages()
-        self._ledger.forget_pages()
-        return manifest
+            self._map.madvise(mmap.MADV_NORMAL)  # parts are read from end to end
+            store = Folder(self.manifest.store)
+            with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
+                stored = pool.map(lambda part: self._put_part(store, part), self.parts)
+                parts = dict(zip(self.parts, stored, strict=True))
+            self.manifest = replace(self.manifest, parts=parts, newest_epoch=self._newest_epoch)
+            self._labels_moved[:] = self._ledger_moved[:] = False
+            self._map.madvise(mmap.MADV_RANDOM)
+            self._map.madvise(mmap.MADV_DONTNEED)  # what was written stays in the file
+        return self.manifest
 
-    def _marks_of(self, epoch: int) -> Iterator[npt.NDArray[np.bool_]]:
-        for part in self.parts:
-            yield self._ledger.batch(part).column("last_epoch").to_numpy() == self.first_epoch + epoch
+    def _put_part(self, store: Folder, part: int) -> StoredPart:
+        stored, batch, run = self.manifest.parts[part], self._batches[part], self.manifest.run
+        if self._labels_moved[part]:
+            labels = batch.select(labels_schema(self.layout.num_classes).names)
+            stored = replace(stored, labels=put_batch(store, LABELS, labels, run))
+        if self._ledger_moved[part]:
+            ledger = batch.select(LEDGER_SCHEMA.names)
+            stored = replace(stored, ledger=put_batch(store, LEDGER, ledger, run))
+        return stored
 
-    def _get(self, column: Column, rows: npt.ArrayLike) -> npt.NDArray[Any]:
-        found, parts = self._checks.to_read(rows)
-        return column.get(column.find(found, parts))
+    def _find(self, rows: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """These rows as an array, and the part of each; refuse rows of parts that are elsewhere."""
+        found = self.check_rows(rows)
+        parts = found >> self.layout.shift
+        here = self._here[parts]
+        if np.count_nonzero(here) < len(found):
+            self._refuse(found[~here], "in a part that is not in this working copy")
+        return found, parts
 
-    def _set_logits(self, rows: Int64s, parts: Int64s, logits: npt.NDArray[np.float32]) -> None:
-        self._tracker.labels_moved[parts] = True
-        self._logits.set(self._logits.find(rows, parts), logits)
-
-    def _mark(self, marks: Int64s, parts: Int64s, epoch: int) -> None:
-        self._tracker.ledger_moved[parts] = True
-        self._last_epoch.set(marks, self.first_epoch + epoch)
-
-    def _unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> Int64s:
-        """The places of these rows in the ledger, none of them marked with this epoch or a later one."""
-        if not 0 <= epoch <= LAST_EPOCH - self.first_epoch:
+    def _require_unvisited(self, rows: Int64s, parts: Int64s, epoch: int) -> None:
+        """Refuse rows given twice, and rows marked with this epoch or a later one."""
+        ordered = np.sort(rows)
+        repeated = ordered[1:] == ordered[:-1]
+        if np.count_nonzero(repeated):
+            self._refuse(ordered[1:][repeated], "given twice in one write")
+        first_epoch = self.manifest.first_epoch
+        if not 0 <= epoch <= LAST_EPOCH - first_epoch:
             raise PencilError(f"{self.folder}: epoch {epoch}; a run counts its epochs from 0")
-        marks = self._last_epoch.find(rows, parts)
-        last_epoch = self._last_epoch.get(marks)
-        seen = last_epoch >= self.first_epoch + epoch
+        last_epoch = self._columns["last_epoch"].get(rows, parts)
+        seen = last_epoch >= first_epoch + epoch
         if np.count_nonzero(seen):
-            last = int(last_epoch[seen][0]) - self.first_epoch
-            why = f"marked with epoch {last} already, written again in epoch {epoch}"
-            self._checks.refuse_write(rows[seen], why)
-        return marks
+            last = int(last_epoch[seen][0]) - first_epoch
+            self._refuse(
+                rows[seen], f"visited in epoch {last + 1} already, written again in epoch {epoch + 1}"
+            )
+
+    def _mark(self, rows: Int64s, parts: Int64s, epoch: int) -> None:
+        self._ledger_moved[parts] = True
+        self._columns["last_epoch"].set(rows, parts, self.manifest.first_epoch + epoch)
+        if len(rows):
+            self._newest_epoch = max(self._newest_epoch, self.manifest.first_epoch + epoch)
+
+    def _refuse(self, rows: Int64s, why: str) -> NoReturn:
+        """Name the first of these rows and the reason."""
+        others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
+        raise PencilError(f"{self.folder}: row {rows[0]}{others}: {why}")
 
 
-def _require_classes(name: str, found: Sequence[str], expected: Sequence[str] | None) -> None:
-    if expected is not None and list(found) != list(expected):
-        raise PencilError(
-            f"{name}: the class list of these labels {difference(found, expected)}, compared with the one "
-            "they are used with; use the class list the table was made with, or remap the table"
-        )
+class _Column:
+    """One column of a mapped table: every row is one item of a strided array over the whole file."""
+
+    def __init__(
+        self, memory: npt.NDArray[np.uint8], kind: pa.DataType, starts: Int64s, part_rows: int
+    ) -> None:
+        """`starts` says at which byte the values of each part start."""
+        self._width = 1
+        if pa.types.is_fixed_size_list(kind):
+            kind, self._width = kind.value_type, kind.list_size
+        elif pa.types.is_fixed_size_binary(kind):
+            kind, self._width = pa.uint8(), kind.byte_width
+        self._dtype = np.dtype(kind.to_pandas_dtype())
+        # A row of several values is one opaque item: NumPy then copies it with one call, not value by value.
+        wide = np.dtype((np.void, self._dtype.itemsize * self._width))
+        self._row_type = self._dtype if self._width == 1 else wide
+        step, row_bytes = self._dtype.itemsize, self._row_type.itemsize
+        # Every value of the file starts an item. Items overlap, but a part's rows are `width` values apart,
+        # and so one index reaches all parts, the shorter last one too.
+        num_items = max((memory.size - row_bytes) // step + 1, 0)  # none if the file is empty
+        first_item = memory[: row_bytes * min(num_items, 1)].view(self._row_type)
+        self._items = np.lib.stride_tricks.as_strided(first_item, (num_items,), (step,))
+        # Where row 0 would be if the whole table were laid out as this part is: start + slot = origin + row.
+        self._origins = starts // step - np.arange(len(starts)) * part_rows * self._width
+
+    def get(self, rows: Int64s, parts: Int64s) -> npt.NDArray[Any]:
+        """The values of these rows, which are in these parts: [B], or [B, width]."""
+        found: npt.NDArray[Any] = self._items[self._origins[parts] + rows * self._width]
+        return found if self._width == 1 else found.view(self._dtype).reshape(-1, self._width)
+
+    def set(self, rows: Int64s, parts: Int64s, values: npt.NDArray[Any] | int) -> None:
+        """Change these rows in place: to one row each, or all to one number."""
+        if self._width > 1:
+            values = np.ascontiguousarray(values, self._dtype).view(self._row_type)[:, 0]
+        self._items[self._origins[parts] + rows * self._width] = values

@@ -18,10 +18,8 @@ class that left the list must be accounted for: a mistyped name must not cost it
     mapping = class_mapping(("ant", "bee", "wasp"), ("bee", "ant"), {"wasp": "bee"})      # [[1, 2], [0]]
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +32,6 @@ from pencil_scale.export.rows import FOR_THE_MODEL
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
 from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.stream.plan import shuffled
@@ -144,28 +141,16 @@ def _has(table: pa.Table, *statuses: str) -> npt.NDArray[np.bool_]:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
 
-def carry_over(parent: Manifest, crawl: Crawl, pins: Pinned, run: str, scratch: str | None) -> Manifest:
+def carry_over(parent: Manifest, crawl: Crawl, pins: Pinned, run: str) -> Manifest:
     """Make the labels that a night starts with, in the parent's store, under the id of the night's run."""
     labels, after = parent.for_new_run(run), crawl.after
     if labels.class_names != after.class_names:
-        labels = _remapped(labels, crawl, scratch)
-    new = after.read(crawl.before.num_rows, after.num_rows, ["noisy_class", "sample_key"])
-    if len(new):
-        labels = grow(labels, given_classes(new), new["sample_key"])
-    labels = regive(labels, crawl.regiven["row"].to_numpy(), given_classes(crawl.regiven))
+        # The only step that reads every label: a new class list changes the width of all of them.
+        labels, freed = remap(labels, crawl.mapping, after.class_names)
+        labels = regive(labels, freed, _given(after, freed))
+    labels = regive(grow(labels, after), crawl.regiven["row"].to_numpy(), given_classes(crawl.regiven))
     void = np.sort(pins.void["row"].to_numpy())
     return release(pin(labels, pins), void, _given(after, void))
-
-
-def _remapped(labels: Manifest, crawl: Crawl, scratch: str | None) -> Manifest:
-    """The only step that reads every label: a new class list changes the width of all of them."""
-    with tempfile.TemporaryDirectory(prefix="pencil_scale-", dir=scratch) as folder:
-        table = LabelTable.restore(labels, Path(folder) / "old")
-        rows = np.arange(table.layout.num_rows)
-        remapped = remap(table, crawl.mapping, crawl.after.class_names, Path(folder) / "new")
-        freed = rows[table.read_pinned(rows) & ~remapped.read_pinned(rows)]  # their class was dropped
-        moved = replace(remapped.snapshot(labels.store), catalogue=labels.catalogue)
-    return regive(moved, freed, _given(crawl.after, freed))
 
 
 def _given(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:

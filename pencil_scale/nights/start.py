@@ -272,7 +272,7 @@ def _carry(config: Config, nights: NightFiles, night: Night, old: Manifest, craw
     pins = read_pins(storage.url).resolve(after.class_names, config.nightly.remap)
     if warning := pins.void_warning():
         say(f"WARNING: {warning}")
-    carried = carry_over(old, crawl, pins, night.id, config.workers.scratch)
+    carried = carry_over(old, crawl, pins, night.id)
     if config.checkpoint.history:
         # Every label as it was before the night: its history shows only its own changes.
         with history_file(f"{storage.path(storage.history(night.id))}/{START}") as writer:

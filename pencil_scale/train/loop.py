@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pencil_scale.labels.courier import HostCopy
-from pencil_scale.labels.owners import AHEAD, Batch, Owners
+from pencil_scale.labels.owners import AHEAD, Batch, HostCopy, Owners
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import Progress

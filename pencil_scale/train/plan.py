@@ -31,7 +31,7 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.settings import Config
-from pencil_scale.labels.part_files import NARROW_BYTES
+from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.outlook import check_outlook

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pencil_scale.labels.courier import HostCopy
+from pencil_scale.labels.owners import HostCopy
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.step import StepResult

@@ -140,7 +140,7 @@ def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], le
         pins = read_pins(storage.url).resolve(plan.class_names, config.nightly.remap)
         if warning := pins.void_warning():
             say(f"WARNING: {warning}")
-        labels = start_labels(plan.catalogue, storage.url, scale, config.workers.scratch, pins, run)
+        labels = start_labels(plan.catalogue, storage.url, scale, pins, run)
     labels.require_whole()
     name = storage.run(config.run.name, "labels.json")
     lease.put(name, labels.encode())

@@ -195,7 +195,7 @@ class Worker:
 
     def _snapshot(self) -> Manifest:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
-        manifest = merge(self.ranks.gather(self.table.snapshot(self.manifest.store)))
+        manifest = merge(self.ranks.gather(self.table.snapshot()))
         return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)
 
     def _save_pair(self, progress: Progress, manifest: Manifest) -> None:

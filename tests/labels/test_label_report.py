@@ -1,4 +1,4 @@
-"""What has become of the labels, against counts made by hand."""
+"""The report on changed labels, against counts made by hand."""
 
 import json
 from dataclasses import replace
@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from catalogue_making import Bench, image
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.report import LabelStudy, Share, history_folder, study_labels
-from pencil_scale.labels.table import LabelTable
+from pencil_scale.labels.report import LabelStudy, Share, study_labels
 
 # Given and true classes of six samples; the last one's truth is not known.
 GIVEN = [0, 0, 1, 1, 2, 2]
@@ -33,14 +32,12 @@ def catalogue(tmp_path: Path) -> Catalogue:
     return bench.index(truth="json:true").catalogue
 
 
-def snapshot(folder: Path, learned: list[int], pinned: dict[int, int] | None = None) -> Manifest:
-    """A table in which every label has moved wholly to the class `learned` says."""
-    table = LabelTable.create(folder / "table", GIVEN, names(3))
+def snapshot(folder: Path, learned: list[int], pins: dict[int, int] | None = None) -> Manifest:
+    """Labels that have all moved to the classes in `learned`."""
+    table = new_table(folder / "table", GIVEN, names(3), folder / "store", pins)
     logits = 20 * np.eye(3, dtype=np.float32)[learned]
     table.write(range(6), logits, epoch=0)
-    for row, number in (pinned or {}).items():
-        table.pin([row], [number])
-    return table.snapshot(folder / "store")
+    return table.snapshot()
 
 
 def test_changes_are_counted_from_class_to_class(tmp_path: Path, catalogue: Catalogue) -> None:
@@ -57,8 +54,8 @@ def test_labels_are_right_or_wrong_where_the_truth_is_known(tmp_path: Path, cata
     assert (report.corrected_right.num, report.corrected_right.of) == (4, 5)
 
 
-def test_a_pinned_row_is_no_merit_of_the_training(tmp_path: Path, catalogue: Catalogue) -> None:
-    report = study_labels(snapshot(tmp_path, [0, 0, 1, 1, 2, 2], pinned={1: 1}), catalogue)
+def test_a_pinned_row_never_counts_as_right(tmp_path: Path, catalogue: Catalogue) -> None:
+    report = study_labels(snapshot(tmp_path, [0, 0, 1, 1, 2, 2], pins={1: 1}), catalogue)
     assert report.transitions[0].tolist() == [1, 1, 0]  # changed, from the class as given
     assert (report.corrected_right.num, report.corrected_right.of) == (3, 4)
 
@@ -87,29 +84,29 @@ def study(catalogue: Catalogue, **options: object) -> LabelStudy:
     return LabelStudy(storage, catalogue.version, "run", **options)  # type: ignore[arg-type]
 
 
-def test_the_history_tells_every_label_of_an_epoch(tmp_path: Path, catalogue: Catalogue) -> None:
-    looking = study(catalogue, history=True)
-    looking.of(snapshot(tmp_path, [0, 1, 1, 1, 0, 2]), epoch=7, moved=True, before={})
-    with fsspec.open(f"{history_folder(looking.storage, 'run')}/epoch-00007.arrow", "rb") as file:
+def test_the_history_has_every_label_of_an_epoch(tmp_path: Path, catalogue: Catalogue) -> None:
+    of_run = study(catalogue, history=True)
+    of_run.of(snapshot(tmp_path, [0, 1, 1, 1, 0, 2]), epoch=7, moved=True, before={})
+    with fsspec.open(f"{of_run.storage}/labels/history/run/epoch-00007.arrow", "rb") as file:
         found = pa.ipc.open_file(file).read_all()
     assert found["class"].to_pylist() == [0, 1, 1, 1, 0, 2]
     assert found["confidence"].to_pylist() == [1.0] * 6
 
 
-def test_labels_that_stood_still_or_got_worse_are_warned_of(tmp_path: Path, catalogue: Catalogue) -> None:
-    looking = study(catalogue, max_class_loss=0.4)
-    first = looking.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
-    assert first.warnings == {"classes_shrink": "classes that lose their samples: 1: cat lost 50%"}
-    worse = looking.of(snapshot(tmp_path / "2", [2, 2, 1, 1, 2, 2]), 1, moved=True, before=first.figures)
+def test_labels_that_did_not_move_or_got_worse_are_warned_about(tmp_path: Path, catalogue: Catalogue) -> None:
+    of_run = study(catalogue, max_class_loss=0.4)
+    first = of_run.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
+    assert first.warnings == {"classes_shrink": "classes that lose their samples: 1: class-2 lost 50%"}
+    worse = of_run.of(snapshot(tmp_path / "2", [2, 2, 1, 1, 2, 2]), 1, moved=True, before=first.figures)
     assert worse.warnings["label_accuracy_falls"] == "label accuracy fell from 1.000 to 0.400"
-    still = looking.of(snapshot(tmp_path / "3", [2, 2, 1, 1, 2, 2]), 2, moved=True, before=worse.figures)
+    still = of_run.of(snapshot(tmp_path / "3", [2, 2, 1, 1, 2, 2]), 2, moved=True, before=worse.figures)
     assert "no label moved" in still.warnings["no_label_moved"]
 
 
-def test_where_no_label_moved_the_last_look_still_holds(tmp_path: Path, catalogue: Catalogue) -> None:
-    looking = study(catalogue)
-    first = looking.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
+def test_without_moved_labels_the_last_study_still_holds(tmp_path: Path, catalogue: Catalogue) -> None:
+    of_run = study(catalogue)
+    first = of_run.of(snapshot(tmp_path / "1", [0, 1, 1, 1, 0, 2]), 0, moved=True, before={})
     unreadable = replace(snapshot(tmp_path / "2", GIVEN), store=str(tmp_path / "nowhere"))
-    later = looking.of(unreadable, 1, moved=False, before=first.figures)
+    later = of_run.of(unreadable, 1, moved=False, before=first.figures)
     assert later.figures == first.figures
     assert (later.warnings, later.transitions) == ({}, None)

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.labels.exchange import OwnersError, Peer, gloo_address
-from pencil_scale.labels.owners import AHEAD, Batch, Owners, owned_parts
+from pencil_scale.labels.owners import AHEAD, Batch, HostCopy, Owners, launched_so_far, owned_parts
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -17,7 +17,7 @@ NUM_ROWS, NUM_CLASSES = 3000, 5
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
+    return new_table(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
 
 
 def batches_of(rows: torch.Tensor, size: int) -> Iterator[Batch]:
@@ -47,9 +47,8 @@ def test_one_rank_needs_no_process_group(table: LabelTable, batch_size: int) -> 
     assert np.array_equal(table.read(rows).max(axis=1), np.full(len(rows), 40.0))
 
 
-def test_a_pinned_class_wins_over_the_class_of_the_stream(table: LabelTable) -> None:
-    table.pin([3], [1])
-    with Owners(table) as owners:
+def test_a_pinned_class_wins_over_the_class_of_the_stream(tmp_path: Path) -> None:
+    with Owners(new_table(tmp_path, np.arange(6) % 5, names(5), pins={3: 1})) as owners:
         stream = [Batch(torch.tensor([3, 4]), None, torch.ones(2), noisy_class=torch.tensor([3, 4]))]
         (batch,) = owners.with_labels(stream)
         owners.drain()
@@ -58,7 +57,7 @@ def test_a_pinned_class_wins_over_the_class_of_the_stream(table: LabelTable) -> 
 
 
 class Step:
-    """A step on a device, which somebody may have waited for."""
+    """A step on a device, and whether a thread has waited for it."""
 
     def __init__(self) -> None:
         self.waited_for = False
@@ -83,9 +82,7 @@ def test_no_more_steps_are_under_way_than_labels_are_fetched_for(
     assert owners.device_s > 0
 
 
-def test_a_gpu_that_fails_is_not_told_as_labels_that_were_not_exchanged(
-    table: LabelTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_error_is_reported_as_it_is(table: LabelTable, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Step):
         def synchronize(self) -> None:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -117,7 +114,7 @@ def test_marks_alone_move_no_label(table: LabelTable) -> None:
         for batch in owners.with_labels(batches_of(shuffled(), 500)):
             owners.mark(batch.rows, epoch=0)
         owners.drain()
-    assert table.visited(0).all()
+    assert table.count_visited(0) == NUM_ROWS
     assert np.array_equal(table.read(np.arange(NUM_ROWS)), before)
 
 
@@ -126,7 +123,7 @@ def test_a_row_moved_twice_in_an_epoch_is_refused_by_name(table: LabelTable) -> 
     owners.move(torch.tensor([7, 8]), torch.zeros(2, NUM_CLASSES), epoch=0)
     owners.drain()
     owners.move(torch.tensor([9, 8]), torch.zeros(2, NUM_CLASSES), epoch=0)
-    with pytest.raises(PencilError, match="row 8: marked with epoch 0 already"):
+    with pytest.raises(PencilError, match="row 8: visited in epoch 1 already"):
         owners.drain()
     with pytest.raises(PencilError, match="row 8"):
         owners.move(torch.tensor([10]), torch.zeros(1, NUM_CLASSES), epoch=0)
@@ -150,7 +147,7 @@ def test_a_second_pass_without_a_drain_is_refused(table: LabelTable) -> None:
         owners.drain()
 
 
-def test_a_pass_left_early_can_be_drained_and_begun_again(table: LabelTable) -> None:
+def test_a_pass_left_early_can_be_drained_and_started_again(table: LabelTable) -> None:
     with Owners(table) as owners:
         for batch in owners.with_labels(batches_of(shuffled(), 100)):
             owners.move(batch.rows, batch.label_logits + 1, epoch=0)
@@ -172,11 +169,22 @@ def test_a_stream_that_fails_fails_the_pass_with_its_own_error(table: LabelTable
         owners.drain()
 
 
-def test_closing_with_moves_on_their_way_says_that_they_are_lost(table: LabelTable) -> None:
-    owners = Owners(table)
-    owners.move(torch.tensor([5]), torch.zeros(1, NUM_CLASSES), epoch=0)
-    with pytest.raises(OwnersError, match="1 writes never reached their owners"):
-        owners.close()
+def test_leaving_with_unsent_moves_says_that_they_are_lost(table: LabelTable) -> None:
+    with pytest.raises(OwnersError, match="1 writes never reached their owners"), Owners(table) as owners:
+        owners.move(torch.tensor([5]), torch.zeros(1, NUM_CLASSES), epoch=0)
+    owners.close()  # a second time does no harm
+    assert table.count_visited(0) == 0
+
+
+def test_writes_of_two_epochs_need_a_drain_between_them(table: LabelTable) -> None:
+    with Owners(table) as owners:
+        owners.mark(torch.tensor([5]), epoch=0)
+        with pytest.raises(OwnersError, match="another epoch or stage are not sent yet; call drain"):
+            owners.mark(torch.tensor([5]), epoch=1)
+        owners.drain()
+        owners.mark(torch.tensor([5]), epoch=1)
+        owners.drain()
+    assert table.count_visited(1) == 1
 
 
 def test_rows_outside_the_table_are_refused_where_they_are_asked_for(table: LabelTable) -> None:
@@ -191,10 +199,10 @@ def test_rows_outside_the_table_are_refused_where_they_are_asked_for(table: Labe
         owners.drain()
 
 
-def test_a_rank_must_be_able_to_write_the_parts_it_owns(table: LabelTable, tmp_path: Path) -> None:
-    reader = LabelTable.open(tmp_path, writable_parts=[0, 2])
+def test_a_rank_must_have_the_parts_it_owns(table: LabelTable, tmp_path: Path) -> None:
+    some = LabelTable.restore(table.manifest, tmp_path / "some", parts=[0, 2])
     with pytest.raises(OwnersError, match="rank 0 of 1 owns part 1"):
-        Owners(reader)
+        Owners(some)
 
 
 def test_several_ranks_need_a_process_group(table: LabelTable) -> None:
@@ -217,3 +225,28 @@ def test_the_address_of_a_rank_is_that_of_the_interface_gloo_is_given(
     assert gloo_address() == "interface no-such-one"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert ipaddress.ip_address(gloo_address())
+
+
+def test_a_copy_keeps_what_was_there_when_it_was_made() -> None:
+    numbers = torch.arange(3.0)
+    copy = HostCopy(numbers)
+    numbers.zero_()
+    assert copy.read().tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_cpu_has_nothing_to_wait_for() -> None:
+    assert launched_so_far(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_is_read_while_the_gpu_computes_what_was_launched_after_it() -> None:
+    numbers = torch.arange(3.0, device="cuda")
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    copy = HostCopy(numbers)
+    numbers.zero_()
+    for _ in range(200):  # tenths of a second
+        matrix = matrix @ matrix
+    assert copy.read().tolist() == [0.0, 1.0, 2.0]
+    assert not torch.cuda.current_stream().query()

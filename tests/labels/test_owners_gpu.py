@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.table import LabelTable
@@ -15,7 +15,7 @@ NUM_ROWS, NUM_CLASSES, BATCH = 4096, 14, 256
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    return LabelTable.create(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
+    return new_table(tmp_path, np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
 
 
 def batches() -> Iterator[Batch]:
@@ -33,7 +33,7 @@ def fresh_logits() -> torch.Tensor:
     return torch.full((BATCH, NUM_CLASSES), 2.0, device="cuda").sqrt()
 
 
-def test_labels_come_to_the_gpu_and_go_home(table: LabelTable) -> None:
+def test_labels_are_copied_to_the_gpu_and_back(table: LabelTable) -> None:
     with Owners(table, device="cuda") as owners:
         for epoch in range(3):
             for batch in owners.with_labels(batches(), epoch):
@@ -55,7 +55,7 @@ def test_move_returns_while_the_gpu_still_computes_what_is_moved(table: LabelTab
         keep_the_gpu_busy()
         logits = fresh_logits()
         owners.move(rows, logits, epoch=0)
-        assert not torch.cuda.current_stream().query()  # the copy waits in the stream, nobody waits for it
+        assert not torch.cuda.current_stream().query()  # the copy waits in the stream; no thread waits for it
         logits.zero_()  # after the copy, in the stream's order
         owners.drain()
     assert np.allclose(table.read(rows.numpy()), np.sqrt(2.0))

@@ -1,4 +1,4 @@
-"""Owners in real processes, over gloo, each with a working copy of its own parts alone."""
+"""Owners in real processes, over gloo, each with a working copy of only the parts it owns."""
 
 import json
 import multiprocessing
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from label_making import names
+from label_making import names, new_labels
 
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
@@ -42,10 +42,10 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
     manifest = Manifest.load(folder / "start.json")
     parts = owned_parts(manifest.layout.num_parts, rank, world)
     table = LabelTable.restore(manifest, folder / f"rank-{rank}", parts)
-    dist.barrier()  # the owners' time-out runs from here, however long a busy machine took to come so far
+    dist.barrier()  # the time limit of the owners runs from here, however long a busy machine took to start
     try:
         said = target(Owners(table, rank, world, timeout_s=timeout_s), folder)
-        (folder / f"manifest-{rank}.json").write_bytes(table.snapshot(folder / "store").encode())
+        (folder / f"manifest-{rank}.json").write_bytes(table.snapshot().encode())
     except Exception as error:
         said = {"error": str(error), "kind": type(error).__name__, "trace": traceback.format_exc()}
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
@@ -53,8 +53,9 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
 
 
 def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[BaseProcess]:
-    table = LabelTable.create(folder / "whole", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
-    table.snapshot(folder / "store").save(folder / "start.json")
+    new_labels(folder / "store", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES)).save(
+        folder / "start.json"
+    )
     ranks = [
         CONTEXT.Process(target=run_rank, args=(rank, world, folder, target, timeout_s), daemon=True)
         for rank in range(world)
@@ -65,7 +66,7 @@ def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEO
 
 
 def run_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """What each rank said; its error, with what it told, if it raised one."""
+    """The results of all ranks; for a rank that raised an error, its message."""
     for process in start_world(world, folder, target, timeout_s):
         process.join(120)
         assert process.exitcode == 0
@@ -87,9 +88,9 @@ def even_sizes(num_rows: int, size: int) -> list[int]:
 
 
 def uneven_sizes(num_rows: int, rank: int) -> list[int]:
-    """Empty, small and large batches in an order of the rank's own."""
-    rng, sizes = np.random.default_rng(rank), [0]
-    while sum(sizes) < num_rows:
+    """Two hundred batches: empty, small and large ones, in a different order on each rank."""
+    rng, sizes = np.random.default_rng(rank), list[int]()
+    while len(sizes) < 200:
         sizes.append(min(int(rng.choice([0, 1, 30, 64, 300])), num_rows - sum(sizes)))
     return sizes
 
@@ -130,7 +131,7 @@ def two_even_epochs(owners: Owners, folder: Path) -> int:
 
 
 def two_uneven_epochs(owners: Owners, folder: Path) -> int:
-    # The last rank has no rows at all, the first reads its share too.
+    # The last rank has only empty batches; the first reads its share too.
     rows = share_of(owners.rank, owners.world)
     if owners.rank == owners.world - 1:
         rows = rows[:0]
@@ -147,22 +148,22 @@ def test_the_labels_are_the_same_for_any_world(tmp_path: Path, world: int) -> No
     assert sum(run_world(world, tmp_path, two_even_epochs)) == NUM_ROWS
     table = LabelTable.restore(merged(world, tmp_path), tmp_path / "after")
     np.testing.assert_allclose(table.read(np.arange(NUM_ROWS)), expected_logits(2), atol=1e-6, rtol=0)
-    assert set(table.read_last_epoch(np.arange(NUM_ROWS)).tolist()) == {table.first_epoch + 1}
+    assert set(table.read(np.arange(NUM_ROWS), "last_epoch").tolist()) == {table.manifest.first_epoch + 1}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.slow
-def test_empty_and_uneven_batches_lose_nothing_and_hang_nobody(tmp_path: Path, world: int) -> None:
+def test_empty_and_uneven_batches_lose_no_row(tmp_path: Path, world: int) -> None:
     assert sum(run_world(world, tmp_path, two_uneven_epochs)) == NUM_ROWS
     table = LabelTable.restore(merged(world, tmp_path), tmp_path / "after")
     np.testing.assert_allclose(table.read(np.arange(NUM_ROWS)), expected_logits(2), atol=1e-6, rtol=0)
 
 
-def one_stops_early(owners: Owners, folder: Path) -> bool:
-    """Rank 0 has one batch, the others many; in the default group it waits for them as DDP would."""
+def others_are_slower(owners: Owners, folder: Path) -> bool:
+    """Rank 0 is done first, and waits for the others in the default group, as DDP would."""
     rows = share_of(owners.rank, owners.world)
-    sizes = [len(rows)] if owners.rank == 0 else even_sizes(len(rows), 100)
-    for batch in owners.with_labels(batches_of(rows, sizes)):
+    for batch in owners.with_labels(batches_of(rows, even_sizes(len(rows), 200))):
+        time.sleep(0.02 * owners.rank)
         owners.move(batch.rows, batch.label_logits + 1, epoch=0)
     dist.barrier()
     owners.drain()
@@ -173,7 +174,7 @@ def one_stops_early(owners: Owners, folder: Path) -> bool:
 def test_a_rank_that_is_done_serves_the_others_while_its_training_thread_waits_for_them(
     tmp_path: Path,
 ) -> None:
-    assert run_world(3, tmp_path, one_stops_early) == [True] * 3
+    assert run_world(3, tmp_path, others_are_slower) == [True] * 3
     assert visited(merged(3, tmp_path), 0).all()
 
 
@@ -189,7 +190,7 @@ def steps_in_lockstep(owners: Owners, folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_batch_larger_than_a_round_does_not_wait_for_the_others_next_step(tmp_path: Path) -> None:
+def test_a_large_batch_does_not_wait_for_the_next_step_of_the_other_ranks(tmp_path: Path) -> None:
     assert run_world(2, tmp_path, steps_in_lockstep) == [True] * 2
     assert visited(merged(2, tmp_path), 0).sum() == 1150
 
@@ -218,23 +219,17 @@ def test_a_pass_closed_after_its_drain_does_not_disturb_the_next(tmp_path: Path)
     assert visited(merged(2, tmp_path), 3).all()
 
 
-def drained_at_the_last_batch(owners: Owners, folder: Path) -> bool:
-    """Rank 0 drains while it holds its last batch; the others go on, and it waits for them elsewhere."""
+def one_has_fewer_batches(owners: Owners, folder: Path) -> None:
     rows = share_of(owners.rank, owners.world)
-    sizes = even_sizes(len(rows), 1000) if owners.rank == 0 else even_sizes(len(rows), 250)
-    for step, batch in enumerate(owners.with_labels(batches_of(rows, sizes), epoch=0)):
-        owners.move(batch.rows, batch.label_logits + 1, epoch=0)
-        if step == 1:
-            owners.drain()
-    dist.barrier()
-    owners.drain()
-    return True
+    train(owners, batches_of(rows, even_sizes(len(rows), 1000 if owners.rank else 250)), epoch=2)
 
 
 @pytest.mark.slow
-def test_a_rank_that_drained_at_its_last_batch_still_serves_the_others(tmp_path: Path) -> None:
-    assert run_world(3, tmp_path, drained_at_the_last_batch) == [True] * 3
-    assert visited(merged(3, tmp_path), 0).all()
+def test_ranks_with_different_numbers_of_batches_are_refused(tmp_path: Path) -> None:
+    for said in run_world(2, tmp_path, one_has_fewer_batches):
+        assert said["kind"] == OwnersError.__name__, said["trace"]
+        assert "the ranks are not in step: ranks [1] of 2 drain" in said["error"]
+        assert "give every rank the same number of batches" in said["error"]
 
 
 def snapshot_half_way(owners: Owners, folder: Path) -> int:
@@ -244,7 +239,7 @@ def snapshot_half_way(owners: Owners, folder: Path) -> int:
         owners.move(batch.rows, batch.label_logits + 1, epoch=0)
         if step == 6:
             owners.drain()
-            part = owners.table.snapshot(folder / "store")
+            part = owners.table.snapshot()
             (folder / f"half-{owners.rank}.json").write_bytes(part.encode())
     owners.drain()
     return owners.table.count_visited(0)
@@ -273,8 +268,8 @@ def one_dies(owners: Owners, folder: Path) -> None:
     owners.drain()
 
 
-def require_told(said: dict[str, str], epoch: int, steps: range, ranks: int) -> None:
-    """A failed exchange: when it was, and where every rank is to be looked for, in one line."""
+def require_named(said: dict[str, str], epoch: int, steps: range, ranks: int) -> None:
+    """Check that a failed exchange is reported in one line, with its time and the address of every rank."""
     assert said["kind"] == OwnersError.__name__, said["trace"]
     when = re.search(r"could not be exchanged in epoch (\d+), step (\d+): \S", said["error"])
     assert when is not None, said["error"]
@@ -287,7 +282,7 @@ def require_told(said: dict[str, str], epoch: int, steps: range, ranks: int) -> 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.slow
-def test_a_rank_that_dies_or_hangs_is_told_with_all_that_leads_to_it(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_dies_or_hangs_is_reported_with_the_addresses_of_all(tmp_path: Path, how: str) -> None:
     (tmp_path / "signal").write_text(how)
     ranks = start_world(3, tmp_path, one_dies, timeout_s=10.0)
     try:
@@ -296,7 +291,7 @@ def test_a_rank_that_dies_or_hangs_is_told_with_all_that_leads_to_it(tmp_path: P
             assert ranks[rank].exitcode == 0  # it ended by itself, long before torch's own half hour
             said = json.loads((tmp_path / f"said-{rank}.json").read_text())
             # Rank 1 had its sixth batch and had asked for more; the others may be a batch or two behind it.
-            require_told(said, epoch=4, steps=range(4, 7 + AHEAD), ranks=3)
+            require_named(said, epoch=5, steps=range(4, 7 + AHEAD), ranks=3)
             assert f"(pid {(tmp_path / 'pid').read_text()})" in said["error"]
     finally:
         ranks[1].kill()
@@ -312,7 +307,7 @@ def one_is_refused(owners: Owners, folder: Path) -> None:
 
 
 def one_is_refused_and_lingers(owners: Owners, folder: Path) -> None:
-    """As above, but the owner lives until the other rank has heard from it why there are no answers."""
+    """As above, but the owner stays alive until the other rank has received its note."""
     try:
         one_is_refused(owners, folder)
     except PencilError:
@@ -332,8 +327,8 @@ def wait_until(reached: Callable[[], bool]) -> None:
 def test_a_refused_row_ends_every_rank_and_is_named_by_its_owner(tmp_path: Path, target: Rank) -> None:
     said = run_world(2, tmp_path, target)
     assert said[1]["kind"] == PencilError.__name__
-    assert "row 1024: marked with epoch 0 already" in said[1]["error"]
-    # How a rank that is gone shows on the other is gloo's to say, and depends on which was the faster.
-    require_told(said[0], epoch=0, steps=range(1), ranks=2)
+    assert "row 1024: visited in epoch 1 already" in said[1]["error"]
+    # How gloo reports a rank that has ended depends on which of the two was faster.
+    require_named(said[0], epoch=1, steps=range(1), ranks=2)
     if target is one_is_refused_and_lingers:
         assert "rank 1 failed; its log says why" in said[0]["error"]

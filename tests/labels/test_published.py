@@ -1,4 +1,4 @@
-"""Published labels are found by name or URL; held ones only by those who want to look."""
+"""Published labels are found by name or URL; held labels only on request."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_held_labels_are_refused_with_the_reasons_and_what_to_do(bench: ReviewBe
         assert command in str(refused.value)
 
 
-def test_who_wants_to_look_finds_them_and_is_told(bench: ReviewBench) -> None:
+def test_held_labels_are_found_on_request_and_marked_as_held(bench: ReviewBench) -> None:
     found = find_published(bench.storage, "bad", held=True)
     assert (found.name, found.url, found.held) == ("bad", held_url(bench.storage, "bad"), True)
     assert not find_published(bench.storage, "good", held=True).held

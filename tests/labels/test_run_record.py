@@ -16,7 +16,7 @@ def storage(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_a_record_written_under_a_lease_names_its_attempt_and_is_kept_from_who_lost_it(storage: str) -> None:
+def test_a_record_is_written_only_under_the_lease_and_names_its_attempt(storage: str) -> None:
     record = read_record(storage, "night")
     assert record is not None
     with Lease.hold(storage, "runs/night/lease", "run night is being trained") as lease:
@@ -29,21 +29,21 @@ def test_a_record_written_under_a_lease_names_its_attempt_and_is_kept_from_who_l
     assert (found.status, found.attempt) == ("stopped", 1)
 
 
-def test_a_new_name_begins_a_new_run(storage: str) -> None:
+def test_a_new_name_starts_a_new_run(storage: str) -> None:
     assert find_record(storage, "other", SETTINGS) is None
 
 
-def test_the_same_settings_go_on_with_the_catalogue_they_began_with(storage: str) -> None:
+def test_the_same_settings_resume_on_the_catalogue_they_started_with(storage: str) -> None:
     record = find_record(storage, "night", SETTINGS)
     assert record is not None
     assert record.catalogue_version == 3
 
 
-def test_another_number_of_workers_may_go_on(storage: str) -> None:
+def test_a_run_may_resume_with_another_number_of_workers(storage: str) -> None:
     assert find_record(storage, "night", {**SETTINGS, "workers.count": "(2, 2)"}) is not None
 
 
-def test_a_name_begun_with_other_settings_is_refused(storage: str) -> None:
+def test_a_name_started_with_other_settings_is_refused(storage: str) -> None:
     other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
     with pytest.raises(
         PencilError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
@@ -59,12 +59,14 @@ def test_a_finished_run_is_refused(storage: str) -> None:
         find_record(storage, "night", SETTINGS)
 
 
-@pytest.mark.parametrize("left", ["labels/published/gone.json", "labels/held/gone.json", "models/gone.pt"])
-def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage: str, left: str) -> None:
-    path = Path(storage) / left
+@pytest.mark.parametrize("result", ["labels/published/gone.json", "labels/held/gone.json", "models/gone.pt"])
+def test_a_name_whose_record_was_deleted_but_not_its_results_is_refused(storage: str, result: str) -> None:
+    path = Path(storage) / result
     path.parent.mkdir(parents=True)
     path.write_bytes(b"labels of a person's last run")
-    with pytest.raises(PencilError, match=f"{left} exists, left by an earlier run .* nothing is overwritten"):
+    with pytest.raises(
+        PencilError, match=f"{result} exists, left by an earlier run .* nothing is overwritten"
+    ):
         find_record(storage, "gone", SETTINGS)
     assert path.read_bytes() == b"labels of a person's last run"
 
@@ -77,7 +79,7 @@ def test_execution_settings_do_not_change_what_a_run_is(storage: str) -> None:
     assert record.fingerprint == other_workers.fingerprint != other_seed.fingerprint
 
 
-def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -> None:
+def test_a_held_run_is_refused_with_its_reasons_and_what_to_do(storage: str) -> None:
     record = read_record(storage, "night")
     assert record is not None
     write_record(storage, record, status="held", held_because=("it guesses", "cat vanished"))
@@ -86,5 +88,5 @@ def test_a_held_run_is_refused_with_its_reasons_and_both_ways_on(storage: str) -
     assert "promote CONFIG night`, or train again under another run.name" in str(refused.value)
 
 
-def test_whether_the_gate_holds_may_change_when_a_run_goes_on(storage: str) -> None:
+def test_the_gate_may_change_when_a_run_resumes(storage: str) -> None:
     assert find_record(storage, "night", {**SETTINGS, "gate.hold": "False"}) is not None

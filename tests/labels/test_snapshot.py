@@ -7,7 +7,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from label_making import names
+from label_making import names, new_labels, new_table
 
 from pencil_scale.labels.manifest import Manifest, merge, remove_unnamed, visited
 from pencil_scale.labels.table import LabelTable
@@ -19,9 +19,12 @@ ALL = np.arange(NUM_ROWS)
 
 @pytest.fixture
 def table(tmp_path: Path) -> LabelTable:
-    table = LabelTable.create(tmp_path / "work", ALL % NUM_CLASSES, names(NUM_CLASSES))
+    return make_table(tmp_path, tmp_path / "store")
+
+
+def make_table(folder: Path, store: str | Path) -> LabelTable:
+    table = new_table(folder / "work", ALL % NUM_CLASSES, names(NUM_CLASSES), store, pins={5: 1, 2999: 2})
     table.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
-    table.pin([5, 2999], [1, 2])
     return table
 
 
@@ -33,22 +36,25 @@ def files_of(store: Path, folder: str) -> set[str]:
     return {path.name for path in (store / folder).glob("*/*")}
 
 
-def assert_same_table(left: LabelTable, right: LabelTable) -> None:
-    for read in ("read", "read_class", "read_pinned", "read_key", "read_last_epoch"):
-        assert np.array_equal(getattr(left, read)(ALL), getattr(right, read)(ALL)), read
+def assert_same_table(one: LabelTable, two: LabelTable) -> None:
+    for column in ("row", "sample_key", "noisy_class", "pinned", "label_logits", "last_epoch"):
+        assert np.array_equal(one.read(ALL, column), two.read(ALL, column)), column
 
 
 @pytest.mark.parametrize("store", ["local", "memory://labels"])
-def test_a_restored_table_is_the_same_bit_for_bit(table: LabelTable, tmp_path: Path, store: str) -> None:
+def test_a_restored_table_is_the_same_bit_for_bit(tmp_path: Path, store: str) -> None:
     url = str(tmp_path / "store") if store == "local" else store
-    table.snapshot(url).save(f"{url}/published/night.json")
+    table = make_table(tmp_path, url)
+    table.snapshot().save(f"{url}/published/night.json")
     manifest = Manifest.load(f"{url}/published/night.json")
     assert_same_table(LabelTable.restore(manifest, tmp_path / "again", class_names=names(NUM_CLASSES)), table)
 
 
 def test_a_part_is_named_by_the_hash_of_its_bytes_and_opens_alone(table: LabelTable, tmp_path: Path) -> None:
-    manifest = table.snapshot(tmp_path / "store")
-    for path in (tmp_path / "store").glob("*/*/*.arrow"):
+    manifest = table.snapshot()
+    paths = list((tmp_path / "store").glob("*/*/*.arrow"))
+    assert len(paths) >= 6  # labels and ledger of three parts
+    for path in paths:
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
     last = manifest.parts[2].labels
     alone = pa.ipc.open_file(
@@ -59,74 +65,63 @@ def test_a_part_is_named_by_the_hash_of_its_bytes_and_opens_alone(table: LabelTa
 
 def test_a_stage_that_moves_no_labels_writes_no_logits(table: LabelTable, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    table.snapshot(store)
+    table.snapshot()
     before = {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")}
     table.mark(ALL, epoch=1)
-    after = table.snapshot(store)
+    after = table.snapshot()
     assert {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")} == before
     assert visited(after, 1).all()
 
 
 def test_only_the_part_that_moved_is_written(table: LabelTable, tmp_path: Path) -> None:
-    first = table.snapshot(tmp_path / "store")
+    first = table.snapshot()
+    before = {folder: files_of(tmp_path / "store", folder) for folder in ("parts", "ledger")}
     table.write([1500], random_logits(1, seed=1), epoch=1)
-    second = table.snapshot(tmp_path / "store")
+    second = table.snapshot()
     changed = [part for part in range(3) if first.parts[part] != second.parts[part]]
     assert changed == [1]
-    assert len(files_of(tmp_path / "store", "parts")) == 4
-    assert len(files_of(tmp_path / "store", "ledger")) == 4
+    for folder in ("parts", "ledger"):
+        assert len(files_of(tmp_path / "store", folder) - before[folder]) == 1
 
 
 def test_a_restored_table_knows_what_its_store_has(table: LabelTable, tmp_path: Path) -> None:
-    first = table.snapshot(tmp_path / "store")
+    first = table.snapshot()
     for path in (tmp_path / "store").glob("*/*/*.arrow"):
         path.chmod(0o444)
     inodes = {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*/*.arrow")}
     again = LabelTable.restore(first, tmp_path / "again")
-    assert again.snapshot(tmp_path / "store") == first
+    assert again.snapshot() == first
     assert {path: path.stat().st_ino for path in (tmp_path / "store").glob("*/*/*.arrow")} == inodes
 
 
-def test_a_reopened_table_loses_no_move_and_writes_only_what_the_store_lacks(
-    table: LabelTable, tmp_path: Path
-) -> None:
-    first = table.snapshot(tmp_path / "store")
-    table.write([0], random_logits(1, seed=2), epoch=3)
-    table.write([1], random_logits(1, seed=3), epoch=3)
-    reopened = LabelTable.open(tmp_path / "work", writable_parts="all")
-    second = reopened.snapshot(tmp_path / "store")
-    assert [part for part in range(3) if first.parts[part] != second.parts[part]] == [0]
-    assert len(files_of(tmp_path / "store", "parts")) == 4
-    assert second.newest_epoch == 4
-    assert_same_table(LabelTable.restore(second, tmp_path / "again"), table)
-
-
-def test_another_store_gets_every_part(table: LabelTable, tmp_path: Path) -> None:
-    table.snapshot(tmp_path / "here")
-    table.snapshot(tmp_path / "there")
-    assert files_of(tmp_path / "here", "parts") == files_of(tmp_path / "there", "parts")
+def test_a_snapshot_that_failed_is_made_good_by_the_next(table: LabelTable, tmp_path: Path) -> None:
+    (tmp_path / "store" / "parts").rename(tmp_path / "away")
+    (tmp_path / "store" / "parts").write_text("in the way")
+    with pytest.raises(PencilError, match="cannot be written"):
+        table.snapshot()
+    (tmp_path / "store" / "parts").unlink()
+    (tmp_path / "away").rename(tmp_path / "store" / "parts")
+    assert_same_table(LabelTable.restore(table.snapshot(), tmp_path / "again"), table)
 
 
 def test_an_owner_restores_its_own_parts_and_no_others(table: LabelTable, tmp_path: Path) -> None:
-    manifest = table.snapshot(tmp_path / "store")
+    manifest = table.snapshot()
     for part in (0, 1):
         (tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[part].labels.sha256}.arrow").unlink()
     mine = LabelTable.restore(manifest, tmp_path / "mine", parts=[2])
     assert np.array_equal(mine.read(ALL[2048:]), table.read(ALL[2048:]))
     with pytest.raises(PencilError, match="row 2047: in a part that is not in this working copy"):
         mine.read([2047])
-    with pytest.raises(PencilError, match="holds 1 of 3 parts, not every row"):
-        mine.visited(0)
     assert mine.count_visited(0) == len([row for row in ALL[2048:] if row % 3 == 0])
 
 
 def test_owners_of_parts_write_partial_manifests_that_merge(table: LabelTable, tmp_path: Path) -> None:
-    whole = table.snapshot(tmp_path / "store")
+    whole = table.snapshot()
     owners = [LabelTable.restore(whole, tmp_path / f"rank{r}", parts=range(r, 3, 2)) for r in range(2)]
     idle = LabelTable.restore(whole, tmp_path / "rank2", parts=[])  # a world larger than the number of parts
     for owner in owners:
         owner.mark([row for row in (1, 1025, 2049) if row >> 10 in owner.parts], epoch=9)
-    partial = [owner.snapshot(tmp_path / "store") for owner in [*owners, idle]]
+    partial = [owner.snapshot() for owner in [*owners, idle]]
     with pytest.raises(PencilError, match="2 of 3 parts are missing, the first is part 0"):
         merge(partial[1:])
     with pytest.raises(PencilError, match="merge the manifests of all ranks"):
@@ -138,19 +133,8 @@ def test_owners_of_parts_write_partial_manifests_that_merge(table: LabelTable, t
     assert merged.newest_epoch == 10
 
 
-def test_a_rank_that_shares_a_folder_snapshots_only_what_it_may_write(
-    table: LabelTable, tmp_path: Path
-) -> None:
-    ranks = [LabelTable.open(tmp_path / "work", writable_parts=parts) for parts in ([0, 2], [1])]
-    partial = [rank.snapshot(tmp_path / "store") for rank in ranks]
-    assert [sorted(manifest.parts) for manifest in partial] == [[0, 2], [1]]
-    assert_same_table(LabelTable.restore(merge(partial), tmp_path / "again"), table)
-
-
 def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> None:
-    manifest = LabelTable.create(tmp_path / "work", np.zeros(5, int), names(1000)).snapshot(
-        tmp_path / "store"
-    )
+    manifest = new_labels(tmp_path / "store", [0] * 5, names(1000))
     idle = LabelTable.restore(manifest, tmp_path / "idle", parts=[])
     assert idle.count_visited(0) == 0
     assert pa.ipc.open_file(str(tmp_path / "idle" / "labels.arrow")).read_all().num_rows == 0
@@ -159,23 +143,23 @@ def test_a_rank_may_own_no_part_of_a_table_with_many_classes(tmp_path: Path) -> 
 
 
 def test_manifests_of_different_tables_do_not_merge(table: LabelTable, tmp_path: Path) -> None:
-    manifest = table.snapshot(tmp_path / "store")
-    with pytest.raises(PencilError, match=r"first epoch 1.*first epoch 2"):
+    manifest = table.snapshot()
+    with pytest.raises(PencilError, match="manifests disagree: first_epoch is 1 and 2"):
         merge([manifest, manifest.for_new_run("tonight")])
 
 
 def test_a_new_run_counts_from_zero_and_may_visit_every_row_again(table: LabelTable, tmp_path: Path) -> None:
     table.mark([4], epoch=6)
-    tonight = table.snapshot(tmp_path / "store").for_new_run("tonight")
+    tonight = table.snapshot().for_new_run("tonight")
     again = LabelTable.restore(tonight, tmp_path / "again")
-    assert not again.visited(0).any()
+    assert again.count_visited(0) == 0
     again.mark(ALL, epoch=0)
-    assert visited(again.snapshot(tmp_path / "store"), 0).all()
-    assert again.read_last_epoch([4]).tolist() == [8]  # seven epochs were in the first run
+    assert visited(again.snapshot(), 0).all()
+    assert again.read([4], "last_epoch").tolist() == [8]  # seven epochs were in the first run
 
 
 def test_a_missing_part_is_named(table: LabelTable, tmp_path: Path) -> None:
-    manifest = table.snapshot(tmp_path / "store")
+    manifest = table.snapshot()
     name = f"{manifest.parts[1].labels.sha256}.arrow"
     (tmp_path / "store" / "parts" / manifest.run / name).unlink()
     with pytest.raises(DamagedError, match=f"{name}: missing"):
@@ -185,7 +169,7 @@ def test_a_missing_part_is_named(table: LabelTable, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a missing tail"])
 def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path, damage: str) -> None:
-    manifest = table.snapshot(tmp_path / "store")
+    manifest = table.snapshot()
     path = tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[1].labels.sha256}.arrow"
     data = bytearray(path.read_bytes())
     data[9000] ^= 1
@@ -195,17 +179,19 @@ def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path,
 
 
 def test_a_part_cut_short_in_the_store_is_written_again(table: LabelTable, tmp_path: Path) -> None:
-    manifest = table.snapshot(tmp_path / "store")
+    before, manifest = table.manifest, table.snapshot()
     path = tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[1].labels.sha256}.arrow"
     path.write_bytes(path.read_bytes()[:-100])
-    LabelTable.open(tmp_path / "work").snapshot(tmp_path / "store")
+    repeated = LabelTable.restore(before, tmp_path / "repeated")  # as after a restart
+    repeated.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
+    assert repeated.snapshot() == manifest
     assert_same_table(LabelTable.restore(manifest, tmp_path / "again"), table)
 
 
 def test_manifests_of_another_kind_version_or_class_count_are_named(
     table: LabelTable, tmp_path: Path
 ) -> None:
-    manifest = table.snapshot(tmp_path / "store")
+    manifest = table.snapshot()
     found = json.loads(manifest.encode())
     with pytest.raises(PencilError, match=r"m\.json: a manifest of version 2; this program reads version 3"):
         Manifest.decode(json.dumps(found | {"version": 2}).encode(), "m.json")
@@ -218,41 +204,35 @@ def test_manifests_of_another_kind_version_or_class_count_are_named(
     with pytest.raises(PencilError, match="another order: class 0 is 'class-0', not 'class-4'"):
         LabelTable.restore(manifest, tmp_path / "again", class_names=names(5)[::-1])
     lying = replace(manifest, layout=replace(manifest.layout, num_classes=6))
-    with pytest.raises(PencilError, match="columns do not match the manifest's class count"):
+    with pytest.raises(PencilError, match=r"\[5\]; the manifest names 1,024 of 6 classes"):
         LabelTable.restore(lying, tmp_path / "again")
 
 
 def test_sweeping_removes_what_no_manifest_names_and_nothing_else(table: LabelTable, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    first = table.snapshot(store)
+    store, start = tmp_path / "store", table.manifest
+    remove_unnamed(store, start.run, [start])  # the parts as they were before the pins
+    first = table.snapshot()
     table.write([1500], random_logits(1, seed=1), epoch=1)
-    table.snapshot(store)
+    table.snapshot()
     table.write([2100], random_logits(1, seed=1), epoch=1)
-    third = table.snapshot(store)
-    left = f"parts/{third.run}/abc.arrow.77.unfinished"
-    (store / left).write_bytes(b"left by a killed writer")
-    assert remove_unnamed(store, third.run, [first, third]) == [left]
-    gone = remove_unnamed(store, third.run, [third])
+    third = table.snapshot()
+    unfinished = f"parts/{third.run}/abc.arrow.77.unfinished"
+    (store / unfinished).write_bytes(b"left by a killed writer")
+    assert remove_unnamed(store, third.run, [start, first, third]) == [unfinished]
+    gone = remove_unnamed(store, third.run, [start, third])
     assert len(gone) == 4  # labels and ledger of the two parts that moved since the first
     assert_same_table(LabelTable.restore(third, tmp_path / "again"), table)
     assert remove_unnamed(store, "another run", []) == []
 
 
-def test_a_moved_store_is_found_where_one_says(table: LabelTable, tmp_path: Path) -> None:
-    table.snapshot(tmp_path / "store").save(tmp_path / "store" / "night.json")
-    (tmp_path / "store").rename(tmp_path / "moved")
-    manifest = Manifest.load(tmp_path / "moved" / "night.json", store=tmp_path / "moved")
-    assert_same_table(LabelTable.restore(manifest, tmp_path / "again"), table)
-
-
-def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(
-    table: LabelTable, tmp_path: Path
-) -> None:
-    manifest = table.snapshot("memory://cached")
+def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(tmp_path: Path) -> None:
+    table = make_table(tmp_path, "memory://cached")
+    before, manifest = table.manifest, table.snapshot()
     files = fsspec.filesystem("memory")
     files.rm_file(f"/cached/parts/{manifest.run}/{manifest.parts[0].labels.sha256}.arrow")
-    reopened = LabelTable.open(tmp_path / "work")
-    assert_same_table(LabelTable.restore(reopened.snapshot("memory://cached"), tmp_path / "again"), table)
+    repeated = LabelTable.restore(before, tmp_path / "repeated")
+    repeated.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
+    assert_same_table(LabelTable.restore(repeated.snapshot(), tmp_path / "again"), table)
 
 
 @pytest.fixture
@@ -262,21 +242,23 @@ def bucket(s3_endpoint: str) -> str:
 
 
 @pytest.mark.slow
-def test_snapshots_on_s3_are_whole_written_once_and_swept(
-    table: LabelTable, tmp_path: Path, bucket: str
-) -> None:
-    first = table.snapshot(bucket)
+def test_snapshots_on_s3_are_complete_written_once_and_swept(tmp_path: Path, bucket: str) -> None:
+    table = make_table(tmp_path, bucket)
+    start = table.manifest
+    remove_unnamed(bucket, start.run, [start])  # the parts as they were before the pins
+    first = table.snapshot()
     first.save(f"{bucket}/night-1.json")
     files = fsspec.filesystem("s3", skip_instance_cache=True)
     written = {path: files.info(path)["LastModified"] for path in files.find("lake/labels/parts")}
     table.write([1500], random_logits(1, seed=1), epoch=1)
-    second = table.snapshot(bucket)
+    second = table.snapshot()
     files.invalidate_cache()
     assert {path: files.info(path)["LastModified"] for path in written} == written
     assert len(files.find("lake/labels/parts")) == len(written) + 1
     assert_same_table(LabelTable.restore(second, tmp_path / "again"), table)
 
-    assert len(remove_unnamed(bucket, second.run, [second])) == 2  # labels and ledger of the part that moved
+    # Labels and ledger of the part that moved since the first snapshot.
+    assert len(remove_unnamed(bucket, second.run, [start, second])) == 2
     with pytest.raises(DamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+/\w+\.arrow: missing"):
         LabelTable.restore(Manifest.load(f"{bucket}/night-1.json"), tmp_path / "gone")
     files.invalidate_cache()

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from label_making import names
+from label_making import names, new_table
 
 from pencil_scale.labels.manifest import Manifest, manifests_of, sweep_run
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
 NUM_CLASSES = 3
@@ -23,11 +22,11 @@ PLACES = (
 
 def tables(storage: Path, run: str, number: int) -> list[Manifest]:
     """This many snapshots of one run, no two of which share a part of labels."""
-    table = LabelTable.create(storage / f"work-{run}", np.zeros(2000, int), names(NUM_CLASSES), run=run)
+    table = new_table(storage / f"work-{run}", [0] * 2000, names(NUM_CLASSES), storage / "labels", run=run)
     manifests = []
     for epoch in range(number):
         table.write(np.arange(2000), np.full((2000, NUM_CLASSES), epoch, np.float32), epoch)
-        manifests.append(table.snapshot(storage / "labels"))
+        manifests.append(table.snapshot())
     return manifests
 
 

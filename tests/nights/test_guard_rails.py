@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from catalogue_making import samples
+from label_making import pin_rows
 from night_making import Nights, started
 
 from pencil_scale.config.loader import load_config
@@ -25,11 +26,10 @@ def bench(tmp_path: Path) -> Nights:
 
 def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinned_ones(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
-    table = bench.table(bench.labels(bench.version()))
-    table.pin([5], [0])
-    carried = table.snapshot(f"{bench.storage}/labels")
+    carried = pin_rows(bench.labels(bench.version()), {5: 0})
+    table = bench.table(carried)
     table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), epoch=0)
-    labels = table.snapshot(f"{bench.storage}/labels")
+    labels = table.snapshot()
     rows, is_new = np.array([0, 1, 4, 5]), np.array([False, False, True, False])
     figures, between = count_moves(carried, labels, rows, is_new)
     assert figures == {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue_making import Bench, sample, samples
+from label_making import pin_rows
 from night_making import Nights, pins_of, started
 
 from pencil_scale.catalogue.catalogue import Catalogue
@@ -145,30 +146,28 @@ def test_known_labels_are_carried_over_bit_for_bit_and_new_rows_start_as_given(b
     before = bench.version()
     table = bench.table(bench.labels(before))
     table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), epoch=3)
-    parent = table.snapshot(f"{bench.storage}/labels")
+    parent = table.snapshot()
     bench.shard("b.tar", samples(range(6, 8)))
     after = bench.version()
     crawl, pins = find_crawl(before, after, SAME), read_pins(bench.storage).resolve(after.class_names)
-    carried = carry_over(parent, crawl, pins, "a1b2", str(bench.folder))
+    carried = carry_over(parent, crawl, pins, "a1b2")
     labels = bench.table(carried)
     assert labels.read(range(6)).tobytes() == table.read(range(6)).tobytes()
     assert labels.read([6, 7]).tolist() == [[10, 0, 0], [0, 10, 0]]
     assert carried.first_epoch == parent.newest_epoch + 1
-    assert not labels.visited(0).any()
+    assert labels.count_visited(0) == 0
 
 
 def test_a_row_with_a_new_given_class_starts_again_unless_it_is_pinned(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
-    table = bench.table(bench.labels(bench.version()))
-    table.pin([1], [2])
-    manifest = table.snapshot(f"{bench.storage}/labels")
+    manifest = pin_rows(bench.labels(bench.version()), {1: 2})
     labels = bench.table(regive(manifest, np.array([0, 1]), np.array([1, -1], np.int32)))
-    assert labels.read_class([0, 1, 2]).tolist() == [1, 2, 2]
+    assert labels.read([0, 1, 2], "noisy_class").tolist() == [1, 2, 2]
     assert labels.read([0, 1]).tolist() == [[0, 10, 0], [0, 0, 10]]
     add_pins(bench.storage, pins_of({1: "ant"}))
     again = pin(manifest, read_pins(bench.storage).resolve(("ant", "bee", "cat")))
-    assert bench.table(again).read_class([1]).tolist() == [0]
-    assert bench.table(again).read_pinned(range(6)).tolist() == [False, True] + 4 * [False]
+    assert bench.table(again).read([1], "noisy_class").tolist() == [0]
+    assert bench.table(again).read(range(6), "pinned").tolist() == [False, True] + 4 * [False]
 
 
 def test_new_pins_are_applied_to_the_labels_that_are_carried_over(bench: Nights) -> None:
@@ -178,9 +177,9 @@ def test_new_pins_are_applied_to_the_labels_that_are_carried_over(bench: Nights)
     add_pins(bench.storage, pins_of({3: "cat"}))
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
     crawl = find_crawl(catalogue, catalogue, SAME)
-    carried = carry_over(parent, crawl, pins, "a1b2", None)
+    carried = carry_over(parent, crawl, pins, "a1b2")
     assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
-    untouched = carry_over(carried, crawl, pins, "c3d4", None)
+    untouched = carry_over(carried, crawl, pins, "c3d4")
     assert untouched.parts == carried.parts
 
 
@@ -218,7 +217,7 @@ def test_labels_pins_and_network_follow_a_declared_change_of_classes(bench: Nigh
         assert prepared.crawl.mapping == [[2], [0, 1], []]
         assert found(prepared.crawl) == ([], [])  # only the numbers of the classes have changed
         table = bench.table(prepared.labels)
-        assert table.read_class(range(6)).tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
+        assert table.read(range(6), "noisy_class").tolist() == [0, 1, 0, 1, 1, 0]  # row 0 is pinned to cat
         assert read_pins(bench.storage).table["class"].to_pylist() == ["cat"]
         head = torch.load(_file(prepared.weights), weights_only=True)
         assert head["1.bias"].tolist() == [3.0, 1.5, 0.0]
@@ -245,9 +244,7 @@ def reordered_after_night(bench: Nights, names: str, remap: str) -> tuple[Night,
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
     pins = read_pins(bench.storage).resolve(before.class_names)
-    start_labels(before, bench.storage, 10.0, str(bench.folder), pins).save(
-        published_url(bench.storage, "first")
-    )
+    start_labels(before, bench.storage, 10.0, pins).save(published_url(bench.storage, "first"))
     weights = {"1.weight": torch.eye(3), "1.bias": torch.tensor([1.0, 2, 3])}
     Folder(f"{bench.storage}/models").put("first.pt", _saved(weights))
     night = first_night(bench, before)
@@ -265,7 +262,7 @@ def test_a_pin_keeps_its_class_when_nights_with_a_new_class_list_are_held(bench:
         prepared = prepare(config, bench.nights, night)
         assert prepared is not None
         assert prepared.labels.class_names == ("cat", "ant", "bee")
-        assert bench.table(prepared.labels).read_class([0, 1]).tolist() == [0, 2]
+        assert bench.table(prepared.labels).read([0, 1], "noisy_class").tolist() == [0, 2]
 
 
 def test_a_sample_pinned_to_a_dropped_class_gets_its_given_class_back(
@@ -276,8 +273,9 @@ def test_a_sample_pinned_to_a_dropped_class_gets_its_given_class_back(
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
-    assert table.read_class(range(6)).tolist() == [1, 1, -1, 1, 0, -1]  # cats no longer have a usable label
-    assert table.read_pinned(range(6)).tolist() == [False, True, False, False, False, False]
+    # Cats no longer have a usable label.
+    assert table.read(range(6), "noisy_class").tolist() == [1, 1, -1, 1, 0, -1]
+    assert table.read(range(6), "pinned").tolist() == [False, True, False, False, False, False]
     assert table.read([0]).tolist() == [[0, 10]]
     ok = after.read(0, 6, ["status"])["status"].to_pylist()
     assert [status == "ok" for status in ok] == [True, True, False, True, True, False]
@@ -299,7 +297,7 @@ def test_a_void_pin_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> 
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
-    assert (table.read_class([1]).tolist(), table.read_pinned([1]).tolist()) == ([1], [False])
+    assert (table.read([1], "noisy_class").tolist(), table.read([1], "pinned").tolist()) == ([1], [False])
 
 
 def test_a_pin_follows_any_number_of_renames(bench: Nights) -> None:
@@ -315,8 +313,8 @@ def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
     _, after, config = reordered_after_night(bench, "feline\nant\nbee\n", "{cat: feline}")
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
-    assert bench.table(prepared.labels).read_class([0]).tolist() == [0]
-    assert bench.table(prepared.labels).read_pinned([0]).all()
+    assert bench.table(prepared.labels).read([0], "noisy_class").tolist() == [0]
+    assert bench.table(prepared.labels).read([0], "pinned").all()
 
 
 def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import webdataset
 from catalogue_making import CLASSES, Bench, sample, samples
+from label_making import new_table
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import label_store
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.subset.choice import Rule, candidates, merge_picks, position_limits
 from pencil_scale.subset.files import read_members
@@ -41,12 +40,13 @@ class SubsetBench(Bench):
         """Publish labels with these classes, which have these shares of the labels."""
         catalogue = Catalogue.open(self.storage)
         given = np.array([row["noisy_class"] for row in catalogue.read(0, catalogue.num_rows).to_pylist()])
-        table = LabelTable.create(self.folder / f"table-{name}", given, catalogue.class_names)
+        store = f"{self.storage}/labels"
+        table = new_table(self.folder / f"table-{name}", given, catalogue.class_names, store)
         shares = np.full((len(given), len(CLASSES)), 1e-6)
         shares[np.arange(len(given)), corrected] = sure
         shares += (1 - shares.sum(1, keepdims=True)) / len(CLASSES)
         table.write(np.arange(len(given)), np.log(shares), epoch=0)
-        table.snapshot(label_store(self.storage)).save(published_url(self.storage, name))
+        table.snapshot().save(published_url(self.storage, name))
 
 
 @pytest.fixture

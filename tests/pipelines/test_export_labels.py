@@ -18,7 +18,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.export.files import ExportManifest, read_manifest, same_content
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.report import HISTORY, history_folder
+from pencil_scale.labels.report import HISTORY
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
@@ -155,7 +155,7 @@ def test_the_epoch_of_the_last_change_is_read_from_the_history(bench: ExportBenc
     given = np.arange(12) % 3
     for epoch, row_one in ((4, 0), (5, 2), (7, 2)):
         now = np.where(np.arange(12) == 1, row_one, given).astype(np.uint16)
-        url = f"{history_folder(bench.storage, 't')}/epoch-{epoch:05d}.arrow"
+        url = f"{bench.storage}/labels/history/t/epoch-{epoch:05d}.arrow"
         with fsspec.open(url, "wb") as file, pa.ipc.new_file(file, HISTORY) as writer:
             writer.write_batch(
                 pa.record_batch([pa.array(now), pa.array(np.ones(12, np.float16))], schema=HISTORY)
@@ -174,7 +174,7 @@ def test_an_untrained_sample_never_changed_whatever_class_its_history_has(
     bench.index()
     bench.publish({}, visited=range(3))
     now = np.array([0, 1, 2, 0], np.uint16)  # a table has some class for every row
-    url = f"{history_folder(bench.storage, 't')}/epoch-00008.arrow"
+    url = f"{bench.storage}/labels/history/t/epoch-00008.arrow"
     with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
         writer.write_batch(pa.record_batch([pa.array(now), pa.array(np.ones(4, np.float16))], schema=HISTORY))
     bench.export()
@@ -301,7 +301,7 @@ def test_labels_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(tmp
     bench.shard("b.tar", samples(range(6)))
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    start_labels(catalogue, bench.storage, 10.0).save(published_url(bench.storage, "t"))
     fsspec.filesystem("memory").rm(f"{bench.storage}/catalogue".removeprefix("memory:/"), recursive=True)
     bench.shard("a.tar", samples(range(6, 12)))  # now comes first
     bench.index()
@@ -337,7 +337,7 @@ def test_labels_are_refused_if_any_rows_of_a_rebuilt_catalogue_were_swapped(tmp_
         bench.shard(f"{number}.tar", samples(range(1024 * number, 1024 * number + 1024)))
     bench.index()
     catalogue = Catalogue.open(bench.storage)
-    start_labels(catalogue, bench.storage, 10.0, str(tmp_path)).save(published_url(bench.storage, "t"))
+    start_labels(catalogue, bench.storage, 10.0).save(published_url(bench.storage, "t"))
     folder = f"{bench.storage}/catalogue".removeprefix("memory:/")
     fsspec.filesystem("memory").rm(folder, recursive=True)
     bench.index()
@@ -355,9 +355,7 @@ def test_a_void_pin_does_not_revive_an_older_one(bench: ExportBench) -> None:
     catalogue = Catalogue.open(bench.storage)
     add_pins(bench.storage, pins_of({1: "cat"}))
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins).save(
-        published_url(bench.storage, "t")
-    )
+    start_labels(catalogue, bench.storage, 10.0, pins).save(published_url(bench.storage, "t"))
     add_pins(bench.storage, pins_of({1: "dog"}))  # a class that has left the list since
     bench.export()
     exported = bench.table()[1]

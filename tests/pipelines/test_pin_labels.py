@@ -91,16 +91,16 @@ def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> N
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
     catalogue = Catalogue.open(bench.storage)
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    manifest = start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
+    manifest = start_labels(catalogue, bench.storage, 10.0, pins)
     table = LabelTable.restore(manifest, bench.folder / "copy")
-    assert table.read_class([0, 1]).tolist() == [0, 2]
-    assert table.read_pinned([0, 1]).tolist() == [False, True]
+    assert table.read([0, 1], "noisy_class").tolist() == [0, 2]
+    assert table.read([0, 1], "pinned").tolist() == [False, True]
     table.write([0, 1], np.zeros((2, 3)), epoch=0)
     assert table.read([1]).tolist() == [[0.0, 0.0, 10.0]]
 
 
-def test_an_export_marks_all_pins_even_those_newer_than_its_labels(bench: PinBench) -> None:
-    labels = start_labels(Catalogue.open(bench.storage), bench.storage, 10.0, str(bench.folder))
+def test_an_export_marks_pins_also_those_newer_than_its_labels(bench: PinBench) -> None:
+    labels = start_labels(Catalogue.open(bench.storage), bench.storage, 10.0)
     labels.save(published_url(bench.storage, "t"))
     bench.pin("d.csv", "sample_id,class\n000001,cat\n")
     keys = ["export.predict=false", f"export.folder={bench.folder}/out"]
@@ -136,9 +136,9 @@ def test_pins_name_their_class_so_a_reordered_list_changes_nothing(bench: PinBen
     (bench.folder / "classes.txt").write_text("cat\nbee\nant\n")
     catalogue = bench.index(label="json:name").catalogue
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
-    manifest = start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
+    manifest = start_labels(catalogue, bench.storage, 10.0, pins)
     table = LabelTable.restore(manifest, bench.folder / "copy")
-    assert [manifest.class_names[number] for number in table.read_class([0, 1])] == ["ant", "cat"]
+    assert [manifest.class_names[number] for number in table.read([0, 1], "noisy_class")] == ["ant", "cat"]
 
 
 def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench: PinBench) -> None:
@@ -148,7 +148,7 @@ def test_pins_of_a_catalogue_that_was_rebuilt_in_another_order_are_refused(bench
     catalogue = bench.index().catalogue
     pins = read_pins(bench.storage).resolve(catalogue.class_names)
     with pytest.raises(PencilError, match="row 1 is a different sample now"):
-        start_labels(catalogue, bench.storage, 10.0, str(bench.folder), pins)
+        start_labels(catalogue, bench.storage, 10.0, pins)
     with pytest.raises(PencilError, match="row 1 is a different sample now"):
         bench.pin("e.csv", "sample_id,class\n000007,ant\n")  # is now in row 1
     assert [pin["sample_id"] for pin in read_pins(bench.storage).table.to_pylist()] == ["000001"]

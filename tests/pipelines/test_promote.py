@@ -8,14 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from catalogue_making import samples
-from label_making import names
+from label_making import names, new_labels
 from night_making import Nights, started
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.export.files import read_manifest
 from pencil_scale.labels.published import find_published, held_names, held_url, published_url
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.nights.record import Night, NightFiles, night_name, remove_taken_down
 from pencil_scale.storage.folder import Folder
@@ -146,8 +145,7 @@ class Killed(BaseException):
 @pytest.fixture
 def held(nights: NightFiles, tmp_path: Path) -> str:
     """The storage of a held run, `tiny`, beside the nights."""
-    table = LabelTable.create(tmp_path / "table", [0, 1], names(2))
-    table.snapshot(f"{nights.storage}/labels").save(held_url(nights.storage, "tiny"))
+    new_labels(f"{nights.storage}/labels", [0, 1], names(2)).save(held_url(nights.storage, "tiny"))
     write_record(
         nights.storage,
         RunRecord("tiny", "a1b2", {}, 1, (), {}, "", status="held", held_because=("b vanished",)),

@@ -8,9 +8,8 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 import torch
-from label_making import names
+from label_making import names, new_labels
 
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import (
@@ -31,7 +30,7 @@ def saved(tmp_path: Path) -> Saved:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
-    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(10)).snapshot(tmp_path / "store")
+    labels = new_labels(tmp_path / "store", [0, 1, 2], names(10))
     figures = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
     progress = Progress(epoch=1, step=3, all_steps=7, num_unreadable=2, unreadable=["a.png", "b.png"])
     return Saved(RUN, model.state_dict(), optimizer.state_dict(), progress, labels, figures)

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue_making import Bench, samples
-from label_making import names
+from label_making import names, new_labels
 
 from pencil_scale.config.loader import load_config
-from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train import plan as planning
 from pencil_scale.train.checkpoints import Progress, Saved
@@ -64,7 +63,7 @@ def test_the_outcome_is_stored_with_what_was_counted_and_estimated_from_the_firs
     config = load_config(Path("configs/demo.yaml"), ["workers.count=2", "cost.gpu_hour=3"])
     weights = {"weight": torch.zeros(10, 3)}
     optimizer = {"state": {0: {"momentum_buffer": torch.zeros(10, 3)}}, "param_groups": []}
-    labels = LabelTable.create(tmp_path / "table", [0, 1, 2], names(3)).snapshot(tmp_path / "store")
+    labels = new_labels(tmp_path / "store", [0, 1, 2], names(3))
     figures = [
         {"epoch_s": seconds, "images_per_s": 3 / seconds, "rows_visited": 3.0} for seconds in (36, 9, 18)
     ]

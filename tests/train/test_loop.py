@@ -71,7 +71,7 @@ def test_every_row_is_visited_once_per_epoch(tmp_path: Path) -> None:
     assert (done.epoch, done.step) == (4, 0)
     assert [epoch["stage"] for epoch in run.epochs] == ["backbone", "pencil", "pencil", "finetune"]
     assert [epoch["rows_visited"] for epoch in run.epochs] == [200] * 4
-    assert run.table.read_last_epoch(range(200)).tolist() == [4] * 200  # the ledger counts from 1
+    assert run.table.read(range(200), "last_epoch").tolist() == [4] * 200  # the ledger counts from 1
 
 
 @pytest.mark.slow
