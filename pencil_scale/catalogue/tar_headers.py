@@ -1,13 +1,10 @@
 """Tar headers: what 512 bytes say, and what the extended headers before them add.
 
-Nothing here reads a file. A block either parses to a `Header` or is not a header (`None`). Pax records and
-GNU long names override the name and size in a member's own header; global pax records hold for all members
-that follow. Names stay bytes here, so that any name can be written back, and are never used as paths.
+Nothing here reads a file. A block either parses to a `Header` or is not a header (`None`). Names stay bytes,
+so that any name can be written back, and are never used as paths.
 
     header = parse_header(block)
-    extensions.add(header, position, data)                   # for each extended header
-    name, size, is_sparse = extensions.override(header)      # at the member's own header
-    extensions.clear()
+    records = parse_pax(data)                # of an extended header: they override the name and the size
 """
 
 import struct
@@ -18,9 +15,6 @@ from typing import NamedTuple
 
 BLOCK = 512
 ZERO_BLOCK = bytes(BLOCK)
-
-# A larger name, link or set of pax records is an attack or damage: 10,000 characters still fit.
-MAX_EXTENDED_BYTES = 1 << 20
 
 # No real size is larger, and sums of sizes up to this do not overflow.
 MAX_SIZE = 1 << 56
@@ -37,7 +31,7 @@ _POSIX_MAGIC = MAGIC + b"\x00"
 _MAGICS = (_POSIX_MAGIC, MAGIC + b" ")  # the second is GNU's
 
 # name, size, checksum, type, linkname, magic and version, prefix and padding
-_PLAIN = struct.Struct("100s24x12s12x8sc100s8s80x167s")
+_PLAIN = struct.Struct("100s24x12s12x8sB100s8s80x167s")
 _NO_LINK = bytes(100)
 _NO_PREFIX = bytes(167)
 
@@ -48,14 +42,10 @@ class Header(NamedTuple):
     name: bytes
     size: int
     typeflag: int
-    has_magic: bool
 
 
-# -- one block ----------------------------------------------------------------------------------------
-
-
-def plain_header(data: bytes, begin: int) -> tuple[bytes, int, bytes] | None:
-    """Read name, size and type from the header nearly all members have; None: `parse_header` must decide.
+def plain_header(data: bytes, begin: int) -> Header | None:
+    """Read the header that nearly all members have, fast; None: `parse_header` must decide.
 
     It has no link, no prefix and octal numbers. At most 245 of its bytes are not zero, so `adler32`, the
     fastest way to add bytes, gives their sum without wrapping around.
@@ -69,7 +59,7 @@ def plain_header(data: bytes, begin: int) -> tuple[bytes, int, bytes] | None:
     if size[11] > 32 or not digits.isdigit() or name[99]:
         return None
     try:
-        return name.partition(b"\x00")[0], int(digits, 8), typeflag
+        return Header(name.partition(b"\x00")[0], int(digits, 8), typeflag)
     except ValueError:  # an 8 or a 9
         return None
 
@@ -90,12 +80,8 @@ def _octal(field: bytes) -> int | None:
 
 
 def parse_header(block: bytes) -> Header | None:
-    """Read one block; None if it is not a header: wrong checksum, or a field that is not a number."""
-    plain = plain_header(block, 0) if len(block) == BLOCK else None
-    if plain is None:
-        return _parse_any(block)
-    name, size, typeflag = plain
-    return Header(name, size, typeflag[0], has_magic=True)
+    """Read one complete block; None if its checksum is wrong or a field is not a number."""
+    return plain_header(block, 0) or _parse_any(block)
 
 
 def _parse_any(block: bytes) -> Header | None:
@@ -105,23 +91,24 @@ def _parse_any(block: bytes) -> Header | None:
         return None
     if not 0 <= size < MAX_SIZE:
         return None
-    name, magic = block[:100].partition(b"\x00")[0], block[MAGIC_AT : MAGIC_AT + 6]
+    name = block[:100].partition(b"\x00")[0]
     # Only POSIX has a prefix here. GNU's older format keeps times in its place, which tarfile overlooks.
-    if magic == _POSIX_MAGIC and block[345]:
+    if block[MAGIC_AT : MAGIC_AT + 6] == _POSIX_MAGIC and block[345]:
         name = block[345:500].partition(b"\x00")[0] + b"/" + name
-    return Header(name, size, block[156], magic in _MAGICS)
+    return Header(name, size, block[156])
 
 
-def is_certain_header(block: bytes) -> bool:
-    """Decide whether a block found by searching can be trusted to be a header.
+def certain_header(block: bytes) -> Header | None:
+    """Read a block found by searching, if it can be trusted to be a header.
 
     In noise, one block in some thousands has a matching checksum by chance, so the magic, a known type, a
     name and a number in every numeric field are required as well.
     """
     header = _parse_any(block)
-    if header is None or not header.has_magic or block[0] == 0:
-        return False
-    return header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
+    if header is None or block[MAGIC_AT : MAGIC_AT + 6] not in _MAGICS or block[0] == 0:
+        return None
+    known = header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
+    return header if known else None
 
 
 def resembles_header(block: bytes) -> bool:
@@ -142,7 +129,7 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
     row = column.find(MAGIC[0])
     while row >= 0:
         start = begin + BLOCK * row
-        if start + BLOCK <= end and is_certain_header(data[start : start + BLOCK]):
+        if start + BLOCK <= end and certain_header(data[start : start + BLOCK]):
             return True
         row = column.find(MAGIC[0], row + 1)
     return False
@@ -151,60 +138,6 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
 def padded(size: int) -> int:
     """Round a size up to whole blocks, as data is stored."""
     return (size + BLOCK - 1) & ~(BLOCK - 1)
-
-
-# -- extended headers ---------------------------------------------------------------------------------
-
-
-class Extensions:
-    """What is known of the next member. `start` is the place of its first extended header, None without one.
-
-    An extended header that cannot be understood makes the member's name uncertain: `fault` says why.
-    """
-
-    def __init__(self) -> None:
-        self._globals: dict[bytes, bytes] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything that applies to one member only."""
-        self._pax: dict[bytes, bytes] = {}
-        self._long_name: bytes | None = None
-        self.types: set[int] = set()  # of the headers so far; a second one of a type is for another member
-        self.start: int | None = None
-        self.fault: str | None = None
-        self.is_empty = not self._globals  # a member's own header is all there is
-
-    def add(self, header: Header, position: int, data: bytes) -> bool:
-        """Take in an extended header; returns whether a member must follow, as after all but a global one."""
-        self.is_empty = False
-        kind = chr(header.typeflag)
-        if header.size > MAX_EXTENDED_BYTES:
-            self.fault = f"its extended header has {header.size:,} bytes, an attack or a writer's error"
-        elif kind == "L":
-            self._long_name = data.partition(b"\x00")[0]
-        elif kind != "K":
-            records = parse_pax(data)
-            if records is None:
-                self.fault = "its pax header is broken"
-            else:
-                (self._globals if kind == "g" else self._pax).update(records)
-        if kind == "g" and self.start is None and self.fault is None:
-            return False
-        self.types.add(header.typeflag)
-        self.start = position if self.start is None else self.start
-        return True
-
-    def override(self, header: Header) -> tuple[bytes, int, bool]:
-        """Give a member's name, its size, and whether it is sparse."""
-        name = header.name if self._long_name is None else self._long_name
-        size, is_sparse = header.size, header.typeflag == GNU_SPARSE
-        if self._pax or self._globals:
-            records = {**self._globals, **self._pax}
-            name = records.get(b"GNU.sparse.name") or records.get(b"path", name)
-            size = min(int(records.get(b"size", size)), MAX_SIZE)
-            is_sparse = is_sparse or any(record.startswith(b"GNU.sparse.") for record in records)
-        return name, size, is_sparse
 
 
 def parse_pax(data: bytes) -> dict[bytes, bytes] | None:

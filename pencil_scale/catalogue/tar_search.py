@@ -16,9 +16,8 @@ from pencil_scale.catalogue.tar_headers import (
     MAGIC_AT,
     WITHOUT_DATA,
     ZERO_BLOCK,
-    is_certain_header,
+    certain_header,
     padded,
-    parse_header,
     resembles_header,
 )
 from pencil_scale.storage.urls import Window
@@ -55,13 +54,12 @@ class TarSearch:
         moved, unless one that leads on is inside its data and so contradicts it.
         """
         lone, stop = self._num_bytes, self._num_bytes
-        found = self._next(position, stop)
-        while found is not None:
+        while (found := self._next(position, stop)) is not None:
             if self._leads_on(found.end):
                 return found.start
             if lone == self._num_bytes:
                 lone, stop = found.start, found.data_end
-            found = self._next(found.start + 1, stop)
+            position = found.start + 1
         return lone
 
     def inside(self, start: int, stop: int, strict: bool = False) -> int | None:
@@ -71,12 +69,12 @@ class TarSearch:
         member, as it should, `strict` requires that the header inside leads to another, too.
         """
         seen: set[int] = set()
-        found = self._next(start, stop)
-        while found is not None:
+        position = start
+        while (found := self._next(position, stop)) is not None:
             new = found.start not in seen
             if new and self._leads_past(found.end, stop, seen, zeros=found.start > start, strict=strict):
                 return found.start
-            found = self._next(found.start + 1, stop)
+            position = found.start + 1
         return None
 
     def is_intact(self, offset: int, size: int, following: int) -> bool:
@@ -90,7 +88,8 @@ class TarSearch:
         stop, end = offset + size, offset + padded(size)
         if following < stop:
             return False
-        if size == 0 or (following >= end and resembles_header(self._window.peek(end, BLOCK))):
+        block = self._window.peek(end, BLOCK)
+        if size == 0 or (following >= end and (resembles_header(block) or certain_header(block))):
             return True
         if self._window.peek(stop, min(end - stop, following - stop, TELLING_BYTES)).strip(b"\x00"):
             return False
@@ -128,23 +127,30 @@ class TarSearch:
             step = min(2 * step, MOST_BYTES)
         return None
 
+    def stored_size(self, typeflag: int, offset: int, size: int) -> int:
+        """The bytes that follow a header: a link gives the size of its target, and mostly stores nothing."""
+        if typeflag not in WITHOUT_DATA or (
+            offset + size <= self._num_bytes
+            and not self._leads_on(offset)
+            and self._leads_on(offset + padded(size))
+        ):
+            return size
+        return 0
+
     def _place(self, block: bytes, start: int) -> _Place | None:
-        """Find what a block describes; None if it is not a certain header."""
-        header = parse_header(block) if is_certain_header(block) else None
-        offset = start + BLOCK
+        """Find what a block describes; None if it is not a certain header, or too large for the file."""
+        header, offset = certain_header(block), start + BLOCK
         if header is None or offset + header.size > self._num_bytes:
             return None
-        # A link gives the size of its target, and mostly stores nothing.
-        if header.typeflag in WITHOUT_DATA and self._leads_on(offset):
-            return _Place(start, offset, offset)
-        return _Place(start, offset + header.size, offset + padded(header.size))
+        size = self.stored_size(header.typeflag, offset, header.size)
+        return _Place(start, offset + size, offset + padded(size))
 
     def _leads_on(self, end: int) -> bool:
         """Decide whether a member that ends here is followed by a header, zeros or the end of the file."""
         if end >= self._num_bytes:
             return True
         block = self._window.peek(end, BLOCK)
-        return block == ZERO_BLOCK[: len(block)] or is_certain_header(block)
+        return block == ZERO_BLOCK[: len(block)] or certain_header(block) is not None
 
     def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool, strict: bool) -> bool:
         """Follow headers from one to the next; zeros count only if they reach the stop."""
