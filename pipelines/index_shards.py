@@ -17,23 +17,16 @@ from typing import Any
 
 import ray
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, finish_publish, publish, read_manifest
+from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.catalogue.manifest import describe, missing_damage
+from pencil_scale.catalogue.manifest import describe
 from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.catalogue.staging import ShardReport, check_damage, check_early, stage_shard, staged_name
-from pencil_scale.catalogue.update import (
-    CatalogueUpdate,
-    Changes,
-    StagedShard,
-    Written,
-    compare,
-    merged_entries,
-)
+from pencil_scale.catalogue.shard_urls import Listing, expand_urls, list_shards
+from pencil_scale.catalogue.staging import check_damage, check_early, stage_shard
+from pencil_scale.catalogue.update import CatalogueUpdate, Changes, compare
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, new_id
@@ -43,7 +36,6 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.stream.ray_tasks import TaskDiedError
 from pipelines.tasks import each, is_in_memory
 
-UNKNOWN_LABELS_KEPT = 100
 SMALL_BYTES = 64 << 20  # read in less time than a local Ray takes to start
 
 
@@ -53,7 +45,6 @@ class Summary:
 
     catalogue: Catalogue
     num_shards_read: int
-    written: Written | None
     published: bool
 
 
@@ -65,7 +56,6 @@ class Part:
     folder: str
     shards: Sequence[str]
     rules: IndexRules
-    rules_name: str
     overlay: Overlay
     img2dataset: bool
     max_damaged_share: float
@@ -92,12 +82,12 @@ def run(config: Config) -> Summary:
                 label = data.clean_label or data.label
                 rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
                 folder = storage.path(storage.catalogue(name))
-                part = Part(name, folder, urls, *rules, make_overlay(data.exclude), False, limit)
+                part = Part(name, folder, urls, rules, make_overlay(data.exclude), False, limit)
                 held_out.append(index(part, lease).catalogue)
         rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
         overlay, folder = make_overlay(data.exclude, held_out), storage.path(storage.catalogue())
         before = read_manifest(folder)
-        part = Part("training", folder, data.shards, *rules, overlay, data.img2dataset, limit)
+        part = Part("training", folder, data.shards, rules, overlay, data.img2dataset, limit)
         summary = index(part, lease)
     _warn_about_excluded(overlay, before, summary.catalogue, held_out)
     return summary
@@ -113,32 +103,31 @@ def index(part: Part, lease: Lease) -> Summary:
     # A catalogue refers to its shards permanently. (A file of patterns may be sent along with a job.)
     key = "data.shards" if part.name == "training" else f"data.{part.name}"
     refuse_lost(key, *(pattern for pattern in part.shards if not pattern.startswith("@")))
-    listing = list_shards(part.shards, part.img2dataset)
-    changes = compare(listing, old, part.rules_name)
+    listing = list_shards(part.shards, part.rules.name, part.img2dataset)
+    changes = compare(listing, old, part.rules.name)
     _say_changes(part, listing, changes, old)
     if old is not None and _is_current(old, part, changes, listing):
         _sweep(store, lease)
         part.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         if alarm := held_out_alarm(old.manifest):
             part.say(f"WARNING: {alarm}")
-        return Summary(old, 0, None, published=False)
+        return Summary(old, 0, published=False)
     # In the order of the list: of two equal samples, the first in the list is kept.
     order = {shard.url: place for place, shard in enumerate(listing.shards)}
     shards = sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
-    reports = _stage_all(part, store, shards)
-    check_damage(shards, reports, listing.missing, part.max_damaged_share)
+    read = _stage_all(part, store, shards)
+    check_damage(store, read, listing.missing, part.max_damaged_share)
     lease.check()
-    return _publish(part, old, changes, listing, list(zip(shards, reports, strict=True)), lease)
+    return _publish(part, old, changes, listing, read, lease)
 
 
-def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
-    """Read the shards, one task each, and return their reports; what an interrupted run staged is reused.
+def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard]:
+    """Read the shards, one task each, and return them with their counts.
 
-    Records go from the task to the store; only a report of a few hundred bytes comes back.
+    Records go from the task to the store, and what an interrupted run staged is reused.
     """
-    total_bytes = sum(shard.version.num_bytes for shard in shards)
-    pieces = [(shard, staged_name(shard, part.rules_name)) for shard in shards]
-    reports: dict[int, ShardReport] = {}
+    total_bytes = sum(shard.num_bytes for shard in shards)
+    read: dict[int, Shard] = {}
     try:
         what, shared = f"indexing {part.name} shards", (store.url, part.rules)
         # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
@@ -146,23 +135,23 @@ def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard
         has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
         is_small = total_bytes <= SMALL_BYTES and not has_cluster and not part.rules.decode_images
         here = is_small or is_in_memory(store.url)
-        for number, report in each(what, _stage, pieces, shared, here=here, isolated=True):
-            reports[number] = report
-            if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
-                found = [reports[number] for number in sorted(reports)]
-                read = [shards[number] for number in sorted(reports)]
-                check_early(read, found, total_bytes, part.max_damaged_share)
+        pieces = [(shard,) for shard in shards]
+        for number, shard in each(what, _stage, pieces, shared, here=here, isolated=True):
+            read[number] = shard
+            if len(read).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
+                found = [read[number] for number in sorted(read)]
+                check_early(store, found, total_bytes, part.max_damaged_share)
     except TaskDiedError as error:
         raise PencilError(
             f"shard {shards[error.number].url}: the process that read it died in every attempt "
             f"({error.kind}); remove it from data.shards, or index with data.check_images=header"
         ) from error
-    return [reports[number] for number in range(len(shards))]
+    return [read[number] for number in range(len(shards))]
 
 
-def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardReport:
+def _stage(shared: tuple[str, IndexRules], shard: Shard) -> Shard:
     url, rules = shared
-    return stage_shard(Folder(url), shard, rules, name)
+    return stage_shard(Folder(url), shard, rules)
 
 
 def _publish(
@@ -170,23 +159,19 @@ def _publish(
     old: Catalogue | None,
     changes: Changes,
     listing: Listing,
-    read: list[tuple[Shard, ShardReport]],
+    read: list[Shard],
     lease: Lease,
 ) -> Summary:
     store = Folder(part.folder)
-    fresh = [_entry(shard, report, part.rules_name) for shard, report in read]
-    entries, numbers = merged_entries(old, fresh, changes.gone)
-    staged = [StagedShard(numbers[shard.url], report.staged_as, report.num_records) for shard, report in read]
-    update = CatalogueUpdate(store, old, staged, changes.gone, part.overlay)
-    written = update.write([missing_damage(listing.missing)])
+    written = CatalogueUpdate(store, old, read, changes.gone, part.overlay).write(listing.missing)
     version, catalogue_id = (old.version, old.id) if old else (0, new_id())
-    manifest = describe(store, written, entries, part.rules, part.overlay, version + 1, catalogue_id)
+    manifest = describe(store, written, part.rules, part.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
     _sweep(store, lease)
     print(summary_text(catalogue, part.name))
-    return Summary(catalogue, len(read), written, published=True)
+    return Summary(catalogue, len(read), published=True)
 
 
 def _sweep(store: Folder, lease: Lease) -> None:
@@ -194,21 +179,6 @@ def _sweep(store: Folder, lease: Lease) -> None:
     lease.check()  # without the lease, it could be what another job stages
     for name in store.names("staging"):
         store.delete(name)
-
-
-def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
-    return ShardEntry(
-        shard.url,
-        shard.version.num_bytes,
-        shard.version.tag,
-        "indexed",
-        report.num_samples,
-        rules_name,
-        report.oddities,
-        report.skipped,
-        dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT)),
-        report.suffixes,
-    )
 
 
 def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:

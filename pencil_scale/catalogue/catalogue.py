@@ -11,11 +11,12 @@ versions stay readable.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,29 +31,49 @@ from pencil_scale.storage.objects import open_objects
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import ShardVersion, filesystem_of, store_errors, version_of
 
-FORMAT = 3
+FORMAT = 4
 OPEN_FILES = 16
 PLAN_COLUMNS = ["row", "shard", "image_offset", "image_bytes", "noisy_class", "status"]
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """A shard in the manifest; `state` is `indexed` or `vanished`."""
+@dataclass
+class Shard:
+    """One tar: as it was listed, then with what was found when it was read by the rules of this name."""
 
     url: str
     num_bytes: int
     tag: str
-    state: str
-    num_samples: int
     rules: str
-    oddities: dict[str, int]
-    skipped: dict[str, int]
-    unknown_labels: dict[str, int]
-    suffixes: dict[str, int] = field(default_factory=dict)  # the most common ones of its members
+    num_expected: int | None = None  # the number of samples its writer counted, if known
+    state: str = "indexed"  # or vanished
+    num_samples: int = 0
+    num_records: int = 0
+    num_lost: int = 0  # samples in the damage table
+    lost_bytes: int = 0  # bytes with an unknown number of samples
+    statuses: dict[str, int] = field(default_factory=Counter)
+    damage: dict[str, int] = field(default_factory=Counter)  # by kind
+    unknown_labels: dict[str, int] = field(default_factory=Counter)  # the most common ones
+    oddities: dict[str, int] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=Counter)  # members that belong to no sample, by kind
+    suffixes: dict[str, int] = field(default_factory=Counter)  # the most common ones of its members
 
     @property
     def version(self) -> ShardVersion:
         return ShardVersion(self.num_bytes, self.tag)
+
+    def require_unchanged(self, found: ShardVersion | None) -> None:
+        """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
+        if found is None:
+            raise PencilError(
+                f"shard {self.url} is missing since it was indexed; restore it, or run index_shards again"
+            )
+        if found != self.version:
+            sizes = f"{self.num_bytes:,} bytes then, {found.num_bytes:,} now"
+            tags = f"{self.tag} then, {found.tag} now"
+            raise PencilError(
+                f"shard {self.url} changed since it was indexed: "
+                f"{sizes if found.num_bytes != self.num_bytes else tags}; run index_shards again"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,8 +89,7 @@ class Segment:
         return self.first_row + self.num_rows
 
 
-@dataclass(frozen=True)
-class Chunks:
+class Chunks(NamedTuple):
     """The number of ok rows in each 4,096 rows of the catalogue, and the bytes of their images."""
 
     num_ok: npt.NDArray[np.int32]
@@ -88,9 +108,8 @@ class Catalogue:
         self.num_ok = int(manifest["num_ok"])
         self.class_names: tuple[str, ...] = tuple(manifest["classes"])
         self.num_classes = len(self.class_names)
-        self.shards = tuple(ShardEntry(**entry) for entry in manifest["shards"])
+        self.shards = tuple(Shard(**entry) for entry in manifest["shards"])
         self.segments = tuple(Segment(**entry) for entry in manifest["segments"])
-        self._chunks: Chunks | None = None
         self._filesystem, self._root = filesystem_of(folder)
         self._file = lru_cache(maxsize=OPEN_FILES)(self._open_file)
 
@@ -100,12 +119,12 @@ class Catalogue:
     @classmethod
     def open(cls, storage: str, version: int | None = None, clean_set: str = "") -> "Catalogue":
         """Open the newest catalogue or an older version; `clean_set` is `validation` or `test`."""
-        place = Storage(storage)
-        folder = place.path(place.catalogue(clean_set))
+        lake = Storage(storage)
+        folder = lake.path(lake.catalogue(clean_set))
         manifest = read_manifest(folder, version)
         if manifest is None:
-            named = "" if version is None else f" of version {version}"
-            raise PencilError(f"{folder}: no catalogue{named}; run pipelines.index_shards first")
+            which = "" if version is None else f" of version {version}"
+            raise PencilError(f"{folder}: no catalogue{which}; run pipelines.index_shards first")
         return cls(folder, manifest)
 
     # -- rows ---------------------------------------------------------------------------------------
@@ -150,10 +169,8 @@ class Catalogue:
 
     def chunks(self) -> Chunks:
         """Read the size of every chunk: all that planning an epoch needs."""
-        if self._chunks is None:
-            table = self._open_file(self.manifest["chunks"]).read()
-            self._chunks = Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
-        return self._chunks
+        table = self._open_file(self.manifest["chunks"]).read()
+        return Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
 
     def damage(self) -> pa.Table:
         """Read the damage table: what could not become a row, with its shard and bytes."""
@@ -172,7 +189,7 @@ class Catalogue:
 
     def verify_shard(self, number: int) -> None:
         """Refuse a shard that changed since it was indexed."""
-        require_unchanged(self.shards[number], version_of(self.shards[number].url))
+        self.shards[number].require_unchanged(version_of(self.shards[number].url))
 
     def _open_file(self, name: str) -> pq.ParquetFile:
         with self._file_errors(name):
@@ -188,21 +205,6 @@ class Catalogue:
                 f"{self.folder}/{name}: named by the manifest but unreadable ({reason}); restore it, or "
                 "index into another run.storage"
             ) from error
-
-
-def require_unchanged(entry: ShardEntry, found: ShardVersion | None) -> None:
-    """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
-    was = entry.version
-    if found is None:
-        raise PencilError(
-            f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
-        )
-    if found != was:
-        sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
-        difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
-        raise PencilError(
-            f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
-        )
 
 
 def manifest_name(version: int | None = None) -> str:

@@ -9,7 +9,7 @@ label that matches nothing has status `unknown_class`; these labels are counted 
 alias file can be written from the list, most frequent first.
 
 Labels outside the shards are found by the hash of a sample's id or key. A key-to-label file of 100 million
-lines takes 20 bytes per line, in three arrays that all tasks on a machine share.
+lines takes 20 bytes per line, in two arrays that all tasks on a machine share.
 
     order = ClassOrder.between(labels.class_names, catalogue_names, "labels of run demo")
     order.logits(logits)                         # the same logits, in the order of the catalogue's list
@@ -28,7 +28,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
 
-from pencil_scale.catalogue.schema import from_json, from_stored
+from pencil_scale.catalogue.duplicates import Keys
+from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES, split_name
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import filesystem_of
@@ -168,31 +169,19 @@ def read_label_classes(classes_url: str, aliases_url: str | None = None) -> Labe
     return LabelClasses(names, {**classes.numbers, **aliases})
 
 
-def raw_text(raw: Any) -> str:
-    """The text of a raw label for the list of those that match no class, short enough for a table."""
-    text = raw if isinstance(raw, str) else repr(raw)
-    try:
-        text.encode("utf-8", "surrogateescape")  # bytes that are not UTF-8 are kept as they are
-    except UnicodeEncodeError:
-        text = from_json(text)
-    return text[:80]
-
-
 @dataclass(frozen=True)
 class LabelLookup:
-    """Sorted 128-bit hashes in two halves, and for each the number of its raw label in `values`."""
+    """Sorted hashes, and for each the number of its raw label in `values`."""
 
-    high: np.ndarray[Any, np.dtype[np.uint64]]
-    low: np.ndarray[Any, np.dtype[np.uint64]]
-    codes: np.ndarray[Any, np.dtype[np.int32]]
+    keys: Keys
+    codes: npt.NDArray[np.int32]
     values: tuple[Any, ...]
 
     def find(self, key: bytes) -> Any:
         """Find the raw label of a hashed id: None if there is none, a list if there are several."""
-        high, low = np.frombuffer(key, ">u8").astype(np.uint64)
-        same = slice(np.searchsorted(self.high, high), np.searchsorted(self.high, high, "right"))
-        codes = self.codes[same][self.low[same] == low].tolist()
-        found = [self.values[code] for code in dict.fromkeys(codes)]
+        wanted = np.array(key, "S16")
+        same = slice(np.searchsorted(self.keys, wanted), np.searchsorted(self.keys, wanted, "right"))
+        found = [self.values[code] for code in dict.fromkeys(self.codes[same].tolist())]
         return found[0] if len(found) == 1 else found or None
 
 
@@ -211,10 +200,9 @@ def read_lookup(source: str) -> LabelLookup:
     for name, label in pairs:
         keys += sample_key(name)
         numbers.append(codes.setdefault(label, len(codes)))
-    halves = np.frombuffer(bytes(keys), dtype=">u8").reshape(-1, 2).astype(np.uint64)
-    order = np.lexsort((halves[:, 1], halves[:, 0]))
-    chosen = np.asarray(numbers, dtype=np.int32)[order]
-    return LabelLookup(halves[order, 0], halves[order, 1], chosen, tuple(codes))
+    hashes = np.frombuffer(bytes(keys), "S16")
+    order = np.argsort(hashes, kind="stable")
+    return LabelLookup(hashes[order], np.array(numbers, np.int32)[order], tuple(codes))
 
 
 def lookup_key(name: str) -> str:
@@ -242,12 +230,12 @@ def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
 
 def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tuple[str, Any]]:
     filesystem, path = filesystem_of(url)
-    form = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
+    kind = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
     # An id such as 000123 must not become the number 123.
     convert = pyarrow.csv.ConvertOptions(column_types={id_column: pa.string()})
     csv = pyarrow.dataset.CsvFileFormat(convert_options=convert)
     try:
-        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if form == "csv" else form)
+        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if kind == "csv" else kind)
         absent = [name for name in (id_column, label_column) if name not in table.schema.names]
         if absent:
             raise PencilError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
@@ -258,4 +246,4 @@ def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tup
                 for spelled in {} if name is None else {str(name), from_stored(str(name))}:
                     yield spelled, tuple(label) if isinstance(label, list) else label
     except (OSError, pa.ArrowInvalid) as error:
-        raise PencilError(f"{url}: cannot be read as {form} ({error})") from error
+        raise PencilError(f"{url}: cannot be read as {kind} ({error})") from error

@@ -18,20 +18,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue.catalogue import FORMAT, Catalogue
 from pencil_scale.catalogue.duplicates import Classes, Keys, find_equal_content, hashes_of
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
-    DAMAGE,
     DAMAGED_STATUSES,
     SUFFIXES_SHOWN,
-    damage_line,
     put_table,
     status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.update import Written
 from pencil_scale.storage.folder import Folder
 
 UNKNOWN_LABELS_SHOWN = 1000
@@ -44,14 +41,13 @@ COLUMNS = ["row", "shard", "status", "noisy_class", "true_class", "image_bytes",
 
 def describe(
     store: Folder,
-    written: Written,
-    shards: Sequence[ShardEntry],
+    written: dict[str, Any],
     rules: IndexRules,
     overlay: Overlay,
     version: int,
     catalogue_id: str,
 ) -> dict[str, Any]:
-    """Measure what was written and return the manifest that publishes it."""
+    """Measure what `CatalogueUpdate` wrote, and return the manifest that publishes it."""
     draft = {
         "format": FORMAT,
         "version": version,
@@ -60,46 +56,39 @@ def describe(
         "identity": rules.identity,
         "label": rules.label.source,
         "classes": list(rules.classes.names),
-        "num_rows": written.num_rows,
-        "num_ok": 0,
         "num_classes": len(rules.classes),
+        "num_ok": 0,
         "overlay": overlay.name,
         "exclude": overlay.exclude,
-        "shards": [asdict(entry) for entry in shards],
-        "segments": [asdict(segment) for segment in written.segments],
-        "alias_tables": list(written.alias_tables),
-        "damage_tables": list(written.damage_tables),
+        **written,
     }
     catalogue = Catalogue(store.url, draft)
     measured = Measured(catalogue)
     sizes = pa.array(measured.num_ok, pa.int32()), pa.array(measured.ok_bytes, pa.int64())
-    indexed = [entry for entry in shards if entry.state == "indexed"]
+    indexed = [shard for shard in catalogue.shards if shard.state == "indexed"]
     manifest = {
         **draft,
         **measured.figures(),
-        "num_samples": sum(entry.num_samples for entry in indexed),
-        "oddities": _most_common([entry.oddities for entry in indexed]),
-        "skipped_members": _most_common([entry.skipped for entry in indexed]),
-        "suffixes": _most_common([entry.suffixes for entry in indexed], SUFFIXES_SHOWN + 1),
-        "unknown_labels": _most_common([entry.unknown_labels for entry in indexed], UNKNOWN_LABELS_SHOWN),
+        "num_samples": sum(shard.num_samples for shard in indexed),
+        "num_lost_samples": sum(shard.num_lost for shard in indexed),
+        "damage": _most_common(
+            [*(shard.damage for shard in indexed), {"shard_missing": len(written["missing"])}]
+        ),
+        "oddities": _most_common([shard.oddities for shard in indexed]),
+        "skipped_members": _most_common([shard.skipped for shard in indexed]),
+        "suffixes": _most_common([shard.suffixes for shard in indexed], SUFFIXES_SHOWN + 1),
+        "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], UNKNOWN_LABELS_SHOWN),
         "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
     }
     head = ("num_rows", "num_ok", "num_classes", "status", "damage")
     return {**{name: manifest[name] for name in head}, **manifest}
 
 
-def missing_damage(urls: Sequence[str]) -> pa.Table:
-    """The damage of shards that are listed but missing; they have no number, so -1."""
-    kind = "shard_missing"
-    rows = [(-1, 0, 0, kind, None, 0, damage_line(url, 0, kind, "listed, but missing")) for url in urls]
-    return pa.Table.from_pylist([dict(zip(DAMAGE.names, row, strict=True)) for row in rows], schema=DAMAGE)
-
-
 def _most_common(counts: Sequence[dict[str, int]], num: int | None = None) -> dict[str, int]:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
-    return dict(total.most_common(num))
+    return dict((+total).most_common(num))
 
 
 class Measured:
@@ -132,11 +121,6 @@ class Measured:
         """The entries of the manifest that describe the rows."""
         num_ok, catalogue = sum(self.num_ok), self._catalogue
         equal = find_equal_content(num_ok, self._contents)
-        kinds: Counter[str] = Counter()
-        num_lost = 0
-        for table in catalogue.small_tables("damage_tables"):
-            kinds.update(table["kind"].to_pylist())
-            num_lost += pc.sum(table["num_samples"]).as_py() or 0
         num_chunks = self._window_chunks(num_ok)
         window_mb = num_chunks * sum(self.ok_bytes) / max(1, len(self.ok_bytes)) / 1e6
         unlabelled_id = None  # to compare with the ids of the label source
@@ -145,9 +129,6 @@ class Measured:
         return {
             "num_ok": num_ok,
             "status": dict(self._statuses.most_common()),
-            "damage": dict(kinds.most_common()),
-            "num_lost_samples": num_lost,
-            "num_duplicates": sum(len(table) for table in catalogue.small_tables("alias_tables")),
             "num_duplicates_of_other_content": self._num_other_content,
             "class_counts": self.class_counts.tolist(),
             "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},

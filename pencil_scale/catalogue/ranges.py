@@ -8,10 +8,9 @@ no access, shard changed) stop the reading at once.
 
     images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
 
-A sample's members are between the image before its own and the image after it, whatever order its writer
-chose, so one range holds all of them; its key identifies them.
+A complete sample is one range, too.
 
-    places = places_of(catalogue, rows)                      # row, shard, key, image_offset, start, stop
+    places = places_of(catalogue, rows)                      # row, shard, key, sample_start, ...
     for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard
         ...
 """
@@ -30,12 +29,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, require_unchanged
-from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
+from pencil_scale.catalogue.catalogue import Catalogue, Shard
+from pencil_scale.catalogue.schema import ROW, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
-from pencil_scale.catalogue.tar_headers import BLOCK, padded
+from pencil_scale.catalogue.tar_headers import padded
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ByteSource, MemorySource, open_source, version_of
 
@@ -50,8 +48,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
-SPAN_ROWS = 64 * CHUNK_ROWS
-COLUMNS = ["row", "shard", "image_offset", "image_bytes", "key", "status"]
+COLUMNS = ["row", "shard", "key", "sample_start", "sample_end", "image_offset", "image_bytes"]
 Members = list[tuple[str, bytes]]
 
 
@@ -67,7 +64,7 @@ class Range:
 class RangeReader:
     """Reads images from shards that have not changed since they were indexed."""
 
-    def __init__(self, shards: Sequence[ShardEntry], num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, shards: Sequence[Shard], num_threads: int = NUM_THREADS) -> None:
         self._shards = shards
         self._num_threads = num_threads
 
@@ -95,7 +92,7 @@ class RangeReader:
         """Open a shard after checking its version."""
         entry = self._shards[number]
         what = f"shard {entry.url}"
-        require_unchanged(entry, persistently(what, lambda: version_of(entry.url)))
+        entry.require_unchanged(persistently(what, lambda: version_of(entry.url)))
         return persistently(
             what, lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes))
         )
@@ -161,55 +158,31 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
 
 
 def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
-    """Look up, for ascending rows, the range between each one's neighbours; sorted by shard and offset."""
-    found = []
-    for first in range(0, catalogue.num_rows, SPAN_ROWS):
-        begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
-        if begin == end:
-            continue
-        # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
-        last = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
-        table = catalogue.read(max(0, first - CHUNK_ROWS), last, COLUMNS)
-        known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
-        table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-        shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
-        ends = offset + table["image_bytes"].to_numpy()
-        # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
-        # distance is a multiple of 512.
-        on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
-        ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
-        after_other = np.append(False, shard[1:] == shard[:-1])
-        before_other = np.append(shard[1:] == shard[:-1], False)
-        sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
-        start = np.where(after_other, np.roll(ends, 1), 0)
-        stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
-        table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
-        wanted = np.isin(table["row"].to_numpy(), rows[begin:end])
-        found.append(table.filter(pa.array(wanted)).drop_columns(["status"]))
+    """Look up where the samples of ascending rows are, sorted by shard and offset."""
+    found = [ROW.empty_table().select(COLUMNS)]
+    for table in catalogue.batches(COLUMNS):
+        first = table["row"][0].as_py()
+        chosen = rows[slice(*np.searchsorted(rows, [first, first + len(table)]))]
+        found.append(table.take(chosen - first))
     return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
 
 
 def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
     """Read complete samples, in the order of their places; a shard that has changed is an error."""
-    start, stop = places["start"].to_numpy(), places["stop"].to_numpy()
-    ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, stop - start)
-    offsets = (places["image_offset"].to_numpy() - start).tolist()
-    for number, (shard, key) in enumerate(
-        zip(places["shard"].to_pylist(), places["key"].to_pylist(), strict=True)
-    ):
+    start, end = places["sample_start"].to_numpy(), places["sample_end"].to_numpy()
+    ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, end - start)
+    for number, row in enumerate(places.to_pylist()):
         data, ranges[number] = ranges[number], b""
-        reader = ShardReader(MemorySource(data, catalogue.shards[shard].url))
-        same = (
-            found for found in reader.read() if isinstance(found, Sample) and found.key == from_stored(key)
-        )
-        images = ((found, found.image()[0]) for found in same)
-        sample = next((found for found, image in images if image and image.offset == offsets[number]), None)
+        reader = ShardReader(MemorySource(data, catalogue.shards[row["shard"]].url))
+        key = from_stored(row["key"])
+        same = (found for found in reader.read() if isinstance(found, Sample) and found.key == key)
+        sample = next(same, None)
         if sample is None:
             raise PencilError(
-                f"shard {reader.window.source.url}: sample {from_stored(key)!r} is not where it was indexed; "
+                f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; "
                 "run index_shards again"
             )
-        yield sample.key, [(member.name, reader.data(member)) for member in sample.members.values()]
+        yield key, [(member.name, reader.data(member)) for member in sample.members.values()]
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:

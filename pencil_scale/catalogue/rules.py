@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,8 @@ def make_rules(
     aliases_url: str | None = None,
     truth: str | None = None,
     decode_images: bool = False,
-) -> tuple[IndexRules, str]:
-    """Read the tables that the rules need; returns the rules and their name."""
+) -> IndexRules:
+    """Read the tables that the rules need."""
     classes = read_label_classes(classes_url, aliases_url)
     if truth not in (None, "cls", "txt") and not truth.startswith(("json:", "file:", "table:")):
         if "#" not in truth:
@@ -44,33 +43,41 @@ def make_rules(
     names = [source for source in (label, truth) if source is not None]
     tables = {name: read_lookup(name) for name in names if name.startswith(("file:", "table:"))}
     sources = [LabelSource(name, tables.get(name)) for name in names]
-    rules = IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images)
-    places = [name.partition(":")[2] for name in names if name in tables]
-    versions = [str(version_of(place.rpartition("#")[0] or place)) for place in places]
+    urls = [name.partition(":")[2] for name in tables]
+    versions = [str(version_of(url.rpartition("#")[0] or url)) for url in urls]
     words = [identity, *names, str(decode_images), *versions]
     text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
-    return rules, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    name = _digest(text.encode("utf-8", "surrogatepass"))
+    return IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images, name)
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Sorted hashes of the ids that are excluded or held out; `name` identifies both lists."""
+    """Sorted hashes of the ids that are excluded or held out."""
 
     excluded: Keys
     held_out: Keys
-    name: str
     num_listed: int = 0  # different lines on the exclude list
+
+    @property
+    def name(self) -> str:
+        """A name for both lists."""
+        return _digest(self.excluded.tobytes() + b"|" + self.held_out.tobytes())
 
     @property
     def exclude(self) -> str:
         """A name for the exclude list alone."""
-        return hashlib.sha256(self.excluded.tobytes()).hexdigest()[:32]
+        return _digest(self.excluded.tobytes())
 
-    def statuses(self, found: Any, keys: Any) -> pa.ChunkedArray:
-        """Replace the statuses of listed ids."""
-        hashes = hashes_of(keys)
+    def statuses(self, table: pa.Table) -> pa.ChunkedArray:
+        """What the shards say of some samples, replaced for listed ids."""
+        hashes, found = hashes_of(table["sample_key"]), table["found_status"]
         found = pc.if_else(pa.array(contains(self.held_out, hashes)), "held_out", found)
         return pc.if_else(pa.array(contains(self.excluded, hashes)), "excluded", found)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
@@ -87,9 +94,8 @@ def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) ->
     keys = [sample_key(name) for line in lines for name in {line, from_stored(line)}]
     excluded = np.unique(np.array(keys, "S16"))
     columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
-    held = np.unique(np.concatenate([np.empty(0, "S16"), *map(hashes_of, columns)]))
-    digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
-    return Overlay(excluded, held, digest, len(set(lines)))
+    clean = np.unique(np.concatenate([np.empty(0, "S16"), *map(hashes_of, columns)]))
+    return Overlay(excluded, clean, len(set(lines)))
 
 
 def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray[np.int64]:

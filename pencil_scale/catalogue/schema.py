@@ -15,13 +15,11 @@ are exact, so two different ids never become equal.
 import io
 import re
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
 
@@ -59,6 +57,8 @@ RECORD = pa.schema(
         pa.field("sample_id", pa.string(), nullable=False),
         pa.field("sample_key", pa.binary(16), nullable=False),
         pa.field("key", pa.string(), nullable=False),
+        pa.field("sample_start", pa.int64(), nullable=False),  # its members are between these bytes
+        pa.field("sample_end", pa.int64(), nullable=False),
         pa.field("image_offset", pa.int64(), nullable=False),
         pa.field("image_bytes", pa.int64(), nullable=False),
         pa.field("format", pa.string(), nullable=False),
@@ -162,6 +162,9 @@ DAMAGE_KINDS = {
     "not_understood": "report this as a bug of pencil_scale, with the sample",
 }
 
+# Kinds of damage that lose no samples, however many bytes they span.
+HARMLESS = frozenset(("odd_end", "no_samples", "no_key"))
+
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
 
 
@@ -190,41 +193,6 @@ def damage_line(url: str, start: int, kind: str, found: str) -> str:
     return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"
 
 
-# key of the sample, its JSON or None, hex sha256 of its image or None -> id or None
-IdPolicy = Callable[[str, Any, str | None], str | None]
-
-
-def id_policy(identity: str, shard_url: str) -> IdPolicy:
-    """Make the function that gives a sample its id: `key`, `shard_key`, `json:FIELD` or `sha256`."""
-    if identity == "key":
-        return lambda key, fields, digest: key
-    if identity == "shard_key":
-        stem = shard_stem(shard_url)
-        return lambda key, fields, digest: f"{stem}/{key}"
-    if identity == "sha256":
-        return lambda key, fields, digest: digest
-    if identity.startswith("json:"):
-        name = identity.removeprefix("json:")
-        return lambda key, fields, digest: _text(json_field(fields, name))
-    raise PencilError(f"data.identity: {identity!r} is none of key, shard_key, json:FIELD, sha256")
-
-
 def shard_stem(url: str) -> str:
     """The file name of a shard, without `.tar`."""
     return url.rstrip("/").rpartition("/")[2].removesuffix(".tar")
-
-
-def json_field(fields: Any, name: str) -> Any:
-    """Find a field by its name, or by a dotted path into nested objects; None if it is absent."""
-    if not isinstance(fields, dict):
-        return None
-    if name in fields:
-        return fields[name]
-    head, dot, rest = name.partition(".")
-    return json_field(fields.get(head), rest) if dot else None
-
-
-def _text(value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return from_json(str(value)) or None

@@ -1,29 +1,32 @@
-"""Shard index: reads one shard and returns its catalogue records and findings, in batches.
+"""Shard index: reads one shard and returns its catalogue records and its damage.
 
-Every sample becomes exactly one record, or exactly one finding if it has no readable id.
+Every sample becomes exactly one record, or exactly one row of damage if it has no readable id.
 
     with open_source(url) as source:
-        for batch in ShardIndexer(source, rules).batches():     # batch.records, batch.findings
-            ...
+        indexer = ShardIndexer(source, shard, rules)
+        records, damage = indexer.read()         # and `shard` now has all counts
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key, raw_text
+from pencil_scale.catalogue.catalogue import Shard
+from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     FINDING,
+    HARMLESS,
     RECORD,
+    SUFFIXES_SHOWN,
     damage_line,
-    id_policy,
-    json_field,
+    from_json,
+    shard_stem,
     to_stored,
 )
 from pencil_scale.catalogue.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
@@ -36,11 +39,8 @@ from pencil_scale.storage.urls import ByteSource
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 MAX_UNKNOWN_LABELS = 10_000
+UNKNOWN_LABELS_KEPT = 100
 MAX_SUFFIXES = 100  # different ones; if keys contain dots, every sample has its own
-_COMES_BACK = {
-    "key_repeated": "the key of an earlier sample, with members of the same names",
-    "key_not_contiguous": "more members of an earlier sample, after other samples",
-}
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
@@ -54,86 +54,84 @@ class LabelSource:
 
 @dataclass(frozen=True)
 class IndexRules:
-    """The settings for reading a sample."""
+    """The settings for reading a sample; `name` changes with everything that would change a record."""
 
     identity: str
     label: LabelSource
     classes: LabelClasses
     truth: LabelSource | None = None
     decode_images: bool = False
-
-
-class IndexBatch(NamedTuple):
-    """Some samples of a shard, in order."""
-
-    records: pa.RecordBatch
-    findings: pa.RecordBatch
+    name: str = ""
 
 
 class _Image(NamedTuple):
     member: Member | None
     problem: str | None
-    form: str = ""
+    format: str = ""
     digest: bytes | None = None
     oddities: tuple[str, ...] = ()
 
 
 class ShardIndexer:
-    """Indexes one shard; the counters are complete once all batches have been read."""
+    """Indexes one shard, and counts in `shard` what it finds."""
 
-    def __init__(self, source: ByteSource, rules: IndexRules) -> None:
-        self.num_samples = 0
-        self.unknown_labels: Counter[str] = Counter()
-        self.oddities: Counter[str] = Counter()
-        self.suffixes: Counter[str] = Counter()
-        self._source = source
+    def __init__(self, source: ByteSource, shard: Shard, rules: IndexRules) -> None:
+        self._shard = shard
         self._rules = rules
         self._reader = ShardReader(source)
-        self.skipped = self._reader.skipped  # the number of members that belong to no sample, by kind
-        self._sample_id = id_policy(rules.identity, source.url)
+        self._stem = shard_stem(shard.url)
         sources = [rules.identity, rules.label.source, rules.truth.source if rules.truth else ""]
         self._needs_json = any(each.startswith("json:") for each in sources)
         self._records: list[tuple[Any, ...]] = []
-        self._findings: list[tuple[Any, ...]] = []
+        self._damage: list[tuple[Any, ...]] = []
 
-    def batches(self) -> Iterator[IndexBatch]:
-        """Read the shard to its end; memory holds one batch and the keys of the shard."""
-        damaged = False
+    def read(self) -> tuple[pa.Table, pa.Table]:
+        """Read the shard to its end; returns its records and its damage."""
+        shard, batches = self._shard, []
         for found in self._reader.read():
             if isinstance(found, Damage):
-                damaged = True
-                self.num_samples += found.num_samples
-                self._find(found.start, found.end, found.kind, found.name, found.num_samples, found.detail)
-            else:
-                self.num_samples += 1
-                try:
-                    self._take(found)
-                except PencilError:
-                    raise
-                except Exception as error:  # a bug of ours or of a decoder must not end the run
-                    self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
-            if len(self._records) + len(self._findings) >= CHUNK_ROWS:
-                yield self._flush()
-        if self.num_samples == 0 and not damaged:
-            self._find(0, self._source.num_bytes, "no_samples", None, 0, "an intact tar without samples")
-        if self._records or self._findings:
-            yield self._flush()
+                shard.num_samples += found.num_samples
+                self._add_damage(found)
+                continue
+            shard.num_samples += 1
+            try:
+                self._add_sample(found)
+            except PencilError:
+                raise
+            except Exception as error:  # a bug of ours or of a decoder must not end the run
+                self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
+            if len(self._records) == CHUNK_ROWS:
+                batches.append(_table(self._records, RECORD))
+                self._records = []
+        if shard.num_samples == 0 and not self._damage:
+            self._add_damage(Damage(0, shard.num_bytes, "no_samples", "an intact tar without samples"))
+        if shard.num_expected not in (None, shard.num_samples):
+            detail = f"img2dataset counted {shard.num_expected:,} samples, {shard.num_samples:,} were found"
+            self._add_damage(Damage(shard.num_bytes, shard.num_bytes, "count_mismatch", detail))
+        records = pa.concat_tables([*batches, _table(self._records, RECORD)])
+        shard.num_records = len(records)
+        shard.skipped = self._reader.skipped
+        shard.unknown_labels = dict(Counter(shard.unknown_labels).most_common(UNKNOWN_LABELS_KEPT))
+        suffixes = Counter(shard.suffixes).most_common(SUFFIXES_SHOWN + 1)
+        shard.suffixes = {to_stored(suffix): count for suffix, count in suffixes}
+        return records, _table(self._damage, FINDING)
 
-    def _flush(self) -> IndexBatch:
-        batch = IndexBatch(_to_arrow(self._records, RECORD), _to_arrow(self._findings, FINDING))
-        self._records, self._findings = [], []
-        return batch
-
-    def _take(self, sample: Sample) -> None:
+    def _add_sample(self, sample: Sample) -> None:
+        suffixes = self._shard.suffixes
         for suffix in sample.members:
-            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
-                self.suffixes[suffix] += 1
-        if sample.problem in ("key_repeated", "key_not_contiguous"):
-            return self._lose(sample, sample.problem, _COMES_BACK[sample.problem])
+            if suffix in suffixes or len(suffixes) < MAX_SUFFIXES:
+                suffixes[suffix] += 1
+        if sample.problem == "key_repeated":
+            detail = "the key of an earlier sample, with members of the same names"
+            return self._lose(sample, sample.problem, detail)
+        if sample.problem == "key_not_contiguous":
+            return self._lose(
+                sample, sample.problem, "more members of an earlier sample, after other samples"
+            )
         image = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
-        sample_id = self._sample_id(sample.key, fields, image.digest.hex() if image.digest else None)
-        if sample_id is None:
+        sample_id = self._sample_id(sample.key, fields, image.digest)
+        if not sample_id:
             kind = "cut_short" if sample.near_damage else "id_missing"
             reason = image.problem or json_problem or "no such field, or no text in it"
             return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
@@ -141,17 +139,21 @@ class ShardIndexer:
         noisy_class, label_problem = self._class(sample, self._rules.label, fields, key, json_problem)
         truth = self._rules.truth
         true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
+        status = _status(sample, image, label_problem)
+        self._shard.statuses[status] += 1
         self._records.append(
             (
                 to_stored(sample_id),
                 key,
                 to_stored(sample.key),
+                sample.start,
+                sample.end,
                 image.member.offset if image.member else sample.start,
                 image.member.size if image.member else 0,
-                image.form,
+                image.format,
                 noisy_class,
                 true_class,
-                _status(sample, image, label_problem),
+                status,
                 self._oddity(sample, image),
                 image.digest[:16] if image.digest else None,
             )
@@ -159,11 +161,29 @@ class ShardIndexer:
         return None
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
-        self._find(sample.start, sample.end, kind, sample.key, 1, detail)
+        self._add_damage(Damage(sample.start, sample.end, kind, detail, sample.key, num_samples=1))
 
-    def _find(self, start: int, end: int, kind: str, key: str | None, num_samples: int, detail: str) -> None:
-        line = damage_line(self._source.url, start, kind, detail)
-        self._findings.append((start, end, kind, None if key is None else to_stored(key), num_samples, line))
+    def _add_damage(self, found: Damage) -> None:
+        start, end, kind, detail, name, *_, num_samples = found
+        self._shard.damage[kind] += 1
+        self._shard.num_lost += num_samples
+        if num_samples == 0 and kind not in HARMLESS:
+            self._shard.lost_bytes += end - start
+        line = damage_line(self._shard.url, start, kind, detail)
+        self._damage.append((start, end, kind, None if name is None else to_stored(name), num_samples, line))
+
+    def _sample_id(self, key: str, fields: Any, digest: bytes | None) -> str | None:
+        """Give a sample its id by `data.identity`; None if it has none."""
+        identity = self._rules.identity
+        if identity == "key":
+            return key
+        if identity == "shard_key":
+            return f"{self._stem}/{key}"
+        if identity == "sha256":
+            return digest.hex() if digest else None
+        value = _json_field(fields, identity.removeprefix("json:"))
+        is_text = isinstance(value, str | int) and not isinstance(value, bool)
+        return from_json(str(value)) if is_text else None
 
     def _image(self, sample: Sample) -> _Image:
         member, problem = sample.image()
@@ -181,10 +201,8 @@ class ShardIndexer:
 
     def _json(self, sample: Sample) -> tuple[Any, str | None]:
         text, problem = self._text(sample, "json")
-        if text is None:
-            return None, problem
         try:
-            return json.loads(text), None
+            return None if text is None else json.loads(text), problem
         except (ValueError, RecursionError):
             return None, "label_unreadable"
 
@@ -203,7 +221,7 @@ class ShardIndexer:
     ) -> tuple[int | None, str | None]:
         problem: str | None = None
         if label.source.startswith("json:"):
-            raw, problem = json_field(fields, label.source.removeprefix("json:")), json_problem
+            raw, problem = _json_field(fields, label.source.removeprefix("json:")), json_problem
         elif label.lookup is not None:
             by_key = label.source.startswith("file:")
             raw = label.lookup.find(sample_key(lookup_key(sample.key)) if by_key else key)
@@ -213,8 +231,9 @@ class ShardIndexer:
             return None, problem
         number, status = self._rules.classes.classify(raw)
         if status == "unknown_class":
-            if label is self._rules.label and len(self.unknown_labels) < MAX_UNKNOWN_LABELS:
-                self.unknown_labels[to_stored(raw_text(raw))] += 1
+            if label is self._rules.label and len(self._shard.unknown_labels) < MAX_UNKNOWN_LABELS:
+                text = to_stored((raw if isinstance(raw, str) else repr(raw))[:80])
+                self._shard.unknown_labels[text.encode("utf-8", "backslashreplace").decode()] += 1
             status = "label_not_a_number" if label.source == "cls" else status
         return number, status
 
@@ -222,9 +241,10 @@ class ShardIndexer:
         oddities = list(image.oddities) if image.problem is None else []
         if any(suffix.rpartition(".")[2] in PICKLE_SUFFIXES for suffix in sample.members):
             oddities.append("pickle_member")
-        if (named := name_oddity(sample.key)) is not None:
-            oddities.append(named)
-        self.oddities.update(oddities)
+        if (odd_name := name_oddity(sample.key)) is not None:
+            oddities.append(odd_name)
+        for oddity in oddities:
+            self._shard.oddities[oddity] += 1
         return "+".join(oddities) or None
 
 
@@ -239,7 +259,17 @@ def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
     return image.problem or label_problem or "ok"
 
 
-def _to_arrow(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+def _json_field(fields: Any, name: str) -> Any:
+    """Find a field by its name, or by a dotted path into nested objects; None if it is absent."""
+    if not isinstance(fields, dict):
+        return None
+    if name in fields:
+        return fields[name]
+    head, dot, rest = name.partition(".")
+    return _json_field(fields.get(head), rest) if dot else None
+
+
+def _table(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-    return pa.record_batch(arrays, schema=schema)
+    return pa.table(arrays, schema=schema)

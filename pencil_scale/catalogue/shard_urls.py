@@ -4,7 +4,7 @@ A pattern is a path or URL with brace ranges (`{000..999}`, `{a,b}`), a glob, or
 pattern per line. Shards keep the order of the patterns, and globs are sorted by name; this order decides
 which of two equal samples is the first.
 
-    listing = list_shards(["s3://crawl/train-{000000..000999}.tar"], img2dataset=False)
+    listing = list_shards(["s3://crawl/train-{000000..000999}.tar"])
     listing.shards, listing.missing, listing.waiting
 """
 
@@ -13,48 +13,39 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.class_names import read_lines
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ShardVersion, filesystem_of, is_local, store_errors, versions_of
+from pencil_scale.storage.urls import filesystem_of, is_local, store_errors, versions_of
 
 MAX_SHARDS = 10_000_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One object to index; `num_expected` is the number of samples its writer counted, if known."""
-
-    url: str
-    version: ShardVersion
-    num_expected: int | None = None
-
-
-@dataclass(frozen=True)
-class Listing:
+class Listing(NamedTuple):
     """The shards that exist, those that are missing, and those still being written."""
 
-    shards: tuple[Shard, ...]
-    missing: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
+    shards: list[Shard]
+    missing: list[str]
+    waiting: list[str]
 
 
-def list_shards(patterns: Sequence[str], img2dataset: bool = False) -> Listing:
+def list_shards(patterns: Sequence[str], rules: str = "", img2dataset: bool = False) -> Listing:
     """Expand the patterns and ask the store for each object's size and version."""
     urls = expand_urls(patterns)
-    shards, missing, waiting = [], [], []
+    listing = Listing([], [], [])
     for url, version in zip(urls, versions_of(urls), strict=True):
         num_expected = _num_successes(url) if img2dataset and version is not None else None
         if version is None:
-            missing.append(url)
+            listing.missing.append(url)
         elif img2dataset and num_expected is None:
-            waiting.append(url)
+            listing.waiting.append(url)
         else:
-            shards.append(Shard(url, version, num_expected))
-    return Listing(tuple(shards), tuple(missing), tuple(waiting))
+            listing.shards.append(Shard(url, *version, rules, num_expected))
+    return listing
 
 
 def expand_urls(patterns: Sequence[str]) -> list[str]:

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.catalogue import ranges as range_reader
+from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import FileSource, RemoteSource, ShardVersion, version_of
-
-
-@dataclass(frozen=True)
-class Shard:
-    url: str
-    version: ShardVersion
+from pencil_scale.storage.urls import FileSource, RemoteSource, version_of
 
 
 def shard_at(url: str | Path) -> Shard:
     version = version_of(str(url))
     assert version is not None
-    return Shard(str(url), version)
+    return Shard(str(url), *version, rules="")
 
 
 @pytest.fixture

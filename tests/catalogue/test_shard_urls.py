@@ -49,8 +49,8 @@ def test_globs_lists_and_files_of_lines_give_absolute_paths_in_order(
 def test_missing_shards_are_listed_apart(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"abc")
     listing = list_shards([f"{tmp_path}/{{0..1}}.tar"])
-    assert [shard.version.num_bytes for shard in listing.shards] == [3]
-    assert listing.missing == (f"{tmp_path}/1.tar",)
+    assert [shard.num_bytes for shard in listing.shards] == [3]
+    assert listing.missing == [f"{tmp_path}/1.tar"]
 
 
 def test_a_version_changes_with_the_bytes(tmp_path: Path) -> None:

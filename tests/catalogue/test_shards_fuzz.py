@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shard_spoiling import Original, Spoiled, originals, spoil
 from tar_making import python_tar, simple_members
 
+from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
@@ -71,6 +72,14 @@ def pieces(data: bytes) -> list[Piece]:
     return list(TarWalk(Window(MemorySource(data))).pieces())
 
 
+def indexed(data: bytes, rules: IndexRules) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The records and the damage of a shard, after checking that each sample is in exactly one of them."""
+    shard = Shard("memory", len(data), "", "")
+    records, damage = (table.to_pylist() for table in ShardIndexer(MemorySource(data), shard, rules).read())
+    assert shard.num_samples == len(records) + sum(each["num_samples"] for each in damage)
+    return records, damage
+
+
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(st.sampled_from([USTAR, PAX, GNU]), edits)
@@ -126,11 +135,8 @@ def test_samples_hold_only_bytes_that_exist(data: bytes, steps: list[Edit]) -> N
 @given(edits)
 def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Edit]) -> None:
     spoiled = edited(REAL, [step for step in steps if step[0] in ("put", "wipe", "cut")])
-    indexer = ShardIndexer(MemorySource(spoiled), RULES)
-    batches = list(indexer.batches())
-    keys = [key for batch in batches for key in batch.records["key"].to_pylist()]
-    findings = [finding for batch in batches for finding in batch.findings.to_pylist()]
-    assert indexer.num_samples == len(keys) + sum(finding["num_samples"] for finding in findings)
+    records, findings = indexed(spoiled, RULES)
+    keys = [record["key"] for record in records]
     told = set(keys) | {finding["key"] for finding in findings}
     for key, start in STARTS.items():
         if not looks_ended(spoiled, start):
@@ -140,12 +146,8 @@ def test_every_sample_of_a_spoiled_shard_is_a_record_or_a_finding(steps: list[Ed
 
 def told_of(spoiled: Spoiled) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Records by key, and findings; each sample that was found is in one of them."""
-    indexer = ShardIndexer(MemorySource(spoiled.data), HEADER_RULES)
-    batches = list(indexer.batches())
-    records = {from_stored(each["key"]): each for batch in batches for each in batch.records.to_pylist()}
-    findings = [each for batch in batches for each in batch.findings.to_pylist()]
-    assert indexer.num_samples == len(records) + sum(each["num_samples"] for each in findings)
-    return records, findings
+    records, findings = indexed(spoiled.data, HEADER_RULES)
+    return {from_stored(each["key"]): each for each in records}, findings
 
 
 def check_ok_rows(original: Original, spoiled: Spoiled, records: dict[str, dict[str, Any]]) -> None:
