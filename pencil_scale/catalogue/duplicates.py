@@ -67,10 +67,10 @@ def decide(
     kind = np.zeros(num_new, np.uint8)
     bits = (num_new // keys_per_range).bit_length()
     found_numbers, found_targets, orphans = [], [], []
-    for part in range(1 << bits):
-        keys, numbers, group = _sorted_range(new_keys(), part, bits)
+    for hash_range in range(1 << bits):
+        keys, numbers, group = _sorted_range(new_keys(), hash_range, bits)
         is_head = np.diff(group, prepend=-1) > 0
-        match, valid, lost = _match(keys[is_head], known(), part, bits)
+        match, valid, lost = _match(keys[is_head], known(), hash_range, bits)
         is_known = match[group] >= 0
         kind[numbers[~is_head | (is_known & valid[group])]] = ALIAS
         kind[numbers[is_head & is_known & ~valid[group]]] = MOVED
@@ -113,12 +113,12 @@ def _range_of(keys: Keys, bits: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
 
 
-def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> tuple[Keys, Rows, Rows]:
+def _sorted_range(batches: Iterator[tuple[Keys, Any]], hash_range: int, bits: int) -> tuple[Keys, Rows, Rows]:
     """The sorted keys of one range, their values, and group numbers: equal keys are a group."""
     chosen: list[Keys] = [np.empty(0, "S16")]
     values: list[Any] = [np.empty(0, np.int32)]
     for keys, some in batches:
-        inside = _range_of(keys, bits) == part
+        inside = _range_of(keys, bits) == hash_range
         chosen.append(keys[inside])
         values.append(some[inside])
     keys = np.concatenate(chosen)
@@ -128,13 +128,13 @@ def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> 
     return keys, np.concatenate(values)[order], group
 
 
-def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
+def _match(unique: Keys, known: Iterator[KnownRows], hash_range: int, bits: int) -> tuple[Rows, Flags, Rows]:
     """Find the known row of each unique key (-1: none), and the rows without bytes that no key matches."""
     match = np.full(len(unique), -1, np.int64)
     valid = np.zeros(len(unique), np.bool_)
     lost: list[Rows] = [np.empty(0, np.int64)]
     for batch in known:
-        inside = np.flatnonzero(_range_of(batch.keys, bits) == part)
+        inside = np.flatnonzero(_range_of(batch.keys, bits) == hash_range)
         # Searching keys in rising order is several times faster: each search touches memory of the last one.
         inside = inside[np.argsort(_range_of(batch.keys[inside], 64))]
         hit = contains(unique, batch.keys[inside])
@@ -146,30 +146,17 @@ def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tu
     return match, valid, np.concatenate(lost)
 
 
-@dataclass(frozen=True)
-class EqualContent:
-    """How many images occur more than once, and how many labels that proves wrong."""
-
-    num_labelled: int = 0
-    num_repeated_images: int = 0
-    num_samples: int = 0
-    num_conflicting_images: int = 0
-    num_proven_wrong: int = 0
-
-    @property
-    def proven_noise(self) -> float:
-        """The share of all labels that is certainly wrong; the true share is higher."""
-        return self.num_proven_wrong / self.num_labelled if self.num_labelled else 0.0
-
-
 def find_equal_content(
     num_expected: int, contents: Callable[[], Iterator[tuple[Keys, Classes]]], per_range: int = KEYS_PER_RANGE
-) -> EqualContent:
-    """Count images that occur more than once; `contents` is read once for each range of hashes."""
+) -> dict[str, float]:
+    """Count images that occur more than once, and the labels that this proves wrong.
+
+    `contents` is read once for each range of hashes.
+    """
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
-    for part in range(1 << bits):
-        _, classes, group = _sorted_range(contents(), part, bits)
+    for hash_range in range(1 << bits):
+        _, classes, group = _sorted_range(contents(), hash_range, bits)
         repeated = np.bincount(group)[group] > 1
         # Within a group, count each label: the most frequent one may be right, the others are not.
         labels = np.stack([group[repeated], classes[repeated]])
@@ -178,4 +165,16 @@ def find_equal_content(
         members = np.add.reduceat(counts, heads)
         wrong = members - np.maximum.reduceat(counts, heads)
         totals += [len(group), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()]
-    return EqualContent(*totals.tolist())
+    return equal_content(*totals.tolist())
+
+
+def equal_content(labelled: int, images: int, samples: int, conflicting: int, wrong: int) -> dict[str, float]:
+    """Name the counts; `proven_noise` is a lower limit of the share of wrong labels."""
+    return {
+        "num_labelled": labelled,
+        "num_repeated_images": images,
+        "num_samples": samples,
+        "num_conflicting_images": conflicting,
+        "num_proven_wrong": wrong,
+        "proven_noise": wrong / max(labelled, 1),
+    }

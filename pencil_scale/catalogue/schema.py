@@ -185,7 +185,7 @@ def extensions_line(suffixes: Mapping[str, int]) -> str:
 
 def status_line(url: str, start: int, status: str) -> str:
     """Say where a damaged sample is and what to do, in one line."""
-    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {DAMAGED_STATUSES[status]}"
+    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {ADVICE[status]}"
 
 
 def damage_line(url: str, start: int, kind: str, found: str) -> str:

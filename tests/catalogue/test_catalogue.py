@@ -266,10 +266,8 @@ def test_shards_sorted_by_class_ask_for_a_window_and_mixed_ones_for_a_single_chu
     (tmp_path / "mixed.txt").write_text("\n".join(mixed))
     manifest = bench.index(label=f"file:{tmp_path}/sorted.txt").catalogue.manifest
     assert manifest["window"]["num_chunks"] == 3  # all there are
-    assert manifest["shard_mix"]["num_single_class"] == 3
     manifest = bench.index(label=f"file:{tmp_path}/mixed.txt").catalogue.manifest
     assert manifest["window"]["num_chunks"] == 1
-    assert manifest["shard_mix"]["num_single_class"] == 0
 
 
 def test_a_shard_is_checked_before_its_offsets_are_trusted(bench: Bench) -> None:

@@ -85,8 +85,8 @@ def test_proven_noise_is_what_counting_by_hand_gives(pairs: list[tuple[int, int]
     for content, label in pairs:
         groups.setdefault(content, Counter())[label] += 1
     repeated = [group for group in groups.values() if group.total() > 1]
-    assert found.num_labelled == len(pairs)
-    assert found.num_repeated_images == len(repeated)
-    assert found.num_samples == sum(group.total() for group in repeated)
-    assert found.num_conflicting_images == sum(len(group) > 1 for group in repeated)
-    assert found.num_proven_wrong == sum(group.total() - max(group.values()) for group in repeated)
+    assert found["num_labelled"] == len(pairs)
+    assert found["num_repeated_images"] == len(repeated)
+    assert found["num_samples"] == sum(group.total() for group in repeated)
+    assert found["num_conflicting_images"] == sum(len(group) > 1 for group in repeated)
+    assert found["num_proven_wrong"] == sum(group.total() - max(group.values()) for group in repeated)
