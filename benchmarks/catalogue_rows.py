@@ -33,14 +33,14 @@ from pencil_scale.catalogue.catalogue import publish as publish_manifest
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import FINDING, RECORD, parquet_bytes
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
+from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.staging import staged_name, staged_records
 from pencil_scale.catalogue.update import TableWriter
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
 
 NO_LISTS = Overlay(np.empty(0, "S16"), np.empty(0, "S16"))
-RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(map(str, range(NUM_CLASSES))), {}))
+RULES = IndexRules("key", "cls", LabelClasses(tuple(map(str, range(NUM_CLASSES))), {}))
 UPDATE_SHARE = 10  # an update adds a tenth of the rows
 GONE_EVERY = 100  # and one shard in a hundred is gone
 SPAWN = multiprocessing.get_context("spawn")

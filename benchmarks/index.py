@@ -31,7 +31,7 @@ from PIL import Image
 from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, Shard, publish
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW, put_table
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
 from pencil_scale.catalogue.shards import ShardReader
 from pencil_scale.catalogue.update import SEGMENT_ROWS, TableWriter
 from pencil_scale.storage.folder import Folder
@@ -167,7 +167,7 @@ def read_ours(paths: list[Path]) -> int:
 def index_ours(paths: list[Path]) -> int:
     """Do everything the index job does per sample: id, label, image header, content hash, Arrow."""
     names = tuple(f"class {number}" for number in range(NUM_CLASSES))
-    rules = IndexRules("key", LabelSource("cls"), LabelClasses(names, {}))
+    rules = IndexRules("key", "cls", LabelClasses(names, {}))
     found = 0
     for path in paths:
         with open_source(str(path)) as source:

@@ -51,7 +51,7 @@ def describe(
         "id": catalogue_id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "identity": rules.identity,
-        "label": rules.label.source,
+        "label": rules.label,
         "classes": list(rules.classes.names),
         "num_classes": len(rules.classes),
         "num_ok": 0,

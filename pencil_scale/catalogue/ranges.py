@@ -23,8 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +51,7 @@ COLUMNS = ["row", "shard", "key", "sample_start", "sample_end", "image_offset", 
 Members = list[tuple[str, bytes]]
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Bytes [start, stop) of a shard, and which of the requested images they hold, in order of offset."""
 
     start: int
@@ -168,21 +166,25 @@ def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
 
 
 def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
-    """Read complete samples, in the order of their places; a shard that has changed is an error."""
+    """Read complete samples, in the order of their places; a shard that has changed is an error.
+
+    Keys that are unique only within a shard get its name as a prefix, as identity `shard_key` does.
+    """
+    is_unique = catalogue.manifest["identity"] == "key"
     start, end = places["sample_start"].to_numpy(), places["sample_end"].to_numpy()
     ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, end - start)
     for number, row in enumerate(places.to_pylist()):
         data, ranges[number] = ranges[number], b""
-        reader = ShardReader(MemorySource(data, catalogue.shards[row["shard"]].url))
-        key = from_stored(row["key"])
+        url, key = catalogue.shards[row["shard"]].url, from_stored(row["key"])
+        reader = ShardReader(MemorySource(data, url))
         same = (found for found in reader.read() if isinstance(found, Sample) and found.key == key)
         sample = next(same, None)
         if sample is None:
             raise PencilError(
-                f"shard {reader.window.source.url}: sample {key!r} is not where it was indexed; "
-                "run index_shards again"
+                f"shard {url}: sample {key!r} is not where it was indexed; run index_shards again"
             )
-        yield key, [(member.name, reader.data(member)) for member in sample.members.values()]
+        members = [(member.name, reader.data(member)) for member in sample.members.values()]
+        yield key if is_unique else f"{shard_stem(url)}/{key}", members
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
@@ -195,15 +197,6 @@ def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
                 info.size, info.mode = len(data), 0o444
                 archive.addfile(info, io.BytesIO(data))
     return sink.getvalue()
-
-
-def renamed(
-    samples: Iterable[tuple[str, Members]], places: pa.Table, catalogue: Catalogue
-) -> Iterator[tuple[str, Members]]:
-    """Prefix keys that are unique only within a shard with its name, as identity `shard_key` does."""
-    unique = catalogue.manifest["identity"] == "key"
-    for (key, members), shard in zip(samples, places["shard"].to_pylist(), strict=True):
-        yield (key if unique else f"{shard_stem(catalogue.shards[shard].url)}/{key}"), members
 
 
 def thinness(catalogue: Catalogue, places: pa.Table) -> float:

@@ -26,7 +26,7 @@ table { border-collapse: collapse; width: 100%; margin: .5rem 0 2rem; }
 th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }
 th, td { vertical-align: top; min-width: 5rem; overflow-wrap: anywhere; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.bar { background: #4a78c8; height: .9rem; min-width: 1px; width: 50vw; max-width: 30rem; }
+.bar { background: #4a78c8; height: .9rem; min-width: 1px; }
 .warning { border-left: 4px solid #c80; padding-left: .75rem; }
 </style></head><body>
 <h1>Catalogue, version {{ version }}</h1>
@@ -35,7 +35,8 @@ th, td { vertical-align: top; min-width: 5rem; overflow-wrap: anywhere; }
 {% for title, note, columns, rows in sections if rows %}
 {% if title %}<h2>{{ title }}</h2>{% endif %}
 {% if note %}<p>{{ note }}</p>{% endif %}
-<table><tr>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>
+<table><tr>{% for column in columns %}
+<th{% if rows[0][loop.index0] is integer %} class="number"{% endif %}>{{ column }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}
 {% if cell is integer %}<td class="number">{{ "{:,}".format(cell) }}</td>
 {% elif cell is float %}<td style="width: 50%"><div class="bar" style="width: {{ cell }}%"></div></td>
@@ -50,6 +51,7 @@ def summary_page(catalogue: Catalogue) -> str:
     manifest = catalogue.manifest
     counts = manifest["class_counts"]
     bars = [round(100 * count / max([*counts, 1]), 2) for count in counts]
+    classes = list(zip(manifest["classes"], counts, bars, strict=True))
     damage: list[dict[str, Any]] = []
     for table in catalogue.small_tables("damage_tables"):
         damage += table.slice(0, DAMAGE_SHOWN - len(damage)).to_pylist()
@@ -66,7 +68,7 @@ def summary_page(catalogue: Catalogue) -> str:
     words = [(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)]
     sections = [
         ("", "", (), _facts(manifest)),
-        ("Classes", "", ("class", "samples", ""), zip(manifest["classes"], counts, bars, strict=True)),
+        ("Classes", "", ("class", "samples", ""), classes),
         ("Sample status and damage", "", ("status", "count", "what to do"), words),
         ("Damaged samples", samples_note, ("status", "row", "key", "details"), examples),
         ("Damaged shards", damage_note, ("kind", "key", "details"), lost),

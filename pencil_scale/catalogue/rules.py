@@ -19,7 +19,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_label_classes, read_lookup
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
+from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import open_source, version_of
 
@@ -42,13 +42,12 @@ def make_rules(
         truth = f"table:{truth}"
     names = [source for source in (label, truth) if source is not None]
     tables = {name: read_lookup(name) for name in names if name.startswith(("file:", "table:"))}
-    sources = [LabelSource(name, tables.get(name)) for name in names]
     urls = [name.partition(":")[2] for name in tables]
     versions = [str(version_of(url.rpartition("#")[0] or url)) for url in urls]
     words = [identity, *names, str(decode_images), *versions]
     text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
     name = _digest(text.encode("utf-8", "surrogatepass"))
-    return IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images, name)
+    return IndexRules(identity, label, classes, truth, decode_images, tables, name)
 
 
 @dataclass(frozen=True)

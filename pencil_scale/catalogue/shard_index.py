@@ -10,8 +10,8 @@ Every sample becomes exactly one record, or exactly one row of damage if it has 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -45,22 +45,15 @@ _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
 @dataclass(frozen=True)
-class LabelSource:
-    """Where to read a class: `cls`, `txt`, `json:FIELD`, or a table joined by key or id."""
-
-    source: str
-    lookup: LabelLookup | None = None
-
-
-@dataclass(frozen=True)
 class IndexRules:
     """The settings for reading a sample; `name` changes with everything that would change a record."""
 
     identity: str
-    label: LabelSource
+    label: str  # `cls`, `txt`, `json:FIELD`, or the name of one of the tables
     classes: LabelClasses
-    truth: LabelSource | None = None
+    truth: str | None = None
     decode_images: bool = False
+    tables: Mapping[str, LabelLookup] = field(default_factory=dict)
     name: str = ""
 
 
@@ -80,8 +73,8 @@ class ShardIndexer:
         self._rules = rules
         self._reader = ShardReader(source)
         self._stem = shard_stem(shard.url)
-        sources = [rules.identity, rules.label.source, rules.truth.source if rules.truth else ""]
-        self._needs_json = any(each.startswith("json:") for each in sources)
+        sources = (rules.identity, rules.label, rules.truth or "")
+        self._needs_json = any(source.startswith("json:") for source in sources)
         self._records: list[tuple[Any, ...]] = []
         self._damage: list[tuple[Any, ...]] = []
 
@@ -217,24 +210,24 @@ class ShardIndexer:
         return self._reader.data(member).decode("utf-8", "surrogateescape"), None
 
     def _class(
-        self, sample: Sample, label: LabelSource, fields: Any, key: bytes, json_problem: str | None
+        self, sample: Sample, label: str, fields: Any, key: bytes, json_problem: str | None
     ) -> tuple[int | None, str | None]:
         problem: str | None = None
-        if label.source.startswith("json:"):
-            raw, problem = _json_field(fields, label.source.removeprefix("json:")), json_problem
-        elif label.lookup is not None:
-            by_key = label.source.startswith("file:")
-            raw = label.lookup.find(sample_key(lookup_key(sample.key)) if by_key else key)
+        if label.startswith("json:"):
+            raw, problem = _json_field(fields, label.removeprefix("json:")), json_problem
+        elif label in self._rules.tables:
+            by_key = label.startswith("file:")
+            raw = self._rules.tables[label].find(sample_key(lookup_key(sample.key)) if by_key else key)
         else:
-            raw, problem = self._text(sample, label.source)
+            raw, problem = self._text(sample, label)
         if problem is not None:
             return None, problem
         number, status = self._rules.classes.classify(raw)
         if status == "unknown_class":
-            if label is self._rules.label and len(self._shard.unknown_labels) < MAX_UNKNOWN_LABELS:
+            if label == self._rules.label and len(self._shard.unknown_labels) < MAX_UNKNOWN_LABELS:
                 text = to_stored((raw if isinstance(raw, str) else repr(raw))[:80])
                 self._shard.unknown_labels[text.encode("utf-8", "backslashreplace").decode()] += 1
-            status = "label_not_a_number" if label.source == "cls" else status
+            status = "label_not_a_number" if label == "cls" else status
         return number, status
 
     def _oddity(self, sample: Sample, image: _Image) -> str | None:

@@ -59,8 +59,7 @@ class ShardReader:
     def __init__(self, source: ByteSource) -> None:
         self.window = Window(source)
         self.skipped: Counter[str] = Counter()
-        self._suffixes_of: dict[str, frozenset[str]] = {}
-        self._known_sets: dict[frozenset[str], frozenset[str]] = {}
+        self._suffixes_of: dict[str, set[str]] = {}
 
     def read(self) -> Iterator[Sample | Damage]:
         """Yield samples and damage; the bytes of a sample are available while it is the latest one."""
@@ -122,14 +121,10 @@ class ShardReader:
             )
 
     def _finished(self, sample: Sample) -> Sample:
-        suffixes = frozenset(sample.members)
-        suffixes = self._known_sets.setdefault(suffixes, suffixes)
-        earlier = self._suffixes_of.get(sample.key)
-        if earlier is None:
-            self._suffixes_of[sample.key] = suffixes
-        else:
-            sample.problem = "key_repeated" if earlier & suffixes else "key_not_contiguous"
-            self._suffixes_of[sample.key] = earlier | suffixes
+        earlier = self._suffixes_of.setdefault(sample.key, set())
+        if earlier:
+            sample.problem = "key_not_contiguous" if earlier.isdisjoint(sample.members) else "key_repeated"
+        earlier.update(sample.members)
         return sample
 
 

@@ -17,18 +17,7 @@ from pencil_scale.catalogue.tar_headers import BLOCK, ZERO_BLOCK, Header, padded
 from pencil_scale.catalogue.tar_search import TarSearch
 from pencil_scale.storage.urls import Window
 
-_OTHER_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PK": "zip",
-    b"<": "HTML or XML",
-}
 _KINDS = {"1": "link", "2": "link", "5": "directory"}  # by type; all others that are not files are "other"
-
-# Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
-_RECORD_BYTES = (10_240, *(BLOCK << doubled for doubled in range(12)))
 
 # A larger name, link or set of pax records is an attack or damage: 10,000 characters still fit.
 _MAX_EXTENDED_BYTES = 1 << 20
@@ -214,7 +203,8 @@ class TarWalk:
             return self._damaged(start, position, "512 zero bytes where a header should be")
         if self._search.inside(self._data_from, position) is not None:
             return self._damaged(start, position)
-        longest_fill = max([10_240, *(size for size in _RECORD_BYTES if self._num_bytes % size == 0)])
+        # Writers fill the last record: 10,240 bytes by default, and powers of two up to 1 MiB are in use.
+        longest_fill = max(10_240, min(self._num_bytes & -self._num_bytes, 1 << 20))
         end, kind = stop, "odd_end"
         if not is_last:
             end, kind = self._search.after(stop), "data_after_end"
@@ -242,10 +232,8 @@ class TarWalk:
         early = self._search.inside(self._data_from, position)
         end = self._search.after(position + 1) if early is None else early
         if self._data_from == 0 and end == self._num_bytes:
-            kind, detail = "not_a_tar", "no tar header anywhere in it"
-            for magic, name in _OTHER_MAGIC.items():
-                if self._window.at(0, BLOCK).startswith(magic):
-                    detail = f"{name} data: shards must be plain tar, so that their bytes can be addressed"
+            kind = "not_a_tar"
+            detail = "no tar header anywhere in it; shards must be plain tar, not gzip data or a web page"
         elif early is not None or ((end - position) % BLOCK and end < self._num_bytes):
             kind, detail = "shifted_bytes", f"the next header is at byte {end:,}, {_off_by(end - position)}"
         if not detail:

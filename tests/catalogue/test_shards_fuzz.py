@@ -15,7 +15,7 @@ from tar_making import python_tar, simple_members
 from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, Piece, TarWalk
 from pencil_scale.storage.urls import MemorySource, Window
@@ -27,8 +27,8 @@ PAX = python_tar(
 GNU = python_tar([(f"{'d' * 120}/{number:03d}.jpg", b"1" * 700) for number in range(8)], tarfile.GNU_FORMAT)
 
 REAL = python_tar(samples(range(20)))
-RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(CLASSES), {}), decode_images=True)
-HEADER_RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(CLASSES), {}))
+RULES = IndexRules("key", "cls", LabelClasses(tuple(CLASSES), {}), decode_images=True)
+HEADER_RULES = IndexRules("key", "cls", LabelClasses(tuple(CLASSES), {}))
 STARTS = {
     found.key: found.start for found in ShardReader(MemorySource(REAL)).read() if isinstance(found, Sample)
 }
