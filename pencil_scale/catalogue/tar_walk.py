@@ -1,7 +1,7 @@
 """Tar walk: splits an archive into members, filler and damage, without losing a byte.
 
 The pieces come in order and cover the archive from its first byte to its last. Damage does not end the walk:
-it resumes at the next header that is certain (`tar_search`), even if lost or added bytes have moved it, and
+it resumes at the next header that is certain (`TarSearch`), even if lost or added bytes have moved it, and
 everything up to there is one piece of damage. A member whose data cannot be trusted, because no header
 follows where they end, is part of the damage.
 
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pencil_scale.catalogue import tar_headers
-from pencil_scale.catalogue.tar_headers import BLOCK, ZERO_BLOCK, Header, padded, parse_header
-from pencil_scale.catalogue.tar_search import TarSearch
+from pencil_scale.catalogue.tar_headers import BLOCK, ZERO_BLOCK, Header, TarSearch, padded, parse_header
 from pencil_scale.storage.urls import Window
 
 _KINDS = {"1": "link", "2": "link", "5": "directory"}  # by type; all others that are not files are "other"
