@@ -136,7 +136,7 @@ def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
 def write_corrected(job: Job, shard: int, sidecar: str) -> Corrected:
     """Write a copy of one shard with the labels of its sidecar."""
     entry, (file, _) = job.source.catalogue.shards[shard], corrected_file(job, shard, sidecar)
-    job.source.catalogue.verify_shard(shard)
+    entry.verify()
     where, table = LabelMember.of(job.label), _read(job, sidecar)
     # A new label only where it differs, or for every sample if labels are added.
     columns = ("key", "is_label_issue", "predicted_label", "predicted_class")

@@ -24,9 +24,9 @@ from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, su
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.shard_urls import Listing, expand_urls, list_shards
+from pencil_scale.catalogue.shard_urls import Changes, expand_urls, find_changes
 from pencil_scale.catalogue.staging import check_damage, check_early, stage_shard
-from pencil_scale.catalogue.update import CatalogueUpdate, Changes, compare
+from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, new_id
@@ -103,22 +103,18 @@ def index(part: Part, lease: Lease) -> Summary:
     # A catalogue refers to its shards permanently. (A file of patterns may be sent along with a job.)
     key = "data.shards" if part.name == "training" else f"data.{part.name}"
     refuse_lost(key, *(pattern for pattern in part.shards if not pattern.startswith("@")))
-    listing = list_shards(part.shards, part.rules.name, part.img2dataset)
-    changes = compare(listing, old, part.rules.name)
-    _say_changes(part, listing, changes, old)
-    if old is not None and _is_current(old, part, changes, listing):
+    changes = find_changes(part.shards, old, part.rules.name, part.img2dataset)
+    _say_changes(part, changes, old)
+    if old is not None and _is_current(old, part, changes):
         _sweep(store, lease)
         part.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
         if alarm := held_out_alarm(old.manifest):
             part.say(f"WARNING: {alarm}")
         return Summary(old, 0, published=False)
-    # In the order of the list: of two equal samples, the first in the list is kept.
-    order = {shard.url: place for place, shard in enumerate(listing.shards)}
-    shards = sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
-    read = _stage_all(part, store, shards)
-    check_damage(store, read, listing.missing, part.max_damaged_share)
+    read = _stage_all(part, store, changes.to_read)
+    check_damage(store, read, changes.missing, part.max_damaged_share)
     lease.check()
-    return _publish(part, old, changes, listing, read, lease)
+    return _publish(part, old, changes, read, lease)
 
 
 def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard]:
@@ -154,16 +150,9 @@ def _stage(shared: tuple[str, IndexRules], shard: Shard) -> Shard:
     return stage_shard(Folder(url), shard, rules)
 
 
-def _publish(
-    part: Part,
-    old: Catalogue | None,
-    changes: Changes,
-    listing: Listing,
-    read: list[Shard],
-    lease: Lease,
-) -> Summary:
+def _publish(part: Part, old: Catalogue | None, changes: Changes, read: list[Shard], lease: Lease) -> Summary:
     store = Folder(part.folder)
-    written = CatalogueUpdate(store, old, read, changes.gone, part.overlay).write(listing.missing)
+    written = CatalogueUpdate(store, old, read, changes.gone, part.overlay).write(changes.missing)
     version, catalogue_id = (old.version, old.id) if old else (0, new_id())
     manifest = describe(store, written, part.rules, part.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
@@ -181,9 +170,9 @@ def _sweep(store: Folder, lease: Lease) -> None:
         store.delete(name)
 
 
-def _is_current(old: Catalogue, part: Part, changes: Changes, listing: Listing) -> bool:
+def _is_current(old: Catalogue, part: Part, changes: Changes) -> bool:
     same_shards = not changes.to_read and not changes.gone
-    same_missing = old.manifest["damage"].get("shard_missing", 0) == len(listing.missing)
+    same_missing = old.manifest["damage"].get("shard_missing", 0) == len(changes.missing)
     return same_shards and same_missing and old.manifest["overlay"] == part.overlay.name
 
 
@@ -203,15 +192,14 @@ def _check_identity(old: Catalogue | None, part: Part) -> None:
             )
 
 
-def _say_changes(part: Part, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
+def _say_changes(part: Part, changes: Changes, old: Catalogue | None) -> None:
     gone = [old.shards[number].url for number in changes.gone] if old else []
-    reread = [shard.url for shard in changes.reread]
     for what, urls in (
-        ("changed since the last run, to read again", [shard.url for shard in changes.changed]),
-        ("to read again, because labels, classes or checks changed", reread),
+        ("changed since the last run, to read again", changes.changed),
+        ("to read again, because labels, classes or checks changed", changes.reread),
         ("vanished; their samples are used where another shard has the same ids", gone),
-        ("unfinished (no _stats.json), skipped for now", listing.waiting),
-        ("listed but missing", listing.missing),
+        ("unfinished (no _stats.json), skipped for now", changes.waiting),
+        ("listed but missing", changes.missing),
     ):
         if urls:
             part.say(f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")

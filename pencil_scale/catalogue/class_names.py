@@ -37,14 +37,15 @@ from pencil_scale.storage.urls import filesystem_of
 SHOWN = 5
 
 
-def read_lines(url: str, key: str) -> list[str]:
+def read_lines(url: str, key: str, errors: str = "strict") -> list[str]:
     """Read the lines of a text file that a key of the config names."""
     try:
-        with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
-            lines: list[str] = file.read().splitlines()
+        with fsspec.open(url, "rt", encoding="utf-8-sig", errors=errors, newline="") as file:
+            # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
+            lines: list[str] = file.read().replace("\r\n", "\n").split("\n")
     except (OSError, ImportError, ValueError) as error:
         raise PencilError(f"{key}: {url} cannot be read: {error}") from error
-    return lines
+    return lines if lines[-1] else lines[:-1]
 
 
 def read_class_names(url: str) -> tuple[str, ...]:
@@ -81,7 +82,6 @@ class ClassOrder:
     """Translates class numbers between two lists of the same names in different order."""
 
     columns: npt.NDArray[np.int64]  # [C]: for each class of the wanted list, its number in the found list
-    numbers: npt.NDArray[np.int64]  # [C + 1]: the inverse; the last entry maps -1, no usable label, to -1
 
     @classmethod
     def between(cls, found: Sequence[str], wanted: Sequence[str], what: str) -> "ClassOrder":
@@ -91,9 +91,8 @@ class ClassOrder:
                 f"{what}: its class list {difference(found, wanted)}, compared with the list it is used with "
                 f"({len(found)} and {len(wanted)} classes); use the class list it was written with"
             )
-        places = {name: number for number, name in enumerate(found)}
-        columns = np.array([places[name] for name in wanted], np.int64)
-        return cls(columns, np.append(np.argsort(columns), -1))
+        numbers = {name: number for number, name in enumerate(found)}
+        return cls(np.array([numbers[name] for name in wanted], np.int64))
 
     def logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Reorder the columns of [B, C]."""
@@ -102,7 +101,7 @@ class ClassOrder:
 
     def classes(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the found list into the wanted one; -1 stays."""
-        return self.numbers[numbers.astype(np.int64)]
+        return np.append(np.argsort(self.columns), -1)[numbers.astype(np.int64)]
 
     def back(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the wanted list into the found one; -1 stays."""

@@ -23,14 +23,13 @@ from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     DAMAGED_STATUSES,
-    SUFFIXES_SHOWN,
+    damage_line,
     put_table,
-    status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.storage.folder import Folder
 
-UNKNOWN_LABELS_SHOWN = 1000
+TEXTS_KEPT = 1000
 EXAMPLES = 5  # rows of each damaged status
 REFERENCE_BATCH = 256
 COLUMNS = ["row", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
@@ -63,7 +62,7 @@ def describe(
     measured = Measured(catalogue)
     sizes = pa.array(measured.num_ok, pa.int32()), pa.array(measured.ok_bytes, pa.int64())
     indexed = [shard for shard in catalogue.shards if shard.state == "indexed"]
-    manifest = {
+    return {
         **draft,
         **measured.figures(),
         "num_samples": sum(shard.num_samples for shard in indexed),
@@ -73,12 +72,10 @@ def describe(
         ),
         "oddities": _most_common([shard.oddities for shard in indexed]),
         "skipped_members": _most_common([shard.skipped for shard in indexed]),
-        "suffixes": _most_common([shard.suffixes for shard in indexed], SUFFIXES_SHOWN + 1),
-        "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], UNKNOWN_LABELS_SHOWN),
+        "suffixes": _most_common([shard.suffixes for shard in indexed], TEXTS_KEPT),
+        "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], TEXTS_KEPT),
         "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
     }
-    head = ("num_rows", "num_ok", "num_classes", "status", "damage")
-    return {**{name: manifest[name] for name in head}, **manifest}
 
 
 def _most_common(counts: Sequence[dict[str, int]], num: int | None = None) -> dict[str, int]:
@@ -186,7 +183,7 @@ class Measured:
         for row in self._examples.get(status, [])[:num]:
             columns = ["shard", "sample_id", "key", "image_offset"]
             (one,) = self._catalogue.read(row, row + 1, columns).to_pylist()
-            line = status_line(shards[one["shard"]].url, one["image_offset"], status)
+            line = damage_line(shards[one["shard"]].url, one["image_offset"], status)
             found.append({"status": status, "row": row, "key": one["key"][:200], "detail": line})
             found[-1]["id"] = one["sample_id"][:200]
         return found

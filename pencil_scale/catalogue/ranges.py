@@ -34,7 +34,7 @@ from pencil_scale.catalogue.schema import ROW, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_headers import padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ByteSource, MemorySource, open_source, version_of
+from pencil_scale.storage.urls import ByteSource, MemorySource, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,8 @@ class RangeReader:
         """Open a shard after checking its version."""
         entry = self._shards[number]
         what = f"shard {entry.url}"
-        entry.require_unchanged(persistently(what, lambda: version_of(entry.url)))
-        return persistently(
-            what, lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes))
-        )
+        persistently(what, entry.verify)
+        return persistently(what, lambda: open_shards.enter_context(open_source(entry.url, entry.num_bytes)))
 
     @staticmethod
     def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
@@ -136,8 +134,10 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
         try:
             return attempt()
         except Exception as error:
+            if isinstance(error, PencilError) and error.__cause__ is None:
+                raise  # the shard is missing or has changed
             # The store's own error is under the one that our modules make of it.
-            cause = error.__cause__ if isinstance(error, PencilError) and error.__cause__ else error
+            cause = error.__cause__ if isinstance(error, PencilError) else error
             reason = f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]})"
             if isinstance(cause, HOPELESS):
                 raise PencilError(f"{what}: {reason}; check that it exists and is readable") from error

@@ -142,17 +142,12 @@ def held_out_alarm(manifest: dict[str, Any]) -> str | None:
     num, num_rows = manifest["status"].get("held_out", 0), manifest["num_rows"]
     if num <= MANY_HELD_OUT * num_rows:
         return None
-    identity = manifest["identity"]
-    said = (
+    return (
         f"{num:,} of {num_rows:,} training samples ({num / num_rows:.1%}) are NOT trained on (held_out): "
-        f"validation or test samples have the same ids by data.identity {identity}; "
+        f"validation or test samples have the same ids by data.identity {manifest['identity']}; if they are "
+        "different images, as with keys that are only numbers or file names, index with "
+        "data.identity: shard_key into another run.storage; if they are the same images, this is correct"
     )
-    if identity == "key":
-        return said + (
-            "if keys are only row numbers or file names, different images share them: index with "
-            "data.identity: shard_key into another run.storage; if they are the same images, this is correct"
-        )
-    return said + "check some: if they are different images, choose another data.identity and run.storage"
 
 
 def many(number: int, thing: str) -> str:

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.class_names import read_label_classes, read_lookup
+from pencil_scale.catalogue.class_names import read_label_classes, read_lines, read_lookup
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.storage.errors import PencilError, sample_key
-from pencil_scale.storage.urls import open_source, version_of
+from pencil_scale.storage.urls import version_of
 
 
 def make_rules(
@@ -81,14 +81,8 @@ def _digest(data: bytes) -> str:
 
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
     """Hash the ids to exclude, and those of the validation and test shards."""
-    text = ""
-    if exclude_url is not None:
-        if version_of(exclude_url) is None:
-            raise PencilError(f"data.exclude: {exclude_url}: no such file, seen from the current folder")
-        with open_source(exclude_url) as source:
-            text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
-    # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    lines = read_lines(exclude_url, "data.exclude", "surrogateescape") if exclude_url is not None else []
+    lines = [line for line in lines if line.strip()]
     # An id may be listed as it is, or as our own tables write it.
     keys = [sample_key(name) for line in lines for name in {line, from_stored(line)}]
     excluded = np.unique(np.array(keys, "S16"))

@@ -183,14 +183,10 @@ def extensions_line(suffixes: Mapping[str, int]) -> str:
     )
 
 
-def status_line(url: str, start: int, status: str) -> str:
-    """Say where a damaged sample is and what to do, in one line."""
-    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {ADVICE[status]}"
-
-
-def damage_line(url: str, start: int, kind: str, found: str) -> str:
-    """Say where damage is, what was found and what to do, in one line."""
-    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"
+def damage_line(url: str, start: int, word: str, found: str = "") -> str:
+    """Say where a status or kind of damage occurs, what was found and what to do, in one line."""
+    said = f"{found}; " if found else ""
+    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {said}{ADVICE[word]}"
 
 
 def shard_stem(url: str) -> str:

@@ -9,10 +9,9 @@ Every sample becomes exactly one record, or exactly one row of damage if it has 
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -23,7 +22,6 @@ from pencil_scale.catalogue.schema import (
     FINDING,
     HARMLESS,
     RECORD,
-    SUFFIXES_SHOWN,
     damage_line,
     from_json,
     shard_stem,
@@ -32,15 +30,13 @@ from pencil_scale.catalogue.schema import (
 from pencil_scale.catalogue.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
 from pencil_scale.catalogue.tar_headers import holds_header
 from pencil_scale.catalogue.tar_walk import Damage, Member
-from pencil_scale.images.inspect import inspect_image
+from pencil_scale.images.inspect import ImageFacts, inspect_image
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import ByteSource
 
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
-MAX_UNKNOWN_LABELS = 10_000
-UNKNOWN_LABELS_KEPT = 100
-MAX_SUFFIXES = 100  # different ones; if keys contain dots, every sample has its own
+MAX_TEXTS = 100  # different ones that are counted: if keys contain dots, every sample has its own suffix
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
@@ -55,14 +51,6 @@ class IndexRules:
     decode_images: bool = False
     tables: Mapping[str, LabelLookup] = field(default_factory=dict)
     name: str = ""
-
-
-class _Image(NamedTuple):
-    member: Member | None
-    problem: str | None
-    format: str = ""
-    digest: bytes | None = None
-    oddities: tuple[str, ...] = ()
 
 
 class ShardIndexer:
@@ -104,16 +92,12 @@ class ShardIndexer:
         records = pa.concat_tables([*batches, _table(self._records, RECORD)])
         shard.num_records = len(records)
         shard.skipped = self._reader.skipped
-        shard.unknown_labels = dict(Counter(shard.unknown_labels).most_common(UNKNOWN_LABELS_KEPT))
-        suffixes = Counter(shard.suffixes).most_common(SUFFIXES_SHOWN + 1)
-        shard.suffixes = {to_stored(suffix): count for suffix, count in suffixes}
+        shard.suffixes = {to_stored(suffix): count for suffix, count in shard.suffixes.items()}
         return records, _table(self._damage, FINDING)
 
     def _add_sample(self, sample: Sample) -> None:
-        suffixes = self._shard.suffixes
         for suffix in sample.members:
-            if suffix in suffixes or len(suffixes) < MAX_SUFFIXES:
-                suffixes[suffix] += 1
+            _count(self._shard.suffixes, suffix)
         if sample.problem == "key_repeated":
             detail = "the key of an earlier sample, with members of the same names"
             return self._lose(sample, sample.problem, detail)
@@ -121,9 +105,9 @@ class ShardIndexer:
             return self._lose(
                 sample, sample.problem, "more members of an earlier sample, after other samples"
             )
-        image = self._image(sample)
+        member, image, digest = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
-        sample_id = self._sample_id(sample.key, fields, image.digest)
+        sample_id = self._sample_id(sample.key, fields, digest)
         if not sample_id:
             kind = "cut_short" if sample.near_damage else "id_missing"
             reason = image.problem or json_problem or "no such field, or no text in it"
@@ -141,14 +125,14 @@ class ShardIndexer:
                 to_stored(sample.key),
                 sample.start,
                 sample.end,
-                image.member.offset if image.member else sample.start,
-                image.member.size if image.member else 0,
+                member.offset if member else sample.start,
+                member.size if member else 0,
                 image.format,
                 noisy_class,
                 true_class,
                 status,
                 self._oddity(sample, image),
-                image.digest[:16] if image.digest else None,
+                digest[:16] if digest else None,
             )
         )
         return None
@@ -178,19 +162,20 @@ class ShardIndexer:
         is_text = isinstance(value, str | int) and not isinstance(value, bool)
         return from_json(str(value)) if is_text else None
 
-    def _image(self, sample: Sample) -> _Image:
+    def _image(self, sample: Sample) -> tuple[Member | None, ImageFacts, bytes | None]:
+        """Find the image, inspect it, and hash it if it can be read."""
         member, problem = sample.image()
-        if member is None:
-            return _Image(None, problem)
-        if member.kind != "file":
-            return _Image(member, _UNUSABLE[member.kind])
-        if member.size > MAX_IMAGE_BYTES:
-            return _Image(member, "image_too_large")
-        data = self._reader.data(member)
-        if holds_header(data, 0, len(data)):
-            return _Image(member, "cut")  # blocks of the shard were swapped
-        facts = inspect_image(data, self._rules.decode_images)
-        return _Image(member, facts.problem, facts.format, hashlib.sha256(data).digest(), facts.oddities)
+        if member is not None and member.kind != "file":
+            problem = _UNUSABLE[member.kind]
+        elif member is not None and member.size > MAX_IMAGE_BYTES:
+            problem = "image_too_large"
+        elif member is not None:
+            data = self._reader.data(member)
+            if not holds_header(data, 0, len(data)):
+                facts = inspect_image(data, self._rules.decode_images)
+                return member, facts, hashlib.sha256(data).digest()
+            problem = "cut"  # blocks of the shard were swapped
+        return member, ImageFacts(format="", problem=problem), None
 
     def _json(self, sample: Sample) -> tuple[Any, str | None]:
         text, problem = self._text(sample, "json")
@@ -224,13 +209,13 @@ class ShardIndexer:
             return None, problem
         number, status = self._rules.classes.classify(raw)
         if status == "unknown_class":
-            if label == self._rules.label and len(self._shard.unknown_labels) < MAX_UNKNOWN_LABELS:
+            if label == self._rules.label:
                 text = to_stored((raw if isinstance(raw, str) else repr(raw))[:80])
-                self._shard.unknown_labels[text.encode("utf-8", "backslashreplace").decode()] += 1
+                _count(self._shard.unknown_labels, text.encode("utf-8", "backslashreplace").decode())
             status = "label_not_a_number" if label == "cls" else status
         return number, status
 
-    def _oddity(self, sample: Sample, image: _Image) -> str | None:
+    def _oddity(self, sample: Sample, image: ImageFacts) -> str | None:
         oddities = list(image.oddities) if image.problem is None else []
         if any(suffix.rpartition(".")[2] in PICKLE_SUFFIXES for suffix in sample.members):
             oddities.append("pickle_member")
@@ -241,7 +226,7 @@ class ShardIndexer:
         return "+".join(oddities) or None
 
 
-def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
+def _status(sample: Sample, image: ImageFacts, label_problem: str | None) -> str:
     if sample.problem is not None:
         return sample.problem
     torn = image.problem in ("cut", "image_missing") or label_problem in ("cut", "unlabelled")
@@ -250,6 +235,11 @@ def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
     if (sample.near_damage or sample.ends_in_zeros) and "truncated" in image.oddities:
         return "cut"
     return image.problem or label_problem or "ok"
+
+
+def _count(counts: dict[str, int], text: str) -> None:
+    if text in counts or len(counts) < MAX_TEXTS:
+        counts[text] += 1
 
 
 def _json_field(fields: Any, name: str) -> Any:

@@ -18,9 +18,9 @@ from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
     DAMAGED_STATUSES,
     UNCLEAR_IMAGE,
+    damage_line,
     extensions_line,
     parquet_bytes,
-    status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
 from pencil_scale.storage.errors import PencilError
@@ -133,7 +133,7 @@ def _too_much(
             unusable = pc.is_in(records["found_status"], pa.array(list(DAMAGED_STATUSES)))
             for row in records.filter(unusable).slice(0, NAMED_DAMAGED).to_pylist():
                 status = row["found_status"]
-                line = status_line(shard.url, row["image_offset"], status)
+                line = damage_line(shard.url, row["image_offset"], status)
                 lines.append(f"damaged: {row['key'][:200]!a}, {status}: {line}")
         lost = [one for one in damage if one["num_samples"]]
         lines += [

@@ -1,7 +1,4 @@
-"""Catalogue update: find the shards that changed, and merge their records into the known rows.
-
-A shard is read when it is new, when its size or ETag changed, or when the rules for reading it changed. A
-shard that left the list but is unchanged in its store keeps its rows.
+"""Catalogue update: merge the records of the shards that were read into the known rows.
 
 New ids get new rows. A known id whose bytes are unchanged becomes an alias of its row. If its shard changed
 or vanished, the row stays and moves to where the id was found; if it was found nowhere, its status becomes
@@ -10,7 +7,7 @@ or vanished, the row stays and moves to where the id was found; if it was found 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -32,53 +29,12 @@ from pencil_scale.catalogue.duplicates import (
 )
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW, damage_line, put_table
-from pencil_scale.catalogue.shard_urls import Listing
 from pencil_scale.catalogue.staging import staged_damage, staged_records
 from pencil_scale.storage.folder import Folder
-from pencil_scale.storage.urls import filesystem_of, versions_of
+from pencil_scale.storage.urls import filesystem_of
 
 SEGMENT_ROWS = 64 * CHUNK_ROWS
 _STATUS = ROW.get_field_index("status")
-
-
-@dataclass
-class Changes:
-    """What changed since the catalogue was published; numbers are those of known shards."""
-
-    new: list[Shard] = field(default_factory=list)
-    changed: list[Shard] = field(default_factory=list)
-    reread: list[Shard] = field(default_factory=list)  # unchanged, but the rules for reading them changed
-    gone: list[int] = field(default_factory=list)
-    unlisted: list[int] = field(default_factory=list)
-
-    @property
-    def to_read(self) -> list[Shard]:
-        return [*self.new, *self.changed, *self.reread]
-
-
-def compare(listing: Listing, old: Catalogue | None, rules_name: str) -> Changes:
-    """Compare the listed shards with those in the catalogue."""
-    changes = Changes()
-    entries = enumerate(old.shards if old else ())
-    known = {entry.url: (number, entry) for number, entry in entries if entry.state == "indexed"}
-    for shard in listing.shards:
-        _, entry = known.pop(shard.url, (-1, None))
-        if entry is None:
-            changes.new.append(shard)
-        elif entry.version != shard.version:
-            changes.changed.append(shard)
-        elif entry.rules != rules_name:
-            changes.reread.append(shard)
-    absent = [found for url, found in known.items() if url not in set(listing.waiting)]
-    versions = versions_of([entry.url for _, entry in absent])
-    for (number, entry), version in zip(absent, versions, strict=True):
-        if version != entry.version:
-            changes.gone.append(number)
-            continue
-        changes.unlisted.append(number)
-        if entry.rules != rules_name:
-            changes.reread.append(Shard(entry.url, *entry.version, rules_name))
-    return changes
 
 
 class TableWriter:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.catalogue.schema import from_json, from_stored, to_stored
-from pencil_scale.catalogue.shard_urls import expand_braces, expand_urls, list_shards
+from pencil_scale.catalogue.shard_urls import expand_braces, expand_urls, find_changes
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ShardVersion, Window, open_source, version_of, version_tag
 
@@ -48,9 +48,9 @@ def test_globs_lists_and_files_of_lines_give_absolute_paths_in_order(
 
 def test_missing_shards_are_listed_apart(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"abc")
-    listing = list_shards([f"{tmp_path}/{{0..1}}.tar"])
-    assert [shard.num_bytes for shard in listing.shards] == [3]
-    assert listing.missing == [f"{tmp_path}/1.tar"]
+    changes = find_changes([f"{tmp_path}/{{0..1}}.tar"], None, "")
+    assert [shard.num_bytes for shard in changes.to_read] == [3]
+    assert changes.missing == [f"{tmp_path}/1.tar"]
 
 
 def test_a_version_changes_with_the_bytes(tmp_path: Path) -> None:
