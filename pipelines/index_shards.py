@@ -25,7 +25,7 @@ from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Changes, expand_urls, find_changes
-from pencil_scale.catalogue.staging import check_damage, check_early, stage_shard
+from pencil_scale.catalogue.staging import check_damage, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
@@ -136,7 +136,7 @@ def _stage_all(part: Part, store: Folder, shards: Sequence[Shard]) -> list[Shard
             read[number] = shard
             if len(read).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
                 found = [read[number] for number in sorted(read)]
-                check_early(store, found, total_bytes, part.max_damaged_share)
+                check_damage(store, found, (), part.max_damaged_share, total_bytes)
     except TaskDiedError as error:
         raise PencilError(
             f"shard {shards[error.number].url}: the process that read it died in every attempt "

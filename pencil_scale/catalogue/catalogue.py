@@ -222,27 +222,21 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
 def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
     """Write the manifest: first under its version number, permanently, then as the newest.
 
-    A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
-    one publishes. If a job dies between the two puts, `finish_publish` does the second.
+    A version number is created once, so of two jobs one publishes.
     """
-    objects = open_objects(store.url)
-    etag = objects.etag(manifest_name())
     newest = read_manifest(store.url)
-    found = int(newest["version"]) if newest else 0
-    data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
-    if (
-        found != old_version
-        or not objects.create(manifest_name(version), data)
-        or not objects.replace(manifest_name(), data, etag)
-    ):
+    found, version = int(newest["version"]) if newest else 0, int(manifest["version"])
+    data = json.dumps(manifest, indent=1).encode()
+    if found != old_version or not open_objects(store.url).create(manifest_name(version), data):
         raise PencilError(
             f"{store.url}: another job published version {max(found, version)} while this one worked on "
             f"{old_version}; run this one again"
         )
+    finish_publish(store)
 
 
 def finish_publish(store: Folder) -> None:
-    """Make a version the newest if its job died right after writing its manifest; its files are complete."""
+    """Make the last version the newest, also if its job died right after creating its manifest."""
     objects = open_objects(store.url)
     while True:
         etag = objects.etag(manifest_name())

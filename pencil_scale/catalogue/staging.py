@@ -67,25 +67,24 @@ def staged_damage(store: Folder, shard: Shard) -> pa.Table:
 # -- how much damage is allowed -----------------------------------------------------------------------
 
 
-def check_damage(store: Folder, shards: Sequence[Shard], missing: Sequence[str], limit: float) -> None:
-    """Refuse to publish if too many of the samples just read are damaged, naming the worst shard."""
-    total = sum(shard.num_samples for shard in shards)
+def check_damage(
+    store: Folder, shards: Sequence[Shard], missing: Sequence[str], limit: float, total_bytes: int = 0
+) -> None:
+    """Refuse to publish if too many of the samples just read are damaged, naming the worst shard.
+
+    With the bytes of all shards, stop a long run as soon as there is too much damage even if all remaining
+    shards are intact.
+    """
     seen, unseen = _damaged(shards, len(missing))
-    share = (seen + unseen) / (total + unseen) if total else float(unseen > 0)
-    if share > limit:
-        raise _too_much(f"{share:.2%} of the samples are damaged", store, shards, missing, limit)
-
-
-def check_early(store: Folder, shards: Sequence[Shard], total_bytes: int, limit: float) -> None:
-    """Stop a long run as soon as there is too much damage even if all remaining shards are intact."""
-    damaged = sum(_damaged(shards, 0))
+    num_samples = sum(shard.num_samples for shard in shards)
     read_bytes = sum(shard.num_bytes for shard in shards)
-    if read_bytes and read_bytes < total_bytes:
+    expected, found = num_samples + unseen, "of the samples are damaged"
+    if read_bytes < total_bytes:
         # The number of remaining samples is estimated from their bytes.
-        expected = sum(shard.num_samples for shard in shards) * total_bytes / read_bytes
-        if expected and damaged > limit * expected:
-            share = f"{damaged / expected:.2%} of all expected samples are damaged"
-            raise _too_much(f"after {len(shards):,} of the shards, {share}", store, shards, (), limit)
+        expected = num_samples * total_bytes / max(read_bytes, 1)
+        found = f"of all expected samples are damaged, after {len(shards):,} of the shards"
+    if expected and seen + unseen > limit * expected:
+        raise _too_much(f"{(seen + unseen) / expected:.2%} {found}", store, shards, missing, limit)
 
 
 def _damaged_statuses(shard: Shard) -> dict[str, int]:

@@ -291,7 +291,7 @@ def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Pa
     bench.shard("0.tar", [("x.png", b""), ("y.png", b"")])
     for shard in range(1, 9):
         bench.shard(f"{shard}.tar", samples(range(shard * 10, shard * 10 + 10)))
-    with pytest.raises(PencilError, match=r"after 1 of the shards, .*0\.tar \(2 image_empty\)"):
+    with pytest.raises(PencilError, match=r"damaged, after 1 of the shards, .*0\.tar \(2 image_empty\)"):
         bench.index(max_damaged_share=0.01)
 
 
