@@ -32,9 +32,9 @@ from pencil_scale.catalogue.catalogue import Catalogue, Segment, Shard
 from pencil_scale.catalogue.catalogue import publish as publish_manifest
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.rules import Overlay
-from pencil_scale.catalogue.schema import FINDING, RECORD, parquet_bytes
+from pencil_scale.catalogue.schema import DAMAGE, SAMPLE, parquet_bytes
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.staging import staged_name, staged_records
+from pencil_scale.catalogue.staging import staged_name, staged_samples
 from pencil_scale.catalogue.update import TableWriter
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
@@ -109,11 +109,11 @@ def measured(
 
 
 def copy_records(storage: str, num_rows: int) -> list[Segment]:
-    """Read all staged records once and write them once."""
+    """Read all staged samples once and write them once."""
     store = Folder(f"{storage}/catalogue")
     writer = TableWriter(store, "copies")
     for shard in staged_shards(0, num_rows):
-        for table in staged_records(store, shard):
+        for table in staged_samples(store, shard):
             writer.add(table)
     return writer.finish()
 
@@ -172,16 +172,16 @@ STEPS: dict[str, tuple[Callable[..., Iterable[Any]], Callable[..., dict[str, Any
 
 
 def staged_shards(first: int, stop: int) -> list[Shard]:
-    """List the shards of records [first, stop)."""
+    """List the shards of samples [first, stop)."""
     numbers = range(first // SHARD_ROWS, -(-stop // SHARD_ROWS))
     urls = [f"s3://crawl/{number:06d}.tar" for number in numbers]
-    return [Shard(url, 0, "", "", num_samples=SHARD_ROWS, num_records=SHARD_ROWS) for url in urls]
+    return [Shard(url, 0, "", "", num_samples=SHARD_ROWS, num_with_id=SHARD_ROWS) for url in urls]
 
 
 def stage(storage: str, shard: Shard) -> None:
-    """Write made-up records of one shard: 1 % repeat an id, 1 % repeat an image, 0.6 % cannot be used."""
+    """Write made-up samples of one shard: 1 % repeat an id, 1 % repeat an image, 0.6 % cannot be used."""
     number = int(shard.url[-10:-4])
-    num, first = shard.num_records, number * SHARD_ROWS
+    num, first = shard.num_with_id, number * SHARD_ROWS
     random = np.random.default_rng(number)
     ids, images = np.arange(first, first + num), np.arange(first, first + num)
     for numbers in (ids, images):
@@ -193,13 +193,13 @@ def stage(storage: str, shard: Shard) -> None:
         "found_status": random.choice(["ok", "unlabelled", "image_unreadable"], num, p=[0.994, 0.005, 0.001]),
         "content_key": [sample_key(f"image {number}") for number in images],
     }
-    records = some_rows(first, first + num, random).select(RECORD.names)
+    samples = some_rows(first, first + num, random).select(SAMPLE.names)
     for name, values in columns.items():
-        field = RECORD.field(name)
-        records = records.set_column(RECORD.get_field_index(name), field, pa.array(values, field.type))
+        field = SAMPLE.field(name)
+        samples = samples.set_column(SAMPLE.get_field_index(name), field, pa.array(values, field.type))
     store = Folder(f"{storage}/catalogue")
-    store.put(f"staging/{staged_name(shard)}.records.parquet", parquet_bytes(records))
-    store.put(f"staging/{staged_name(shard)}.damage.parquet", parquet_bytes(FINDING.empty_table()))
+    store.put(f"staging/{staged_name(shard)}.samples.parquet", parquet_bytes(samples))
+    store.put(f"staging/{staged_name(shard)}.damage.parquet", parquet_bytes(DAMAGE.empty_table()))
 
 
 if __name__ == "__main__":

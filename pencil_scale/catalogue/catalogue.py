@@ -47,7 +47,7 @@ class Shard:
     num_expected: int | None = None  # the number of samples its writer counted, if known
     state: str = "indexed"  # or vanished
     num_samples: int = 0
-    num_records: int = 0
+    num_with_id: int = 0
     num_lost: int = 0  # samples in the damage table
     lost_bytes: int = 0  # bytes with an unknown number of samples
     statuses: dict[str, int] = field(default_factory=Counter)
@@ -172,7 +172,7 @@ class Catalogue:
         return pa.concat_tables([*self.small_tables("damage_tables"), DAMAGE.empty_table()])
 
     def aliases(self) -> pa.Table:
-        """Read the duplicates: records with the id of an earlier sample, under that sample's row."""
+        """Read the duplicates: samples with the id of an earlier sample, under that sample's row."""
         return pa.concat_tables([*self.small_tables("alias_tables"), ROW.empty_table()])
 
     def small_tables(self, key: str) -> Iterator[pa.Table]:

@@ -154,18 +154,17 @@ def read_label_classes(classes_url: str, aliases_url: str | None = None) -> Labe
     classes = LabelClasses(names, {name: number for number, name in enumerate(names)})
     if aliases_url is None:
         return classes
-    aliases = {}
-    for place, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
+    numbers = dict(classes.numbers)
+    for line_number, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
         raw, tab, wanted = line.rpartition("\t")
         number, _ = classes.classify(wanted)
         if tab and number is not None:
-            aliases[raw.strip()] = number
+            numbers[raw.strip()] = number
         elif line.strip():
-            raise PencilError(
-                f"data.aliases: {aliases_url} line {place} is {line!r}; expected a raw string, a tab and one "
-                f"of the {len(names)} classes"
-            )
-    return LabelClasses(names, {**classes.numbers, **aliases})
+            expected = f"a raw string, a tab and one of the {len(names)} classes"
+            found = f"line {line_number} is {line!r}"
+            raise PencilError(f"data.aliases: {aliases_url} {found}; expected {expected}")
+    return LabelClasses(names, numbers)
 
 
 @dataclass(frozen=True)
@@ -214,14 +213,14 @@ def lookup_key(name: str) -> str:
 def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
     try:
         with fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
-            for place, line in enumerate(file, start=1):
+            for number, line in enumerate(file, start=1):
                 line = line.strip()
                 name, gap, label = line.rpartition("\t") if "\t" in line else line.rpartition(" ")
                 if gap:
                     yield lookup_key(name.strip()), label.strip()
                 elif line:
                     raise PencilError(
-                        f"data.label: {url} line {place} is {line!r}; expected a key and a label"
+                        f"data.label: {url} line {number} is {line!r}; expected a key and a label"
                     )
     except (OSError, ValueError) as error:
         raise PencilError(f"data.label: {url} cannot be read ({error})") from error

@@ -1,7 +1,7 @@
-"""Duplicates: which records have the id of an earlier sample, and which images occur more than once.
+"""Duplicates: which samples have the id of an earlier sample, and which images occur more than once.
 
 Both compare 128-bit hashes, one range of hashes at a time, so memory is bounded: the new hashes of a range
-are held in memory while the known ones stream past. Of several records with one id the first is kept.
+are held in memory while the known ones stream past. Of several samples with one id the first is kept.
 
 Equal images prove label noise: of n samples with the same bytes and different labels, at least n minus the
 count of the most frequent label are wrong.
@@ -37,19 +37,19 @@ class KnownRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Decisions:
-    """What each new record becomes; records are numbered in the order of reading.
+    """What each new sample becomes; samples are numbered in the order of reading.
 
     NEW gets a new row. ALIAS is a duplicate of the row in `targets`; MOVED takes over that row, whose bytes
-    are gone. Rows whose bytes are gone and that no record takes over are `orphans`.
+    are gone. Rows whose bytes are gone and that no sample takes over are `orphans`.
     """
 
     kind: npt.NDArray[np.uint8]
-    numbers: Rows  # of all records that are not NEW, in order
+    numbers: Rows  # of all samples that are not NEW, in order
     targets: Rows  # their rows
     orphans: Rows
 
     def target_rows(self, numbers: Rows) -> Rows:
-        """The rows of some records that are not NEW."""
+        """The rows of some samples that are not NEW."""
         return self.targets[np.searchsorted(self.numbers, numbers)]
 
 
@@ -60,9 +60,9 @@ def decide(
     first_row: int,
     keys_per_range: int = KEYS_PER_RANGE,
 ) -> Decisions:
-    """Decide for every new record; new rows are numbered from `first_row`.
+    """Decide for every new sample; new rows are numbered from `first_row`.
 
-    `new_keys` gives the keys and numbers of the records. Both iterators are read once per range of hashes.
+    `new_keys` gives the keys and numbers of the samples. Both iterators are read once per range of hashes.
     """
     kind = np.zeros(num_new, np.uint8)
     bits = (num_new // keys_per_range).bit_length()
@@ -76,7 +76,7 @@ def decide(
         kind[numbers[is_head & is_known & ~valid[group]]] = MOVED
         others = kind[numbers] != NEW
         found_numbers.append(numbers[others])
-        # A target that is itself a new record has no row yet: keep its number as -1 - number.
+        # A target that is itself a new sample has no row yet: keep its number as -1 - number.
         found_targets.append(np.where(is_known, match[group], -1 - numbers[is_head][group])[others])
         orphans.append(lost)
     numbers, targets = np.concatenate(found_numbers), np.concatenate(found_targets)
@@ -84,7 +84,7 @@ def decide(
     numbers, targets = numbers[order], targets[order]
     inside = targets < 0
     heads = -1 - targets[inside]
-    # `numbers` lists the records that are not NEW, so the number of NEW ones before a record is a difference.
+    # `numbers` lists the samples that are not NEW, so the number of NEW ones before a sample is a difference.
     targets[inside] = first_row + heads - np.searchsorted(numbers, heads)
     return Decisions(kind, numbers, targets, np.sort(np.concatenate(orphans)))
 

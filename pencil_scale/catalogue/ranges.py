@@ -10,8 +10,8 @@ no access, shard changed) stop the reading at once.
 
 A complete sample is one range, too.
 
-    places = places_of(catalogue, rows)                      # row, shard, key, sample_start, ...
-    for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard
+    located = locate_samples(catalogue, rows)                 # row, shard, key, sample_start, ...
+    for key, members in read_samples(catalogue, located):     # members: (name, bytes), as in the shard
         ...
 """
 
@@ -116,15 +116,15 @@ def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, mos
     stops = (offset[order] + length[order]).tolist()
     ranges: list[Range] = []
     begin, end = 0, 0
-    for place in range(1, len(order) + 1):
-        end = max(end, stops[place - 1])
+    for following in range(1, len(order) + 1):
+        end = max(end, stops[following - 1])
         if (
-            place == len(order)
-            or starts[place] - end > far_bytes
-            or max(stops[place], end) - starts[begin] > most_bytes
+            following == len(order)
+            or starts[following] - end > far_bytes
+            or max(stops[following], end) - starts[begin] > most_bytes
         ):
-            ranges.append(Range(starts[begin], end, order[begin:place]))
-            begin, end = place, 0
+            ranges.append(Range(starts[begin], end, order[begin:following]))
+            begin, end = following, 0
     return ranges
 
 
@@ -155,7 +155,7 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
 # -- samples ------------------------------------------------------------------------------------------
 
 
-def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
+def locate_samples(catalogue: Catalogue, rows: Int64s) -> pa.Table:
     """Look up where the samples of ascending rows are, sorted by shard and offset."""
     found = [ROW.empty_table().select(COLUMNS)]
     for table in catalogue.batches(COLUMNS):
@@ -165,15 +165,15 @@ def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
     return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
 
 
-def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
-    """Read complete samples, in the order of their places; a shard that has changed is an error.
+def read_samples(catalogue: Catalogue, located: pa.Table) -> Iterator[tuple[str, Members]]:
+    """Read complete samples, in the order of `located`; a shard that has changed is an error.
 
     Keys that are unique only within a shard get its name as a prefix, as identity `shard_key` does.
     """
     is_unique = catalogue.manifest["identity"] == "key"
-    start, end = places["sample_start"].to_numpy(), places["sample_end"].to_numpy()
-    ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, end - start)
-    for number, row in enumerate(places.to_pylist()):
+    start, end = located["sample_start"].to_numpy(), located["sample_end"].to_numpy()
+    ranges = RangeReader(catalogue.shards).read(located["shard"].to_numpy(), start, end - start)
+    for number, row in enumerate(located.to_pylist()):
         data, ranges[number] = ranges[number], b""
         url, key = catalogue.shards[row["shard"]].url, from_stored(row["key"])
         reader = ShardReader(MemorySource(data, url))
@@ -199,9 +199,9 @@ def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
     return sink.getvalue()
 
 
-def thinness(catalogue: Catalogue, places: pa.Table) -> float:
+def thinness(catalogue: Catalogue, located: pa.Table) -> float:
     """The share of these images in the bytes of all shards that hold them."""
-    shards = np.unique(places["shard"].to_numpy())
+    shards = np.unique(located["shard"].to_numpy())
     num_bytes = sum(catalogue.shards[number].num_bytes for number in shards.tolist())
-    taken = sum(padded(size) for size in places["image_bytes"].to_pylist())
+    taken = sum(padded(size) for size in located["image_bytes"].to_pylist())
     return float(taken / max(num_bytes, 1))

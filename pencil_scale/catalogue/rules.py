@@ -1,8 +1,8 @@
 """Index rules: what the config says about identity, labels and images, ready for reading shards.
 
-Rules have a name that changes with everything that would change a record: the policies, the class list, the
-aliases, and the version of the label table. Shards that were indexed under another name are read again. Lists
-of excluded and held-out ids are not rules: they are applied to records that have been read.
+Rules have a name that changes with everything that would change what is read: the policies, the class list,
+the aliases, and the version of the label table. Shards that were indexed under another name are read again.
+Lists of excluded and held-out ids are not rules: they are applied to samples that have been read.
 """
 
 import hashlib

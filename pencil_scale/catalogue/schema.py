@@ -51,8 +51,8 @@ def from_json(text: str) -> str:
 CHUNK_ROWS = 4096
 SUFFIXES_SHOWN = 5
 
-# One record of one sample. Texts are escaped by `to_stored`.
-RECORD = pa.schema(
+# What a shard says about one sample. Texts are escaped by `to_stored`.
+SAMPLE = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
         pa.field("sample_key", pa.binary(16), nullable=False),
@@ -70,19 +70,20 @@ RECORD = pa.schema(
     ]
 )
 
-# A row of the catalogue, or an alias of one: a record with its row, its shard and its status.
+# A row of the catalogue, or an alias of one: a sample with its row, its shard and its status.
 ROW = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("status", pa.string(), nullable=False),
-        *RECORD,
+        *SAMPLE,
     ]
 )
 
 # What could not become a row. `num_samples` is 1 for exactly one sample, and 0 if the number is unknown.
-FINDING = pa.schema(
+DAMAGE = pa.schema(
     [
+        pa.field("shard", pa.int32(), nullable=False),  # -1: not known yet, or the shard is missing
         pa.field("start", pa.int64(), nullable=False),
         pa.field("end", pa.int64(), nullable=False),
         pa.field("kind", pa.string(), nullable=False),
@@ -91,8 +92,6 @@ FINDING = pa.schema(
         pa.field("detail", pa.string(), nullable=False),
     ]
 )
-DAMAGE = pa.schema([pa.field("shard", pa.int32(), nullable=False), *FINDING])
-
 # Ids, keys and hashes differ in every row: a dictionary would only cost space.
 _DICTIONARY = frozenset(
     ("status", "found_status", "format", "oddity", "noisy_class", "true_class", "shard", "kind", "detail")

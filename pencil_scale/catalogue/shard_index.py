@@ -1,10 +1,10 @@
-"""Shard index: reads one shard and returns its catalogue records and its damage.
+"""Shard index: reads one shard and returns its samples and its damage, as tables.
 
-Every sample becomes exactly one record, or exactly one row of damage if it has no readable id.
+Every sample is one row of the samples, or one row of the damage if it has no readable id.
 
     with open_source(url) as source:
         indexer = ShardIndexer(source, shard, rules)
-        records, damage = indexer.read()         # and `shard` now has all counts
+        samples, damage = indexer.read()         # and `shard` now has all counts
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
-    FINDING,
+    DAMAGE,
     HARMLESS,
-    RECORD,
+    SAMPLE,
     damage_line,
     from_json,
     shard_stem,
@@ -42,7 +42,7 @@ _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 @dataclass(frozen=True)
 class IndexRules:
-    """The settings for reading a sample; `name` changes with everything that would change a record."""
+    """The settings for reading a sample; `name` changes with everything that would change the result."""
 
     identity: str
     label: str  # `cls`, `txt`, `json:FIELD`, or the name of one of the tables
@@ -63,11 +63,11 @@ class ShardIndexer:
         self._stem = shard_stem(shard.url)
         sources = (rules.identity, rules.label, rules.truth or "")
         self._needs_json = any(source.startswith("json:") for source in sources)
-        self._records: list[tuple[Any, ...]] = []
+        self._samples: list[tuple[Any, ...]] = []
         self._damage: list[tuple[Any, ...]] = []
 
     def read(self) -> tuple[pa.Table, pa.Table]:
-        """Read the shard to its end; returns its records and its damage."""
+        """Read the shard to its end; returns its samples and its damage."""
         shard, batches = self._shard, []
         for found in self._reader.read():
             if isinstance(found, Damage):
@@ -81,19 +81,19 @@ class ShardIndexer:
                 raise
             except Exception as error:  # a bug of ours or of a decoder must not end the run
                 self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
-            if len(self._records) == CHUNK_ROWS:
-                batches.append(_table(self._records, RECORD))
-                self._records = []
+            if len(self._samples) == CHUNK_ROWS:
+                batches.append(_table(self._samples, SAMPLE))
+                self._samples = []
         if shard.num_samples == 0 and not self._damage:
             self._add_damage(Damage(0, shard.num_bytes, "no_samples", "an intact tar without samples"))
         if shard.num_expected not in (None, shard.num_samples):
             detail = f"img2dataset counted {shard.num_expected:,} samples, {shard.num_samples:,} were found"
             self._add_damage(Damage(shard.num_bytes, shard.num_bytes, "count_mismatch", detail))
-        records = pa.concat_tables([*batches, _table(self._records, RECORD)])
-        shard.num_records = len(records)
+        samples = pa.concat_tables([*batches, _table(self._samples, SAMPLE)])
+        shard.num_with_id = len(samples)
         shard.skipped = self._reader.skipped
         shard.suffixes = {to_stored(suffix): count for suffix, count in shard.suffixes.items()}
-        return records, _table(self._damage, FINDING)
+        return samples, _table(self._damage, DAMAGE)
 
     def _add_sample(self, sample: Sample) -> None:
         for suffix in sample.members:
@@ -118,7 +118,7 @@ class ShardIndexer:
         true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
         status = _status(sample, image, label_problem)
         self._shard.statuses[status] += 1
-        self._records.append(
+        self._samples.append(
             (
                 to_stored(sample_id),
                 key,
@@ -147,7 +147,9 @@ class ShardIndexer:
         if num_samples == 0 and kind not in HARMLESS:
             self._shard.lost_bytes += end - start
         line = damage_line(self._shard.url, start, kind, detail)
-        self._damage.append((start, end, kind, None if name is None else to_stored(name), num_samples, line))
+        self._damage.append(
+            (-1, start, end, kind, None if name is None else to_stored(name), num_samples, line)
+        )
 
     def _sample_id(self, key: str, fields: Any, digest: bytes | None) -> str | None:
         """Give a sample its id by `data.identity`; None if it has none."""

@@ -43,18 +43,18 @@ def stage_shard(store: Folder, listed: Shard, rules: IndexRules) -> Shard:
         return Shard(**finished)
     shard = Shard(listed.url, listed.num_bytes, listed.tag, listed.rules, listed.num_expected)
     with open_source(shard.url) as source:
-        records, damage = ShardIndexer(source, shard, rules).read()
+        samples, damage = ShardIndexer(source, shard, rules).read()
     if version_of(shard.url) != shard.version:
         raise PencilError(f"shard {shard.url}: it changed while it was read; run again when it is complete")
-    store.put(f"{name}.records.parquet", parquet_bytes(records))
+    store.put(f"{name}.samples.parquet", parquet_bytes(samples))
     store.put(f"{name}.damage.parquet", parquet_bytes(damage))
     store.put_json(f"{name}.json", vars(shard))
     return shard
 
 
-def staged_records(store: Folder, shard: Shard, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Read staged records, some row groups at a time."""
-    file = pq.ParquetFile(io.BytesIO(store.get(f"staging/{staged_name(shard)}.records.parquet")))
+def staged_samples(store: Folder, shard: Shard, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Read staged samples, some row groups at a time."""
+    file = pq.ParquetFile(io.BytesIO(store.get(f"staging/{staged_name(shard)}.samples.parquet")))
     for batch in file.iter_batches(batch_size=16 * CHUNK_ROWS, columns=columns):
         yield pa.Table.from_batches([batch])
 
@@ -128,9 +128,9 @@ def _too_much(
         damage = staged_damage(store, shard).to_pylist()
         first = f"; {damage[0]['detail']}" if damage else ""
         worst = f"the worst shard is {shard.url} ({words}){first}"
-        for records in staged_records(store, shard, ["key", "image_offset", "found_status"]):
-            unusable = pc.is_in(records["found_status"], pa.array(list(DAMAGED_STATUSES)))
-            for row in records.filter(unusable).slice(0, NAMED_DAMAGED).to_pylist():
+        for samples in staged_samples(store, shard, ["key", "image_offset", "found_status"]):
+            unusable = pc.is_in(samples["found_status"], pa.array(list(DAMAGED_STATUSES)))
+            for row in samples.filter(unusable).slice(0, NAMED_DAMAGED).to_pylist():
                 status = row["found_status"]
                 line = damage_line(shard.url, row["image_offset"], status)
                 lines.append(f"damaged: {row['key'][:200]!a}, {status}: {line}")

@@ -181,7 +181,7 @@ def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
 # -- searching ----------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _Span(NamedTuple):
     """Where a header starts, its data end, and their padding ends."""
 
     start: int
@@ -257,7 +257,7 @@ class TarSearch:
             step = min(2 * step, MOST_BYTES)
         return position
 
-    def _next(self, position: int, stop: int) -> _Place | None:
+    def _next(self, position: int, stop: int) -> _Span | None:
         """Find the first certain header that starts in [position, stop)."""
         step = FIRST_BYTES
         while position < stop:
@@ -268,9 +268,9 @@ class TarSearch:
                 begin = magic - _MAGIC_AT
                 # The checksum field is checked first, because a hostile file may be nothing but magic.
                 if _CHECKSUM.match(data, begin + _CHECKSUM_AT):
-                    place = self._place(data[begin : begin + BLOCK], position + begin)
-                    if place is not None:
-                        return place
+                    span = self._span(data[begin : begin + BLOCK], position + begin)
+                    if span is not None:
+                        return span
                 magic = data.find(_MAGIC, magic + 1)
             position += step
             step = min(2 * step, MOST_BYTES)
@@ -286,13 +286,13 @@ class TarSearch:
             return size
         return 0
 
-    def _place(self, block: bytes, start: int) -> _Place | None:
+    def _span(self, block: bytes, start: int) -> _Span | None:
         """Find what a block describes; None if it is not a certain header, or too large for the file."""
         header, offset = certain_header(block), start + BLOCK
         if header is None or offset + header.size > self._num_bytes:
             return None
         size = self.stored_size(header.typeflag, offset, header.size)
-        return _Place(start, offset + size, offset + padded(size))
+        return _Span(start, offset + size, offset + padded(size))
 
     def _leads_on(self, end: int) -> bool:
         """Decide whether a member that ends here is followed by a header, zeros or the end of the file."""
@@ -307,9 +307,9 @@ class TarSearch:
             block = self._window.peek(end, BLOCK)
             if block == ZERO_BLOCK[: len(block)]:
                 return zeros and self.end_of_zeros(end) >= stop
-            place = self._place(block, end)
-            if place is None:
+            span = self._span(block, end)
+            if span is None:
                 return False
             seen.add(end)
-            end = place.end
+            end = span.end
         return self._leads_on(end) or (not strict and end > stop)

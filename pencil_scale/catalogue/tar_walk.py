@@ -118,7 +118,7 @@ class TarWalk:
     def _step(self, start: int) -> list[Piece]:
         """Read anything but a plain member: extended headers and their member, the end marker, or damage."""
         position, types, fault = start, set[int](), ""
-        records: dict[bytes, bytes] = {}
+        overrides: dict[bytes, bytes] = {}
         while position + BLOCK <= self._num_bytes:
             block = self._window.at(position, BLOCK)
             header = parse_header(block)
@@ -129,7 +129,7 @@ class TarWalk:
                 if not types and position == self._resumed_at and (block[99] or b"?" in block[:99]):
                     # Writers shorten a name like this after giving it in full in an extended header.
                     fault = "the header with its full name is damaged"
-                return [self._member(start, header, block, {**self._globals, **records}, fault)]
+                return [self._member(start, header, block, {**self._globals, **overrides}, fault)]
             end = self._data_from + padded(header.size)
             if end > self._num_bytes:
                 detail = (
@@ -138,33 +138,33 @@ class TarWalk:
                 return self._damaged(start, position, detail, "cut_short")
             if header.typeflag in types:  # a second one of a type is for another member
                 return [_stray(start, position)]
-            fault = self._extend(header, records) or fault
+            fault = self._extend(header, overrides) or fault
             if chr(header.typeflag) == "g" and not types and not fault:
                 return [Filler(position, end)]
             types.add(header.typeflag)
             position = end
         return self._tail(start, position)
 
-    def _extend(self, header: Header, records: dict[bytes, bytes]) -> str:
+    def _extend(self, header: Header, overrides: dict[bytes, bytes]) -> str:
         """Add what an extended header says of the next member; returns why it makes the name uncertain."""
         if header.size > _MAX_EXTENDED_BYTES:
             return f"its extended header has {header.size:,} bytes, an attack or a writer's error"
         data, kind = self._window.at(self._data_from, header.size), chr(header.typeflag)
         if kind == "L":
-            records[b"path"] = data.partition(b"\x00")[0]
+            overrides[b"path"] = data.partition(b"\x00")[0]
         elif kind != "K":
             found = tar_headers.parse_pax(data)
             if found is None:
                 return "its pax header is broken"
-            (self._globals if kind == "g" else records).update(found)
+            (self._globals if kind == "g" else overrides).update(found)
         return ""
 
     def _member(
-        self, start: int, header: Header, block: bytes, records: Mapping[bytes, bytes], fault: str
+        self, start: int, header: Header, block: bytes, overrides: Mapping[bytes, bytes], fault: str
     ) -> Piece:
-        name = records.get(b"GNU.sparse.name") or records.get(b"path", header.name)
-        size = min(int(records.get(b"size", header.size)), tar_headers.MAX_SIZE)
-        is_sparse = any(record.startswith(b"GNU.sparse.") for record in records)
+        name = overrides.get(b"GNU.sparse.name") or overrides.get(b"path", header.name)
+        size = min(int(overrides.get(b"size", header.size)), tar_headers.MAX_SIZE)
+        is_sparse = any(key.startswith(b"GNU.sparse.") for key in overrides)
         offset = self._data_from
         if header.typeflag == tar_headers.GNU_SPARSE:
             is_sparse = True

@@ -1,4 +1,4 @@
-"""Catalogue update: merge the records of the shards that were read into the known rows.
+"""Catalogue update: merge the samples of the shards that were read into the known rows.
 
 New ids get new rows. A known id whose bytes are unchanged becomes an alias of its row. If its shard changed
 or vanished, the row stays and moves to where the id was found; if it was found nowhere, its status becomes
@@ -29,7 +29,7 @@ from pencil_scale.catalogue.duplicates import (
 )
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW, damage_line, put_table
-from pencil_scale.catalogue.staging import staged_damage, staged_records
+from pencil_scale.catalogue.staging import staged_damage, staged_samples
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of
 
@@ -118,15 +118,15 @@ class CatalogueUpdate:
         }
 
     def decisions(self) -> Decisions:
-        """Decide for every record that was read whether it is new."""
-        num_records = sum(shard.num_records for _, shard in self._read)
+        """Decide for every sample that was read whether it is new."""
+        num_with_id = sum(shard.num_with_id for _, shard in self._read)
         first_row = self._old.num_rows if self._old else 0
-        return decide(num_records, self._new_keys, self._known_rows, first_row)
+        return decide(num_with_id, self._new_keys, self._known_rows, first_row)
 
     def _new_keys(self) -> Iterator[tuple[Keys, Rows]]:
         number = 0
         for _, shard in self._read:
-            for table in staged_records(self._store, shard, ["sample_key"]):
+            for table in staged_samples(self._store, shard, ["sample_key"]):
                 yield hashes_of(table["sample_key"]), number + np.arange(len(table))
                 number += len(table)
 
@@ -137,10 +137,10 @@ class CatalogueUpdate:
             yield KnownRows(table["row"].to_numpy(), hashes_of(table["sample_key"]), valid)
 
     def _place_records(self, decisions: Decisions, rows: TableWriter) -> None:
-        """Write new records as new rows; set aside those that are aliases or move a known row."""
+        """Write new samples as new rows; set aside those that are aliases or move a known row."""
         number = 0
         for shard_number, shard in self._read:
-            for table in staged_records(self._store, shard):
+            for table in staged_samples(self._store, shard):
                 kinds = decisions.kind[number : number + len(table)]
                 new = np.flatnonzero(kinds == NEW)
                 rows.add(self._rows(table.take(new), rows.next_row + np.arange(len(new)), shard_number))
@@ -151,11 +151,11 @@ class CatalogueUpdate:
                         target.add(self._rows(table.take(chosen), known, shard_number))
                 number += len(table)
 
-    def _rows(self, records: pa.Table, rows: Rows, shard: int) -> pa.Table:
-        """Turn records into rows of the catalogue."""
-        shards = pa.array(np.full(len(records), shard, np.int32))
-        status = self._overlay.statuses(records)
-        return pa.table([pa.array(rows, pa.int64()), shards, status, *records.columns], schema=ROW)
+    def _rows(self, samples: pa.Table, rows: Rows, shard: int) -> pa.Table:
+        """Turn samples into rows of the catalogue."""
+        shards = pa.array(np.full(len(samples), shard, np.int32))
+        status = self._overlay.statuses(samples)
+        return pa.table([pa.array(rows, pa.int64()), shards, status, *samples.columns], schema=ROW)
 
     def _keep_aliases(self, orphans: Rows) -> Rows:
         """Carry over valid aliases; the first of an orphaned row takes it over. Returns the other orphans."""
@@ -206,7 +206,7 @@ class CatalogueUpdate:
         for number, shard in self._read:
             found = staged_damage(self._store, shard)
             numbers = pa.array(np.full(len(found), number, np.int32))
-            writer.add(pa.table([numbers, *found.columns], schema=DAMAGE))
+            writer.add(found.set_column(0, DAMAGE.field("shard"), numbers))
         lines = [damage_line(url, 0, "shard_missing", "listed, but missing") for url in missing]
         rows = [(-1, 0, 0, "shard_missing", None, 0, line) for line in lines]
         writer.add(

@@ -10,7 +10,7 @@ from catalogue_making import Bench, accounted_for, image, sample, samples
 from tar_making import BLOCK, END, block, member, pax, python_tar
 from tar_reading import keys, kinds
 
-from pencil_scale.catalogue.ranges import places_of, read_samples
+from pencil_scale.catalogue.ranges import locate_samples, read_samples
 from pencil_scale.catalogue.report import summary_page, summary_text
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, rewrite_shard
 from pencil_scale.storage.errors import PencilError
@@ -47,7 +47,7 @@ def test_samples_after_lost_bytes_are_read_completely(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(shifted())
     catalogue = bench.index().catalogue
     rows = np.array([row for row in range(20) if row != 10])
-    found = dict(read_samples(catalogue, places_of(catalogue, rows)))
+    found = dict(read_samples(catalogue, locate_samples(catalogue, rows)))
     assert found == {f"{row:06d}": sample(row) for row in rows.tolist()}
 
 
