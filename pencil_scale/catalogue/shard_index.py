@@ -98,13 +98,6 @@ class ShardIndexer:
     def _add_sample(self, sample: Sample) -> None:
         for suffix in sample.members:
             _count(self._shard.suffixes, suffix)
-        if sample.problem == "key_repeated":
-            detail = "the key of an earlier sample, with members of the same names"
-            return self._lose(sample, sample.problem, detail)
-        if sample.problem == "key_not_contiguous":
-            return self._lose(
-                sample, sample.problem, "more members of an earlier sample, after other samples"
-            )
         member, image, digest = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
         sample_id = self._sample_id(sample.key, fields, digest)
@@ -117,7 +110,6 @@ class ShardIndexer:
         truth = self._rules.truth
         true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
         status = _status(sample, image, label_problem)
-        self._shard.statuses[status] += 1
         self._samples.append(
             (
                 to_stored(sample_id),
@@ -135,6 +127,7 @@ class ShardIndexer:
                 digest[:16] if digest else None,
             )
         )
+        self._shard.statuses[status] += 1
         return None
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
@@ -229,8 +222,8 @@ class ShardIndexer:
 
 
 def _status(sample: Sample, image: ImageFacts, label_problem: str | None) -> str:
-    if sample.problem is not None:
-        return sample.problem
+    if sample.has_repeated_member:
+        return "repeated_member"
     torn = image.problem in ("cut", "image_missing") or label_problem in ("cut", "unlabelled")
     if sample.near_damage and torn:
         return "cut"

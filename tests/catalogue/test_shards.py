@@ -272,10 +272,11 @@ def test_a_size_beyond_the_file_does_not_hide_the_members_after_it() -> None:
 
 
 def test_repeated_keys_are_reported_as_repeated_or_not_contiguous() -> None:
-    samples, _ = read(
+    samples, damage = read(
         python_tar([("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("c.jpg", b"")])
     )
-    assert [sample.problem for sample in samples] == [None, None, "key_not_contiguous", "key_repeated", None]
+    assert [sample.key for sample in samples] == ["a", "b", "c"]
+    assert [(each.kind, each.name) for each in damage] == [("key_not_contiguous", "a"), ("key_repeated", "b")]
 
 
 def test_a_file_without_a_key_is_reported_and_metadata_files_are_counted() -> None:
@@ -293,7 +294,7 @@ def test_a_file_without_a_key_is_reported_and_metadata_files_are_counted() -> No
 
 def test_two_members_with_the_same_name_are_a_problem_of_their_sample() -> None:
     samples, _ = read(python_tar([("a.jpg", b"1"), ("a.JPG", b"2"), ("b.jpg", b"1")]))
-    assert [sample.problem for sample in samples] == ["repeated_member", None]
+    assert [sample.has_repeated_member for sample in samples] == [True, False]
 
 
 def test_the_image_is_the_one_with_a_plain_suffix() -> None:
