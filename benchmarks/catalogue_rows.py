@@ -28,18 +28,19 @@ import pyarrow as pa
 from index import NUM_CLASSES, SHARD_ROWS, some_rows
 
 from pencil_scale.catalogue import manifest, update
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry
+from pencil_scale.catalogue.catalogue import Catalogue, Segment, Shard
+from pencil_scale.catalogue.catalogue import publish as publish_manifest
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.rules import Overlay
-from pencil_scale.catalogue.schema import FINDING, RECORD, parquet_bytes
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
-from pencil_scale.catalogue.staging import staged_records
+from pencil_scale.catalogue.schema import DAMAGE, SAMPLE, parquet_bytes
+from pencil_scale.catalogue.shard_index import IndexRules
+from pencil_scale.catalogue.staging import staged_name, staged_samples
 from pencil_scale.catalogue.update import TableWriter
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
 
-NO_LISTS = Overlay(np.empty(0, "S16"), np.empty(0, "S16"), "")
-RULES = IndexRules("key", LabelSource("cls"), LabelClasses(tuple(map(str, range(NUM_CLASSES))), {}))
+NO_LISTS = Overlay(np.empty(0, "S16"), np.empty(0, "S16"))
+RULES = IndexRules("key", "cls", LabelClasses(tuple(map(str, range(NUM_CLASSES))), {}))
 UPDATE_SHARE = 10  # an update adds a tenth of the rows
 GONE_EVERY = 100  # and one shard in a hundred is gone
 SPAWN = multiprocessing.get_context("spawn")
@@ -107,12 +108,12 @@ def measured(
 # -- the steps, each with its limit -------------------------------------------------------------------
 
 
-def copy_records(storage: str, num_rows: int) -> list[str]:
-    """Read all staged records once and write them once."""
+def copy_records(storage: str, num_rows: int) -> list[Segment]:
+    """Read all staged samples once and write them once."""
     store = Folder(f"{storage}/catalogue")
     writer = TableWriter(store, "copies")
     for shard in staged_shards(0, num_rows):
-        for table in staged_records(store, shard.name):
+        for table in staged_samples(store, shard):
             writer.add(table)
     return writer.finish()
 
@@ -121,11 +122,9 @@ def publish(storage: str, num_rows: int) -> dict[str, Any]:
     """Publish all staged shards, without using an older catalogue; returns the figures of the manifest."""
     store = Folder(f"{storage}/catalogue")
     version = len(store.names("manifests")) + 1
-    urls = [f"s3://crawl/{shard.number:06d}.tar" for shard in staged_shards(0, num_rows)]
-    entries = [ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {}) for url in urls]
     written = make_update(storage, num_rows).write()
-    found = manifest.describe(store, written, entries, RULES, NO_LISTS, version, "rows")
-    update.publish(store, found, version - 1)
+    found = manifest.describe(store, written, RULES, NO_LISTS, version, "rows")
+    publish_manifest(store, found, version - 1)
     names = ("version", "created", "segments", "alias_tables", "chunks")
     return {name: value for name, value in found.items() if name not in names}
 
@@ -153,15 +152,12 @@ def make_update(storage: str, num_rows: int, later: bool = False) -> update.Cata
 def read_keys(storage: str, num_rows: int, later: bool = False) -> Iterator[Any]:
     """Read new and known keys."""
     changes = make_update(storage, num_rows, later)
-    return chain(changes._staged_keys(), changes._known_rows())
+    return chain(changes._new_keys(), changes._known_rows())
 
 
 def decide(storage: str, num_rows: int, later: bool = False) -> dict[str, Any]:
     """Find the duplicates of an update."""
-    changes = make_update(storage, num_rows, later)
-    num_new = sum(shard.num_records for shard in changes._staged)
-    first_row = changes._old.num_rows if changes._old else 0
-    return vars(update.decide(num_new, changes._staged_keys, changes._known_rows, first_row))
+    return vars(make_update(storage, num_rows, later).decisions())
 
 
 STEPS: dict[str, tuple[Callable[..., Iterable[Any]], Callable[..., dict[str, Any]]]] = {
@@ -175,18 +171,18 @@ STEPS: dict[str, tuple[Callable[..., Iterable[Any]], Callable[..., dict[str, Any
 # -- data ---------------------------------------------------------------------------------------------
 
 
-def staged_shards(first: int, stop: int) -> list[update.StagedShard]:
-    """List the shards of records [first, stop)."""
-    numbers = [
-        (start // SHARD_ROWS, min(SHARD_ROWS, stop - start)) for start in range(first, stop, SHARD_ROWS)
-    ]
-    return [update.StagedShard(number, f"{number:032x}", num_records) for number, num_records in numbers]
+def staged_shards(first: int, stop: int) -> list[Shard]:
+    """List the shards of samples [first, stop)."""
+    numbers = range(first // SHARD_ROWS, -(-stop // SHARD_ROWS))
+    urls = [f"s3://crawl/{number:06d}.tar" for number in numbers]
+    return [Shard(url, 0, "", "", num_samples=SHARD_ROWS, num_with_id=SHARD_ROWS) for url in urls]
 
 
-def stage(storage: str, shard: update.StagedShard) -> None:
-    """Write made-up records of one shard: 1 % repeat an id, 1 % repeat an image, 0.6 % cannot be used."""
-    num, first = shard.num_records, shard.number * SHARD_ROWS
-    random = np.random.default_rng(shard.number)
+def stage(storage: str, shard: Shard) -> None:
+    """Write made-up samples of one shard: 1 % repeat an id, 1 % repeat an image, 0.6 % cannot be used."""
+    number = int(shard.url[-10:-4])
+    num, first = shard.num_with_id, number * SHARD_ROWS
+    random = np.random.default_rng(number)
     ids, images = np.arange(first, first + num), np.arange(first, first + num)
     for numbers in (ids, images):
         again = random.random(num) < 0.01
@@ -197,13 +193,13 @@ def stage(storage: str, shard: update.StagedShard) -> None:
         "found_status": random.choice(["ok", "unlabelled", "image_unreadable"], num, p=[0.994, 0.005, 0.001]),
         "content_key": [sample_key(f"image {number}") for number in images],
     }
-    records = some_rows(first, first + num, random).select(RECORD.names)
+    samples = some_rows(first, first + num, random).select(SAMPLE.names)
     for name, values in columns.items():
-        field = RECORD.field(name)
-        records = records.set_column(RECORD.get_field_index(name), field, pa.array(values, field.type))
+        field = SAMPLE.field(name)
+        samples = samples.set_column(SAMPLE.get_field_index(name), field, pa.array(values, field.type))
     store = Folder(f"{storage}/catalogue")
-    store.put(f"staging/{shard.name}.records.parquet", parquet_bytes(records))
-    store.put(f"staging/{shard.name}.findings.parquet", parquet_bytes(FINDING.empty_table()))
+    store.put(f"staging/{staged_name(shard)}.samples.parquet", parquet_bytes(samples))
+    store.put(f"staging/{staged_name(shard)}.damage.parquet", parquet_bytes(DAMAGE.empty_table()))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from pencil_scale.catalogue import manifest, update
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.duplicates import ALIAS, MOVED, Decisions, EqualContent, Keys, Rows
-from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES
+from pencil_scale.catalogue.duplicates import ALIAS, MOVED, Decisions, Keys, Rows, equal_content
+from pencil_scale.catalogue.schema import CHUNK_ROWS
 
 # DuckDB stores a 16-byte Arrow binary as a string with a pointer; a UUID is one 128-bit number.
 NEW_KEYS = pa.schema([("key", pa.uuid()), ("number", pa.int64())])
@@ -76,7 +76,7 @@ def uuids(keys: Keys) -> pa.Array:
 
 
 class Measured(manifest.Measured):
-    """The figures of a catalogue, from its rows grouped by chunk, shard, status and class."""
+    """The figures of a catalogue, from its rows grouped by chunk, status and class."""
 
     def __init__(self, database: duckdb.DuckDBPyConnection, catalogue: Catalogue) -> None:
         self._catalogue, self._database = catalogue, database
@@ -86,7 +86,7 @@ class Measured(manifest.Measured):
         database.execute(f"CREATE OR REPLACE TEMP VIEW aliases AS FROM read_parquet({aliases})")
         database.execute(f"""
             CREATE OR REPLACE TEMP TABLE cells AS
-            SELECT row // {CHUNK_ROWS} AS chunk, shard, status, noisy_class AS class, count(*) AS num,
+            SELECT row // {CHUNK_ROWS} AS chunk, status, noisy_class AS class, count(*) AS num,
                    sum(image_bytes) AS bytes, count(true_class) AS num_true,
                    count_if(true_class != noisy_class) AS num_wrong
             FROM rows GROUP BY ALL
@@ -99,14 +99,11 @@ class Measured(manifest.Measured):
         num_ok = mix.sum(axis=1)
         self.num_ok, self.class_counts = num_ok.tolist(), mix.sum(axis=0)
         self._squares = float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
-        mix = self._sums(f"shard * {num_classes} + class", len(catalogue.shards) * num_classes)
-        self.shard_mix = mix.reshape(-1, num_classes)
         self.ok_bytes = self._sums("chunk", num_chunks, "bytes").tolist()
         counts = "SELECT sum(num_true), sum(num_wrong) FROM cells"
         self._num_true, self._num_wrong = database.execute(counts).fetchone()
         examples = f"""
-            SELECT status, min(row, {manifest.EXAMPLES}) FROM rows
-            WHERE status IN {(*DAMAGED_STATUSES, "unlabelled")} GROUP BY status
+            SELECT status, min(row, {manifest.EXAMPLES}) FROM rows GROUP BY status
         """
         self._examples = dict(database.execute(examples).fetchall())
         (self._num_other_content,) = database.execute("""
@@ -121,7 +118,7 @@ class Measured(manifest.Measured):
         return sums
 
 
-def find_equal_content(database: duckdb.DuckDBPyConnection, *_: object) -> EqualContent:
+def find_equal_content(database: duckdb.DuckDBPyConnection, *_: object) -> dict[str, float]:
     """Count images that occur more than once in what was just measured: first by a 64-bit hash, then exactly.
 
     Grouping the 16-byte hashes of 30 million rows directly fails with 2 GB, although it may spill.
@@ -142,4 +139,4 @@ def find_equal_content(database: duckdb.DuckDBPyConnection, *_: object) -> Equal
                     WHERE hash(content_key) IN (SELECT short FROM repeated) GROUP BY ALL)
               GROUP BY content_key HAVING sum(num) > 1)
     """).fetchone()
-    return EqualContent(*found)
+    return equal_content(*found)

@@ -28,12 +28,12 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry, publish
+from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, Shard, publish
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW, put_table
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource, ShardIndexer
+from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
 from pencil_scale.catalogue.shards import ShardReader
-from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
+from pencil_scale.catalogue.update import SEGMENT_ROWS, TableWriter
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source
 from pencil_scale.stream.plan import EpochOrder, deal, mixed_key
@@ -167,11 +167,12 @@ def read_ours(paths: list[Path]) -> int:
 def index_ours(paths: list[Path]) -> int:
     """Do everything the index job does per sample: id, label, image header, content hash, Arrow."""
     names = tuple(f"class {number}" for number in range(NUM_CLASSES))
-    rules = IndexRules("key", LabelSource("cls"), LabelClasses(names, {}))
+    rules = IndexRules("key", "cls", LabelClasses(names, {}))
     found = 0
     for path in paths:
         with open_source(str(path)) as source:
-            found += sum(len(batch.records) for batch in ShardIndexer(source, rules).batches())
+            shard = Shard(source.url, source.num_bytes, "", "")
+            found += len(ShardIndexer(source, shard, rules).read()[0])
     return found
 
 
@@ -248,11 +249,11 @@ def open_large(folder: Path, options: argparse.Namespace) -> list[str]:
 def make_catalogue(storage: str, num_rows: int) -> None:
     """Write segments as the job does, with made-up ids."""
     store = Folder(f"{storage}/catalogue")
-    writer = RowsWriter(store, 0)
+    writer = TableWriter(store, "segments")
     random = np.random.default_rng(0)
     for first in range(0, num_rows, SEGMENT_ROWS):
         writer.add(some_rows(first, min(first + SEGMENT_ROWS, num_rows), random))
-    segments = writer.segments()
+    segments = writer.finish()
     num_chunks = -(-num_rows // CHUNK_ROWS)
     num_ok = np.full(num_chunks, CHUNK_ROWS, np.int32)
     num_ok[-1] = num_rows - (num_chunks - 1) * CHUNK_ROWS
@@ -263,7 +264,7 @@ def make_catalogue(storage: str, num_rows: int) -> None:
         **{"format": FORMAT, "version": 1, "num_rows": num_rows, "num_ok": num_rows},
         **{"id": "benchmark", "classes": [f"class {number}" for number in range(NUM_CLASSES)]},
         **{"num_classes": NUM_CLASSES, "alias_tables": [], "damage_tables": [], "chunks": chunks},
-        "shards": [asdict(ShardEntry(url, 0, "", "indexed", SHARD_ROWS, "", {}, {}, {})) for url in urls],
+        "shards": [vars(Shard(url, 0, "", "", num_samples=SHARD_ROWS)) for url in urls],
         "segments": [asdict(segment) for segment in segments],
     }
     publish(store, manifest, 0)
@@ -285,6 +286,8 @@ def some_rows(first: int, stop: int, random: np.random.Generator) -> pa.Table:
         "sample_id": ids,
         "sample_key": hashes,
         "key": ids,
+        "sample_start": rows % SHARD_ROWS * 12_800,
+        "sample_end": (rows % SHARD_ROWS + 1) * 12_800,
         "image_offset": rows % SHARD_ROWS * 12_800 + 512,
         "image_bytes": random.integers(8_000, 12_000, num),
         "format": word["jpeg"],

@@ -33,7 +33,7 @@ from processes import family
 
 from pencil_scale.catalogue.catalogue import Catalogue, publish
 from pencil_scale.catalogue.schema import CHUNK_ROWS, ROW, put_table
-from pencil_scale.catalogue.update import SEGMENT_ROWS, RowsWriter
+from pencil_scale.catalogue.update import SEGMENT_ROWS, TableWriter
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import sample_key
 from pencil_scale.storage.folder import Folder
@@ -138,14 +138,14 @@ def make_shard(folder: Path) -> Catalogue:
 def make_catalogue(few: Catalogue, storage: Path, num_rows: int) -> None:
     """Publish a large catalogue over the few images; every row has its own id."""
     store = Folder(f"{storage}/catalogue")
-    writer = RowsWriter(store, 0)
+    writer = TableWriter(store, "segments")
     for first in range(0, num_rows, SEGMENT_ROWS):
         writer.add(repeated_rows(few, first, min(first + SEGMENT_ROWS, num_rows)))
     num_ok = np.diff([*range(0, num_rows, CHUNK_ROWS), num_rows]).astype(np.int32)
     mean_bytes = few.chunks().ok_bytes.sum() / NUM_IMAGES
     chunks = pa.table({"num_ok": num_ok, "ok_bytes": pa.array((num_ok * mean_bytes).astype(np.int64))})
     manifest = {**few.manifest, "num_rows": num_rows, "num_ok": num_rows, "status": {"ok": num_rows}}
-    manifest |= {"segments": [asdict(segment) for segment in writer.segments()]}
+    manifest |= {"segments": [asdict(segment) for segment in writer.finish()]}
     publish(store, manifest | {"chunks": put_table(store, "chunks", chunks)}, 0)
 
 

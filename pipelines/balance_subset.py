@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
-from pencil_scale.catalogue.ranges import places_of, read_samples, renamed, shard_bytes, thinness
+from pencil_scale.catalogue.ranges import locate_samples, read_samples, shard_bytes, thinness
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config, SubsetJob
@@ -157,7 +157,7 @@ def _copy_shards(
     """Copy the members into new shards if that is wanted; return their folder and the number written."""
     if options.shards == "never" or len(members) == 0:
         return before, 0
-    places = places_of(catalogue, members["row"].to_numpy())
+    places = locate_samples(catalogue, members["row"].to_numpy())
     share = thinness(catalogue, places)
     if options.shards == "thin" and share >= options.thin_share:
         return before, 0
@@ -175,8 +175,7 @@ def _copy_shards(
 def _copy_shard(shared: tuple[Catalogue, pa.Table, str], name: str, first: int, num: int) -> None:
     catalogue, all_places, folder = shared
     places = all_places.slice(first, num)
-    samples = renamed(read_samples(catalogue, places), places, catalogue)
-    Folder(folder).put(name, shard_bytes(samples))
+    Folder(folder).put(name, shard_bytes(read_samples(catalogue, places)))
 
 
 def print_summary(summary: Summary) -> None:

@@ -119,7 +119,7 @@ def write_corrected(job: Job, shard: int, sidecar: str) -> tuple[str, Rewritten 
     file = job.name("shards", content, f"/{shard_stem(entry.url)}.tar")
     if job.export not in file:
         return file, None
-    job.source.catalogue.verify_shard(shard)
+    entry.verify()
     # A new label only where it differs, or for every sample if labels are added.
     columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
     labels: dict[str, NewLabel | None] = {}

@@ -17,16 +17,16 @@ from typing import Any
 
 import ray
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, finish_publish, publish, read_manifest
+from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.catalogue.manifest import describe, missing_damage
+from pencil_scale.catalogue.manifest import describe
 from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.shard_urls import Listing, Shard, expand_urls, list_shards
-from pencil_scale.catalogue.staging import ShardReport, check_damage, check_early, stage_shard, staged_name
-from pencil_scale.catalogue.update import CatalogueUpdate, Changes, StagedShard, compare, merged_entries
+from pencil_scale.catalogue.shard_urls import Changes, expand_urls, find_changes
+from pencil_scale.catalogue.staging import check_damage, stage_shard
+from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, new_id
@@ -36,7 +36,6 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.stream.ray_tasks import TaskDiedError
 from pipelines.tasks import each, is_in_memory
 
-UNKNOWN_LABELS_KEPT = 100
 SMALL_BYTES = 64 << 20  # read in less time than a local Ray takes to start
 
 
@@ -57,7 +56,6 @@ class Target:
     folder: str
     shards: Sequence[str]
     rules: IndexRules
-    rules_name: str
     overlay: Overlay
     img2dataset: bool
     max_damaged_share: float
@@ -84,12 +82,12 @@ def run(config: Config) -> Summary:
                 label = data.clean_label or data.label
                 rules = make_rules(data.identity, label, data.classes, data.aliases, None, decode)
                 folder = storage.path(storage.catalogue(name))
-                target = Target(name, folder, urls, *rules, make_overlay(data.exclude), False, limit)
+                target = Target(name, folder, urls, rules, make_overlay(data.exclude), False, limit)
                 held_out.append(index(target, lease).catalogue)
         rules = make_rules(data.identity, data.label, data.classes, data.aliases, data.truth, decode)
         overlay, folder = make_overlay(data.exclude, held_out), storage.path(storage.catalogue())
         before = read_manifest(folder)
-        target = Target("training", folder, data.shards, *rules, overlay, data.img2dataset, limit)
+        target = Target("training", folder, data.shards, rules, overlay, data.img2dataset, limit)
         summary = index(target, lease)
     _warn_about_excluded(overlay, before, summary.catalogue, held_out)
     return summary
@@ -105,37 +103,27 @@ def index(target: Target, lease: Lease) -> Summary:
     # A catalogue refers to its shards permanently. (A file of patterns may be sent along with a job.)
     key = "data.shards" if target.name == "training" else f"data.{target.name}"
     refuse_lost(key, *(pattern for pattern in target.shards if not pattern.startswith("@")))
-    listing = list_shards(target.shards, target.img2dataset)
-    changes = compare(listing, old, target.rules_name)
-    _say_changes(target, listing, changes, old)
-    if old is not None and not changes.to_read and not changes.gone:
-        same_missing = old.manifest["damage"].get("shard_missing", 0) == len(listing.missing)
-        if same_missing and old.manifest["overlay"] == target.overlay.name:
-            _sweep(store, lease)
-            target.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
-            if alarm := held_out_alarm(old.manifest):
-                target.say(f"WARNING: {alarm}")
-            return Summary(old, 0, published=False)
-    # In the order of the list: of two equal samples, the first in the list is kept.
-    order = {shard.url: number for number, shard in enumerate(listing.shards)}
-    shards = sorted(changes.to_read, key=lambda shard: order.get(shard.url, -1))
-    reports = _stage_all(target, store, shards)
-    check_damage(shards, reports, listing.missing, target.max_damaged_share)
+    changes = find_changes(target.shards, old, target.rules.name, target.img2dataset)
+    _say_changes(target, changes, old)
+    if old is not None and _is_current(old, target, changes):
+        _sweep(store, lease)
+        target.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        if alarm := held_out_alarm(old.manifest):
+            target.say(f"WARNING: {alarm}")
+        return Summary(old, 0, published=False)
+    read = _stage_all(target, store, changes.to_read)
+    check_damage(store, read, changes.missing, target.max_damaged_share)
     lease.check()
-    catalogue = _publish(target, old, changes, listing.missing, list(zip(shards, reports, strict=True)))
-    _sweep(store, lease)
-    print(summary_text(catalogue, target.name))
-    return Summary(catalogue, len(shards), published=True)
+    return _publish(target, old, changes, read, lease)
 
 
-def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[ShardReport]:
-    """Read the shards, one task each, and return their reports; what an interrupted run staged is reused.
+def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[Shard]:
+    """Read the shards, one task each, and return them with their counts.
 
-    Records go from the task to the store; only a report of a few hundred bytes comes back.
+    Records go from the task to the store, and what an interrupted run staged is reused.
     """
-    total_bytes = sum(shard.version.num_bytes for shard in shards)
-    pieces = [(shard, staged_name(shard, target.rules_name)) for shard in shards]
-    reports: dict[int, ShardReport] = {}
+    total_bytes = sum(shard.num_bytes for shard in shards)
+    read: dict[int, Shard] = {}
     try:
         what, shared = f"indexing {target.name} shards", (store.url, target.rules)
         # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
@@ -143,44 +131,38 @@ def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[S
         has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
         is_small = total_bytes <= SMALL_BYTES and not has_cluster and not target.rules.decode_images
         here = is_small or is_in_memory(store.url)
-        for number, report in each(what, _stage, pieces, shared, here=here, isolated=True):
-            reports[number] = report
-            if len(reports).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
-                found = [reports[number] for number in sorted(reports)]
-                read = [shards[number] for number in sorted(reports)]
-                check_early(read, found, total_bytes, target.max_damaged_share)
+        pieces = [(shard,) for shard in shards]
+        for number, shard in each(what, _stage, pieces, shared, here=here, isolated=True):
+            read[number] = shard
+            if len(read).bit_count() == 1:  # after 1, 2, 4, 8 ... shards
+                found = [read[number] for number in sorted(read)]
+                check_damage(store, found, (), target.max_damaged_share, total_bytes)
     except TaskDiedError as error:
         raise PencilError(
             f"shard {shards[error.number].url}: the process that read it died in every attempt "
             f"({error.kind}); remove it from data.shards, or index with data.check_images=header"
         ) from error
-    return [reports[number] for number in range(len(shards))]
+    return [read[number] for number in range(len(shards))]
 
 
-def _stage(shared: tuple[str, IndexRules], shard: Shard, name: str) -> ShardReport:
+def _stage(shared: tuple[str, IndexRules], shard: Shard) -> Shard:
     url, rules = shared
-    return stage_shard(Folder(url), shard, rules, name)
+    return stage_shard(Folder(url), shard, rules)
 
 
 def _publish(
-    target: Target,
-    old: Catalogue | None,
-    changes: Changes,
-    missing: Sequence[str],
-    read: list[tuple[Shard, ShardReport]],
-) -> Catalogue:
+    target: Target, old: Catalogue | None, changes: Changes, read: list[Shard], lease: Lease
+) -> Summary:
     store = Folder(target.folder)
-    fresh = [_entry(shard, report, target.rules_name) for shard, report in read]
-    entries, numbers = merged_entries(old, fresh, changes.gone)
-    staged = [StagedShard(numbers[shard.url], report.staged_as, report.num_records) for shard, report in read]
-    update = CatalogueUpdate(store, old, staged, changes.gone, target.overlay)
-    written = update.write([missing_damage(missing)])
+    written = CatalogueUpdate(store, old, read, changes.gone, target.overlay).write(changes.missing)
     version, catalogue_id = (old.version, old.id) if old else (0, new_id())
-    manifest = describe(store, written, entries, target.rules, target.overlay, version + 1, catalogue_id)
+    manifest = describe(store, written, target.rules, target.overlay, version + 1, catalogue_id)
     catalogue = Catalogue(store.url, manifest)
     store.put("summary.html", summary_page(catalogue).encode("utf-8", "backslashreplace"))
     publish(store, manifest, version)
-    return catalogue
+    _sweep(store, lease)
+    print(summary_text(catalogue, target.name))
+    return Summary(catalogue, len(read), published=True)
 
 
 def _sweep(store: Folder, lease: Lease) -> None:
@@ -190,10 +172,10 @@ def _sweep(store: Folder, lease: Lease) -> None:
         store.delete(name)
 
 
-def _entry(shard: Shard, report: ShardReport, rules_name: str) -> ShardEntry:
-    unknown = dict(Counter(report.unknown_labels).most_common(UNKNOWN_LABELS_KEPT))
-    counted = (report.oddities, report.skipped, unknown, report.suffixes)
-    return ShardEntry(shard.url, *shard.version, "indexed", report.num_samples, rules_name, *counted)
+def _is_current(old: Catalogue, target: Target, changes: Changes) -> bool:
+    same_shards = not changes.to_read and not changes.gone
+    same_missing = old.manifest["damage"].get("shard_missing", 0) == len(changes.missing)
+    return same_shards and same_missing and old.manifest["overlay"] == target.overlay.name
 
 
 def _check_identity(old: Catalogue | None, target: Target) -> None:
@@ -212,15 +194,14 @@ def _check_identity(old: Catalogue | None, target: Target) -> None:
             )
 
 
-def _say_changes(target: Target, listing: Listing, changes: Changes, old: Catalogue | None) -> None:
+def _say_changes(target: Target, changes: Changes, old: Catalogue | None) -> None:
     gone = [old.shards[number].url for number in changes.gone] if old else []
-    reread = [shard.url for shard in changes.reread]
     for what, urls in (
-        ("changed since the last run, to read again", [shard.url for shard in changes.changed]),
-        ("to read again, because labels, classes or checks changed", reread),
+        ("changed since the last run, to read again", changes.changed),
+        ("to read again, because labels, classes or checks changed", changes.reread),
         ("vanished; their samples are used where another shard has the same ids", gone),
-        ("unfinished (no _stats.json), skipped for now", listing.waiting),
-        ("listed but missing", listing.missing),
+        ("unfinished (no _stats.json), skipped for now", changes.waiting),
+        ("listed but missing", changes.missing),
     ):
         if urls:
             target.say(f"{many(len(urls), 'shard')} {what}: {urls[0]}{' ...' if len(urls) > 1 else ''}")

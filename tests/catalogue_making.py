@@ -25,7 +25,7 @@ stages:
 
 
 def image(number: int, form: str = "PNG", mode: str = "RGB", size: int = 4) -> bytes:
-    """A small real image, another one for every number."""
+    """A small real image, different for every number."""
     picture = Image.new("RGB", (size, size), (number % 256, number // 256 % 256, 7)).convert(mode)
     buffer = io.BytesIO()
     picture.save(buffer, form)
@@ -33,7 +33,7 @@ def image(number: int, form: str = "PNG", mode: str = "RGB", size: int = 4) -> b
 
 
 def sample(number: int, label: int | None = None, key: str | None = None) -> list[tuple[str, bytes]]:
-    """The members of one sound sample."""
+    """The members of one intact sample."""
     key = f"{number:06d}" if key is None else key
     label = number % 3 if label is None else label
     fields = json.dumps({"url": f"https://x/{number}", "name": CLASSES[label % 3]}).encode()
@@ -70,7 +70,7 @@ class Bench:
         return run(load_config(config))
 
     def rows(self, summary: Summary) -> list[dict[str, Any]]:
-        """Every row as it stands."""
+        """All rows of the catalogue."""
         return summary.catalogue.read(0, summary.catalogue.num_rows).to_pylist()
 
 
@@ -79,7 +79,7 @@ def _yaml(head: dict[str, Any]) -> str:
 
 
 def accounted_for(summary: Summary) -> int:
-    """Samples that stand somewhere: in a row, as a duplicate of one, or in the damage table."""
+    """Count the samples in rows, in duplicates of rows, and in the damage table."""
     manifest = summary.catalogue.manifest
     vanished = manifest["status"].get("vanished", 0)
     return manifest["num_rows"] - vanished + manifest["num_duplicates"] + manifest["num_lost_samples"]

@@ -20,7 +20,7 @@ Place = tuple[int, int, int]  # where a member's first header starts, its data s
 
 @dataclass(frozen=True)
 class Original:
-    """A sound shard, and where Python's own reader finds each sample's members."""
+    """An intact shard, and where Python's own reader finds each sample's members."""
 
     data: bytes
     samples: dict[str, dict[str, Place]]
@@ -38,7 +38,7 @@ class Original:
 
 @dataclass(frozen=True)
 class Spoiled:
-    """What became of a shard: for each byte its offset in the original, -1 where it was changed or added."""
+    """A damaged copy of a shard: for each byte its offset in the original, -1 if it was changed or added."""
 
     data: bytes
     origin: Origin
@@ -47,7 +47,7 @@ class Spoiled:
     def where(self, place: Place) -> int | None:
         """Find a member whose headers and data are all there, in one stretch, and the zeros after them.
 
-        Of bytes right behind the data nobody can say whether they were added there or before.
+        It cannot be known whether bytes right after the data were added there or before.
         """
         start, _, end = place
         end += min(8, -end % 512)

@@ -1,4 +1,4 @@
-"""Small tars by hand: what no well-behaved writer would write."""
+"""Small tars made by hand, such as no correct writer would make."""
 
 import io
 import tarfile

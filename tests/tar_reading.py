@@ -1,4 +1,4 @@
-"""What a tar reads as: its pieces, samples and damage, checked to tile it."""
+"""Reads a tar into pieces, samples and damage, and checks that the pieces cover it."""
 
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.catalogue.tar_walk import Damage, Piece, TarWalk
@@ -6,7 +6,7 @@ from pencil_scale.storage.urls import MemorySource, Window
 
 
 def pieces(data: bytes) -> list[Piece]:
-    """Every piece, after checking that together they tile the archive."""
+    """All pieces, after checking that they cover the archive without gaps."""
     found = list(TarWalk(Window(MemorySource(data))).pieces())
     position = 0
     for piece in found:

@@ -11,11 +11,12 @@ versions stay readable.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,29 +30,49 @@ from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import ShardVersion, filesystem_of, store_errors, version_of
 
-FORMAT = 3
+FORMAT = 4
 OPEN_FILES = 16
 PLAN_COLUMNS = ["row", "shard", "image_offset", "image_bytes", "noisy_class", "status"]
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """A shard in the manifest; `state` is `indexed` or `vanished`."""
+@dataclass
+class Shard:
+    """One tar: as it was listed, then with what was found when it was read by the rules of this name."""
 
     url: str
     num_bytes: int
     tag: str
-    state: str
-    num_samples: int
     rules: str
-    oddities: dict[str, int]
-    skipped: dict[str, int]
-    unknown_labels: dict[str, int]
-    suffixes: dict[str, int] = field(default_factory=dict)  # the most common ones of its members
+    num_expected: int | None = None  # the number of samples its writer counted, if known
+    state: str = "indexed"  # or vanished
+    num_samples: int = 0
+    num_with_id: int = 0
+    num_lost: int = 0  # samples in the damage table
+    lost_bytes: int = 0  # bytes with an unknown number of samples
+    statuses: dict[str, int] = field(default_factory=Counter)
+    damage: dict[str, int] = field(default_factory=Counter)  # by kind
+    unknown_labels: dict[str, int] = field(default_factory=Counter)  # the most common ones
+    oddities: dict[str, int] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=Counter)  # members that belong to no sample, by kind
+    suffixes: dict[str, int] = field(default_factory=Counter)  # the most common ones of its members
 
     @property
     def version(self) -> ShardVersion:
         return ShardVersion(self.num_bytes, self.tag)
+
+    def verify(self) -> None:
+        """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
+        found = version_of(self.url)
+        if found is None:
+            raise PencilError(
+                f"shard {self.url} is missing since it was indexed; restore it, or run index_shards again"
+            )
+        if found != self.version:
+            then, now = self.tag, found.tag
+            if found.num_bytes != self.num_bytes:
+                then, now = f"{self.num_bytes:,} bytes", f"{found.num_bytes:,}"
+            found_now = f"changed since it was indexed: {then} then, {now} now"
+            raise PencilError(f"shard {self.url} {found_now}; run index_shards again")
 
 
 @dataclass(frozen=True)
@@ -67,8 +88,7 @@ class Segment:
         return self.first_row + self.num_rows
 
 
-@dataclass(frozen=True)
-class Chunks:
+class Chunks(NamedTuple):
     """The number of ok rows in each 4,096 rows of the catalogue, and the bytes of their images."""
 
     num_ok: npt.NDArray[np.int32]
@@ -87,9 +107,8 @@ class Catalogue:
         self.num_ok = int(manifest["num_ok"])
         self.class_names: tuple[str, ...] = tuple(manifest["classes"])
         self.num_classes = len(self.class_names)
-        self.shards = tuple(ShardEntry(**entry) for entry in manifest["shards"])
+        self.shards = tuple(Shard(**entry) for entry in manifest["shards"])
         self.segments = tuple(Segment(**entry) for entry in manifest["segments"])
-        self._chunks: Chunks | None = None
         self._filesystem, self._root = filesystem_of(folder)
         self._file = lru_cache(maxsize=OPEN_FILES)(self._open_file)
 
@@ -99,12 +118,12 @@ class Catalogue:
     @classmethod
     def open(cls, storage: str, version: int | None = None, clean_set: str = "") -> "Catalogue":
         """Open the newest catalogue or an older version; `clean_set` is `validation` or `test`."""
-        place = Storage(storage)
-        folder = place.path(place.catalogue(clean_set))
+        lake = Storage(storage)
+        folder = lake.path(lake.catalogue(clean_set))
         manifest = read_manifest(folder, version)
         if manifest is None:
-            named = "" if version is None else f" of version {version}"
-            raise PencilError(f"{folder}: no catalogue{named}; run pipelines.index_shards first")
+            which = "" if version is None else f" of version {version}"
+            raise PencilError(f"{folder}: no catalogue{which}; run pipelines.index_shards first")
         return cls(folder, manifest)
 
     # -- rows ---------------------------------------------------------------------------------------
@@ -132,12 +151,7 @@ class Catalogue:
         """Read the numbers of all ok rows, in order."""
         tables = self.batches(["row", "status"])
         found = [table.filter(pc.equal(table["status"], "ok"))["row"].to_numpy() for table in tables]
-        rows = np.concatenate([np.empty(0, np.int64), *found])
-        if len(rows) != self.num_ok:
-            raise PencilError(
-                f"{self.folder}: {len(rows):,} ok rows, but the manifest counts {self.num_ok:,}; index again"
-            )
-        return rows
+        return np.concatenate([np.empty(0, np.int64), *found])
 
     def rewritten_rows(self, since: "Catalogue") -> list[range]:
         """The rows of an older version that may have changed since: all rows of rewritten segments."""
@@ -149,17 +163,15 @@ class Catalogue:
 
     def chunks(self) -> Chunks:
         """Read the size of every chunk: all that planning an epoch needs."""
-        if self._chunks is None:
-            table = self._open_file(self.manifest["chunks"]).read()
-            self._chunks = Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
-        return self._chunks
+        table = self._open_file(self.manifest["chunks"]).read()
+        return Chunks(table["num_ok"].to_numpy(), table["ok_bytes"].to_numpy())
 
     def damage(self) -> pa.Table:
         """Read the damage table: what could not become a row, with its shard and bytes."""
         return pa.concat_tables([*self.small_tables("damage_tables"), DAMAGE.empty_table()])
 
     def aliases(self) -> pa.Table:
-        """Read the duplicates: records with the id of an earlier sample, under that sample's row."""
+        """Read the duplicates: samples with the id of an earlier sample, under that sample's row."""
         return pa.concat_tables([*self.small_tables("alias_tables"), ROW.empty_table()])
 
     def small_tables(self, key: str) -> Iterator[pa.Table]:
@@ -168,10 +180,6 @@ class Catalogue:
             with self._file_errors(name):
                 table = self._file(name).read()
             yield table
-
-    def verify_shard(self, number: int) -> None:
-        """Refuse a shard that changed since it was indexed."""
-        require_unchanged(self.shards[number], version_of(self.shards[number].url))
 
     def _open_file(self, name: str) -> pq.ParquetFile:
         with self._file_errors(name):
@@ -187,21 +195,6 @@ class Catalogue:
                 f"{self.folder}/{name}: named by the manifest but unreadable ({reason}); restore it, or "
                 "index into another run.storage"
             ) from error
-
-
-def require_unchanged(entry: ShardEntry, found: ShardVersion | None) -> None:
-    """Refuse a shard that changed since it was indexed: its offsets are no longer valid."""
-    was = entry.version
-    if found is None:
-        raise PencilError(
-            f"shard {entry.url} is missing since it was indexed; restore it, or run index_shards again"
-        )
-    if found != was:
-        sizes = f"{was.num_bytes:,} bytes then, {found.num_bytes:,} now"
-        difference = sizes if was.num_bytes != found.num_bytes else f"{was.tag} then, {found.tag} now"
-        raise PencilError(
-            f"shard {entry.url} changed since it was indexed: {difference}; run index_shards again"
-        )
 
 
 def manifest_name(version: int | None = None) -> str:
@@ -228,26 +221,21 @@ def read_manifest(folder: str, version: int | None = None) -> dict[str, Any] | N
 def publish(store: Folder, manifest: dict[str, Any], old_version: int) -> None:
     """Write the manifest: first under its version number, permanently, then as the newest.
 
-    A version number is used once, and the newest manifest is replaced by compare-and-swap, so of two jobs
-    one publishes. If a job dies between the two puts, `finish_publish` does the second.
+    A version number is created once, so of two jobs one publishes.
     """
-    etag = store.etag(manifest_name())
     newest = read_manifest(store.url)
-    found = int(newest["version"]) if newest else 0
-    data, version = json.dumps(manifest, indent=1).encode(), int(manifest["version"])
-    if (
-        found != old_version
-        or not store.create(manifest_name(version), data)
-        or not store.replace(manifest_name(), data, etag)
-    ):
+    found, version = int(newest["version"]) if newest else 0, int(manifest["version"])
+    data = json.dumps(manifest, indent=1).encode()
+    if found != old_version or not store.create(manifest_name(version), data):
         raise PencilError(
             f"{store.url}: another job published version {max(found, version)} while this one worked on "
             f"{old_version}; run this one again"
         )
+    finish_publish(store)
 
 
 def finish_publish(store: Folder) -> None:
-    """Make a version the newest if its job died right after writing its manifest; its files are complete."""
+    """Make the last version the newest, also if its job died right after creating its manifest."""
     while True:
         etag = store.etag(manifest_name())
         newest = read_manifest(store.url)

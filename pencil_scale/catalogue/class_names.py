@@ -9,7 +9,7 @@ label that matches nothing has status `unknown_class`; these labels are counted 
 alias file can be written from the list, most frequent first.
 
 Labels outside the shards are found by the hash of a sample's id or key. A key-to-label file of 100 million
-lines takes 20 bytes per line, in three arrays that all tasks on a machine share.
+lines takes 20 bytes per line, in two arrays that all tasks on a machine share.
 
     order = ClassOrder.between(labels.class_names, catalogue_names, "labels of run demo")
     order.logits(logits)                         # the same logits, in the order of the catalogue's list
@@ -28,7 +28,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
 
-from pencil_scale.catalogue.schema import from_json, from_stored
+from pencil_scale.catalogue.duplicates import Keys
+from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES, split_name
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import filesystem_of
@@ -36,14 +37,15 @@ from pencil_scale.storage.urls import filesystem_of
 SHOWN = 5
 
 
-def read_lines(url: str, key: str) -> list[str]:
+def read_lines(url: str, key: str, errors: str = "strict") -> list[str]:
     """Read the lines of a text file that a key of the config names."""
     try:
-        with fsspec.open(url, "rt", encoding="utf-8-sig") as file:
-            lines: list[str] = file.read().splitlines()
+        with fsspec.open(url, "rt", encoding="utf-8-sig", errors=errors, newline="") as file:
+            # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
+            lines: list[str] = file.read().replace("\r\n", "\n").split("\n")
     except (OSError, ImportError, ValueError) as error:
         raise PencilError(f"{key}: {url} cannot be read: {error}") from error
-    return lines
+    return lines if lines[-1] else lines[:-1]
 
 
 def read_class_names(url: str) -> tuple[str, ...]:
@@ -80,7 +82,6 @@ class ClassOrder:
     """Translates class numbers between two lists of the same names in different order."""
 
     columns: npt.NDArray[np.int64]  # [C]: for each class of the wanted list, its number in the found list
-    numbers: npt.NDArray[np.int64]  # [C + 1]: the inverse; the last entry maps -1, no usable label, to -1
 
     @classmethod
     def between(cls, found: Sequence[str], wanted: Sequence[str], what: str) -> "ClassOrder":
@@ -90,9 +91,8 @@ class ClassOrder:
                 f"{what}: its class list {difference(found, wanted)}, compared with the list it is used with "
                 f"({len(found)} and {len(wanted)} classes); use the class list it was written with"
             )
-        places = {name: number for number, name in enumerate(found)}
-        columns = np.array([places[name] for name in wanted], np.int64)
-        return cls(columns, np.append(np.argsort(columns), -1))
+        numbers = {name: number for number, name in enumerate(found)}
+        return cls(np.array([numbers[name] for name in wanted], np.int64))
 
     def logits(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Reorder the columns of [B, C]."""
@@ -101,7 +101,7 @@ class ClassOrder:
 
     def classes(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the found list into the wanted one; -1 stays."""
-        return self.numbers[numbers.astype(np.int64)]
+        return np.append(np.argsort(self.columns), -1)[numbers.astype(np.int64)]
 
     def back(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Translate class numbers from the wanted list into the found one; -1 stays."""
@@ -154,45 +154,32 @@ def read_label_classes(classes_url: str, aliases_url: str | None = None) -> Labe
     classes = LabelClasses(names, {name: number for number, name in enumerate(names)})
     if aliases_url is None:
         return classes
-    aliases = {}
-    for place, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
+    numbers = dict(classes.numbers)
+    for line_number, line in enumerate(read_lines(aliases_url, "data.aliases"), start=1):
         raw, tab, wanted = line.rpartition("\t")
         number, _ = classes.classify(wanted)
         if tab and number is not None:
-            aliases[raw.strip()] = number
+            numbers[raw.strip()] = number
         elif line.strip():
-            raise PencilError(
-                f"data.aliases: {aliases_url} line {place} is {line!r}; expected a raw string, a tab and one "
-                f"of the {len(names)} classes"
-            )
-    return LabelClasses(names, {**classes.numbers, **aliases})
-
-
-def raw_text(raw: Any) -> str:
-    """The text of a raw label for the list of those that match no class, short enough for a table."""
-    text = raw if isinstance(raw, str) else repr(raw)
-    try:
-        text.encode("utf-8", "surrogateescape")  # bytes that are not UTF-8 are kept as they are
-    except UnicodeEncodeError:
-        text = from_json(text)
-    return text[:80]
+            expected = f"a raw string, a tab and one of the {len(names)} classes"
+            found = f"line {line_number} is {line!r}"
+            raise PencilError(f"data.aliases: {aliases_url} {found}; expected {expected}")
+    return LabelClasses(names, numbers)
 
 
 @dataclass(frozen=True)
 class LabelLookup:
-    """Sorted 128-bit hashes in two halves, and for each the number of its raw label in `values`."""
+    """Sorted hashes, and for each the number of its raw label in `values`."""
 
-    high: np.ndarray[Any, np.dtype[np.uint64]]
-    low: np.ndarray[Any, np.dtype[np.uint64]]
-    codes: np.ndarray[Any, np.dtype[np.int32]]
+    keys: Keys
+    codes: npt.NDArray[np.int32]
     values: tuple[Any, ...]
 
     def find(self, key: bytes) -> Any:
         """Find the raw label of a hashed id: None if there is none, a list if there are several."""
-        high, low = np.frombuffer(key, ">u8").astype(np.uint64)
-        same = slice(np.searchsorted(self.high, high), np.searchsorted(self.high, high, "right"))
-        codes = self.codes[same][self.low[same] == low].tolist()
-        found = [self.values[code] for code in dict.fromkeys(codes)]
+        wanted = np.array(key, "S16")
+        same = slice(np.searchsorted(self.keys, wanted), np.searchsorted(self.keys, wanted, "right"))
+        found = [self.values[code] for code in dict.fromkeys(self.codes[same].tolist())]
         return found[0] if len(found) == 1 else found or None
 
 
@@ -211,10 +198,9 @@ def read_lookup(source: str) -> LabelLookup:
     for name, label in pairs:
         keys += sample_key(name)
         numbers.append(codes.setdefault(label, len(codes)))
-    halves = np.frombuffer(bytes(keys), dtype=">u8").reshape(-1, 2).astype(np.uint64)
-    order = np.lexsort((halves[:, 1], halves[:, 0]))
-    chosen = np.asarray(numbers, dtype=np.int32)[order]
-    return LabelLookup(halves[order, 0], halves[order, 1], chosen, tuple(codes))
+    hashes = np.frombuffer(bytes(keys), "S16")
+    order = np.argsort(hashes, kind="stable")
+    return LabelLookup(hashes[order], np.array(numbers, np.int32)[order], tuple(codes))
 
 
 def lookup_key(name: str) -> str:
@@ -227,14 +213,14 @@ def lookup_key(name: str) -> str:
 def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
     try:
         with fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
-            for place, line in enumerate(file, start=1):
+            for number, line in enumerate(file, start=1):
                 line = line.strip()
                 name, gap, label = line.rpartition("\t") if "\t" in line else line.rpartition(" ")
                 if gap:
                     yield lookup_key(name.strip()), label.strip()
                 elif line:
                     raise PencilError(
-                        f"data.label: {url} line {place} is {line!r}; expected a key and a label"
+                        f"data.label: {url} line {number} is {line!r}; expected a key and a label"
                     )
     except (OSError, ValueError) as error:
         raise PencilError(f"data.label: {url} cannot be read ({error})") from error
@@ -242,12 +228,12 @@ def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
 
 def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tuple[str, Any]]:
     filesystem, path = filesystem_of(url)
-    form = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
+    kind = "csv" if path.endswith((".csv", ".csv.gz")) else "parquet"
     # An id such as 000123 must not become the number 123.
     convert = pyarrow.csv.ConvertOptions(column_types={id_column: pa.string()})
     csv = pyarrow.dataset.CsvFileFormat(convert_options=convert)
     try:
-        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if form == "csv" else form)
+        table = pyarrow.dataset.dataset(path, filesystem=filesystem, format=csv if kind == "csv" else kind)
         absent = [name for name in (id_column, label_column) if name not in table.schema.names]
         if absent:
             raise PencilError(f"{url}: no column {absent[0]!r}; it has {', '.join(table.schema.names)}")
@@ -258,4 +244,4 @@ def _pairs_of_table(url: str, id_column: str, label_column: str) -> Iterator[tup
                 for spelled in {} if name is None else {str(name), from_stored(str(name))}:
                     yield spelled, tuple(label) if isinstance(label, list) else label
     except (OSError, pa.ArrowInvalid) as error:
-        raise PencilError(f"{url}: cannot be read as {form} ({error})") from error
+        raise PencilError(f"{url}: cannot be read as {kind} ({error})") from error

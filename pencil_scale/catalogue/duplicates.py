@@ -1,7 +1,7 @@
-"""Duplicates: which records have the id of an earlier sample, and which images occur more than once.
+"""Duplicates: which samples have the id of an earlier sample, and which images occur more than once.
 
 Both compare 128-bit hashes, one range of hashes at a time, so memory is bounded: the new hashes of a range
-are held in memory while the known ones stream past. Of several records with one id the first is kept.
+are held in memory while the known ones stream past. Of several samples with one id the first is kept.
 
 Equal images prove label noise: of n samples with the same bytes and different labels, at least n minus the
 count of the most frequent label are wrong.
@@ -37,19 +37,19 @@ class KnownRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Decisions:
-    """What each new record becomes; records are numbered in the order of reading.
+    """What each new sample becomes; samples are numbered in the order of reading.
 
     NEW gets a new row. ALIAS is a duplicate of the row in `targets`; MOVED takes over that row, whose bytes
-    are gone. Rows whose bytes are gone and that no record takes over are `orphans`.
+    are gone. Rows whose bytes are gone and that no sample takes over are `orphans`.
     """
 
     kind: npt.NDArray[np.uint8]
-    numbers: Rows  # of all records that are not NEW, in order
+    numbers: Rows  # of all samples that are not NEW, in order
     targets: Rows  # their rows
     orphans: Rows
 
     def target_rows(self, numbers: Rows) -> Rows:
-        """The rows of some records that are not NEW."""
+        """The rows of some samples that are not NEW."""
         return self.targets[np.searchsorted(self.numbers, numbers)]
 
 
@@ -60,23 +60,23 @@ def decide(
     first_row: int,
     keys_per_range: int = KEYS_PER_RANGE,
 ) -> Decisions:
-    """Decide for every new record; new rows are numbered from `first_row`.
+    """Decide for every new sample; new rows are numbered from `first_row`.
 
-    `new_keys` gives the keys and numbers of the records. Both iterators are read once per range of hashes.
+    `new_keys` gives the keys and numbers of the samples. Both iterators are read once per range of hashes.
     """
     kind = np.zeros(num_new, np.uint8)
     bits = (num_new // keys_per_range).bit_length()
     found_numbers, found_targets, orphans = [], [], []
-    for part in range(1 << bits):
-        keys, numbers, group = _sorted_range(new_keys(), part, bits)
+    for hash_range in range(1 << bits):
+        keys, numbers, group = _sorted_range(new_keys(), hash_range, bits)
         is_head = np.diff(group, prepend=-1) > 0
-        match, valid, lost = _match(keys[is_head], known(), part, bits)
+        match, valid, lost = _match(keys[is_head], known(), hash_range, bits)
         is_known = match[group] >= 0
         kind[numbers[~is_head | (is_known & valid[group])]] = ALIAS
         kind[numbers[is_head & is_known & ~valid[group]]] = MOVED
         others = kind[numbers] != NEW
         found_numbers.append(numbers[others])
-        # A target that is itself a new record has no row yet: keep its number as -1 - number.
+        # A target that is itself a new sample has no row yet: keep its number as -1 - number.
         found_targets.append(np.where(is_known, match[group], -1 - numbers[is_head][group])[others])
         orphans.append(lost)
     numbers, targets = np.concatenate(found_numbers), np.concatenate(found_targets)
@@ -84,7 +84,7 @@ def decide(
     numbers, targets = numbers[order], targets[order]
     inside = targets < 0
     heads = -1 - targets[inside]
-    # `numbers` lists the records that are not NEW, so the number of NEW ones before a record is a difference.
+    # `numbers` lists the samples that are not NEW, so the number of NEW ones before a sample is a difference.
     targets[inside] = first_row + heads - np.searchsorted(numbers, heads)
     return Decisions(kind, numbers, targets, np.sort(np.concatenate(orphans)))
 
@@ -113,12 +113,12 @@ def _range_of(keys: Keys, bits: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(keys.tobytes(), ">u8")[::2].astype(np.uint64) >> np.uint64(64 - bits)
 
 
-def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> tuple[Keys, Rows, Rows]:
+def _sorted_range(batches: Iterator[tuple[Keys, Any]], hash_range: int, bits: int) -> tuple[Keys, Rows, Rows]:
     """The sorted keys of one range, their values, and group numbers: equal keys are a group."""
     chosen: list[Keys] = [np.empty(0, "S16")]
     values: list[Any] = [np.empty(0, np.int32)]
     for keys, some in batches:
-        inside = _range_of(keys, bits) == part
+        inside = _range_of(keys, bits) == hash_range
         chosen.append(keys[inside])
         values.append(some[inside])
     keys = np.concatenate(chosen)
@@ -128,13 +128,13 @@ def _sorted_range(batches: Iterator[tuple[Keys, Any]], part: int, bits: int) -> 
     return keys, np.concatenate(values)[order], group
 
 
-def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tuple[Rows, Flags, Rows]:
+def _match(unique: Keys, known: Iterator[KnownRows], hash_range: int, bits: int) -> tuple[Rows, Flags, Rows]:
     """Find the known row of each unique key (-1: none), and the rows without bytes that no key matches."""
     match = np.full(len(unique), -1, np.int64)
     valid = np.zeros(len(unique), np.bool_)
     lost: list[Rows] = [np.empty(0, np.int64)]
     for batch in known:
-        inside = np.flatnonzero(_range_of(batch.keys, bits) == part)
+        inside = np.flatnonzero(_range_of(batch.keys, bits) == hash_range)
         # Searching keys in rising order is several times faster: each search touches memory of the last one.
         inside = inside[np.argsort(_range_of(batch.keys[inside], 64))]
         hit = contains(unique, batch.keys[inside])
@@ -146,30 +146,17 @@ def _match(unique: Keys, known: Iterator[KnownRows], part: int, bits: int) -> tu
     return match, valid, np.concatenate(lost)
 
 
-@dataclass(frozen=True)
-class EqualContent:
-    """How many images occur more than once, and how many labels that proves wrong."""
-
-    num_labelled: int = 0
-    num_repeated_images: int = 0
-    num_samples: int = 0
-    num_conflicting_images: int = 0
-    num_proven_wrong: int = 0
-
-    @property
-    def proven_noise(self) -> float:
-        """The share of all labels that is certainly wrong; the true share is higher."""
-        return self.num_proven_wrong / self.num_labelled if self.num_labelled else 0.0
-
-
 def find_equal_content(
     num_expected: int, contents: Callable[[], Iterator[tuple[Keys, Classes]]], per_range: int = KEYS_PER_RANGE
-) -> EqualContent:
-    """Count images that occur more than once; `contents` is read once for each range of hashes."""
+) -> dict[str, float]:
+    """Count images that occur more than once, and the labels that this proves wrong.
+
+    `contents` is read once for each range of hashes.
+    """
     bits = (num_expected // per_range).bit_length()
     totals = np.zeros(5, np.int64)
-    for part in range(1 << bits):
-        _, classes, group = _sorted_range(contents(), part, bits)
+    for hash_range in range(1 << bits):
+        _, classes, group = _sorted_range(contents(), hash_range, bits)
         repeated = np.bincount(group)[group] > 1
         # Within a group, count each label: the most frequent one may be right, the others are not.
         labels = np.stack([group[repeated], classes[repeated]])
@@ -178,4 +165,16 @@ def find_equal_content(
         members = np.add.reduceat(counts, heads)
         wrong = members - np.maximum.reduceat(counts, heads)
         totals += [len(group), len(heads), members.sum(), np.count_nonzero(wrong), wrong.sum()]
-    return EqualContent(*totals.tolist())
+    return equal_content(*totals.tolist())
+
+
+def equal_content(labelled: int, images: int, samples: int, conflicting: int, wrong: int) -> dict[str, float]:
+    """Name the counts; `proven_noise` is a lower limit of the share of wrong labels."""
+    return {
+        "num_labelled": labelled,
+        "num_repeated_images": images,
+        "num_samples": samples,
+        "num_conflicting_images": conflicting,
+        "num_proven_wrong": wrong,
+        "proven_noise": wrong / max(labelled, 1),
+    }

@@ -9,7 +9,6 @@ is large enough when its variance is no larger than that of such a batch.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
@@ -18,88 +17,72 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import FORMAT, Catalogue, ShardEntry
+from pencil_scale.catalogue.catalogue import FORMAT, Catalogue
 from pencil_scale.catalogue.duplicates import Classes, Keys, find_equal_content, hashes_of
 from pencil_scale.catalogue.rules import Overlay
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
-    DAMAGE,
     DAMAGED_STATUSES,
-    SUFFIXES_SHOWN,
     damage_line,
     put_table,
-    status_line,
 )
 from pencil_scale.catalogue.shard_index import IndexRules
-from pencil_scale.catalogue.update import Written
 from pencil_scale.storage.folder import Folder
 
-UNKNOWN_LABELS_SHOWN = 1000
-LEAST_MIXED_SHOWN = 10
+TEXTS_KEPT = 1000
 EXAMPLES = 5  # rows of each damaged status
 REFERENCE_BATCH = 256
-MAX_MIX_ENTRIES = 50_000_000
-COLUMNS = ["row", "shard", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
+COLUMNS = ["row", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
 
 
 def describe(
     store: Folder,
-    written: Written,
-    shards: Sequence[ShardEntry],
+    written: dict[str, Any],
     rules: IndexRules,
     overlay: Overlay,
     version: int,
     catalogue_id: str,
 ) -> dict[str, Any]:
-    """Measure what was written and return the manifest that publishes it."""
+    """Measure what `CatalogueUpdate` wrote, and return the manifest that publishes it."""
     draft = {
         "format": FORMAT,
         "version": version,
         "id": catalogue_id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "identity": rules.identity,
-        "label": rules.label.source,
+        "label": rules.label,
         "classes": list(rules.classes.names),
-        "num_rows": written.num_rows,
-        "num_ok": 0,
         "num_classes": len(rules.classes),
+        "num_ok": 0,
         "overlay": overlay.name,
         "exclude": overlay.exclude,
-        "shards": [asdict(entry) for entry in shards],
-        "segments": [asdict(segment) for segment in written.segments],
-        "alias_tables": list(written.alias_tables),
-        "damage_tables": list(written.damage_tables),
+        **written,
     }
     catalogue = Catalogue(store.url, draft)
     measured = Measured(catalogue)
     sizes = pa.array(measured.num_ok, pa.int32()), pa.array(measured.ok_bytes, pa.int64())
-    indexed = [entry for entry in shards if entry.state == "indexed"]
-    manifest = {
+    indexed = [shard for shard in catalogue.shards if shard.state == "indexed"]
+    return {
         **draft,
         **measured.figures(),
-        "num_samples": sum(entry.num_samples for entry in indexed),
-        "oddities": _most_common([entry.oddities for entry in indexed]),
-        "skipped_members": _most_common([entry.skipped for entry in indexed]),
-        "suffixes": _most_common([entry.suffixes for entry in indexed], SUFFIXES_SHOWN + 1),
-        "unknown_labels": _most_common([entry.unknown_labels for entry in indexed], UNKNOWN_LABELS_SHOWN),
+        "num_samples": sum(shard.num_samples for shard in indexed),
+        "num_lost_samples": sum(shard.num_lost for shard in indexed),
+        "damage": _most_common(
+            [*(shard.damage for shard in indexed), {"shard_missing": len(written["missing"])}]
+        ),
+        "oddities": _most_common([shard.oddities for shard in indexed]),
+        "skipped_members": _most_common([shard.skipped for shard in indexed]),
+        "suffixes": _most_common([shard.suffixes for shard in indexed], TEXTS_KEPT),
+        "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], TEXTS_KEPT),
         "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
     }
-    head = ("num_rows", "num_ok", "num_classes", "status", "damage")
-    return {**{name: manifest[name] for name in head}, **manifest}
-
-
-def missing_damage(urls: Sequence[str]) -> pa.Table:
-    """The damage of shards that are listed but missing; they have no number, so -1."""
-    kind = "shard_missing"
-    rows = [(-1, 0, 0, kind, None, 0, damage_line(url, 0, kind, "listed, but missing")) for url in urls]
-    return pa.Table.from_pylist([dict(zip(DAMAGE.names, row, strict=True)) for row in rows], schema=DAMAGE)
 
 
 def _most_common(counts: Sequence[dict[str, int]], num: int | None = None) -> dict[str, int]:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
-    return dict(total.most_common(num))
+    return dict((+total).most_common(num))
 
 
 class Measured:
@@ -107,55 +90,39 @@ class Measured:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        num_classes = catalogue.num_classes
-        num_shards = min(len(catalogue.shards), max(1, MAX_MIX_ENTRIES // num_classes))
-        # Of the first shards, if there are many.
-        self.shard_mix = np.zeros((num_shards, num_classes), np.int64)
-        self.class_counts = np.zeros(num_classes, np.int64)
+        self.class_counts = np.zeros(catalogue.num_classes, np.int64)
         self.num_ok: list[int] = []  # by chunk
         self.ok_bytes: list[int] = []  # by chunk
         self._statuses: Counter[str] = Counter()
-        self._examples: dict[str, list[int]] = {}  # the first damaged or unlabelled rows
+        self._examples: dict[str, list[int]] = {}  # the first rows of each status
         self._num_true = self._num_wrong = self._num_other_content = 0
         self._squares = 0.0  # sum over the chunks of n_k * sum_c p_kc^2
         aliases = catalogue.aliases()
         aliases = aliases.filter(pc.is_valid(aliases["content_key"])).sort_by("row")
         self._twins = aliases["row"].to_numpy(), hashes_of(aliases["content_key"])
         for table in catalogue.batches(COLUMNS):
-            statuses = pc.value_counts(table["status"]).to_pylist()
-            self._statuses.update({each["values"]: each["counts"] for each in statuses})
-            self._add_examples(table)
+            self._add_statuses(table)
             self._add_other_content(table)
             self._add_ok(table)
 
     def figures(self) -> dict[str, Any]:
         """The entries of the manifest that describe the rows."""
-        num_ok, catalogue = sum(self.num_ok), self._catalogue
-        equal = find_equal_content(num_ok, self._contents)
-        kinds: Counter[str] = Counter()
-        num_lost = 0
-        for table in catalogue.small_tables("damage_tables"):
-            kinds.update(table["kind"].to_pylist())
-            num_lost += pc.sum(table["num_samples"]).as_py() or 0
+        num_ok = sum(self.num_ok)
         num_chunks = self._window_chunks(num_ok)
         window_mb = num_chunks * sum(self.ok_bytes) / max(1, len(self.ok_bytes)) / 1e6
-        unlabelled_id = None  # to compare with the ids of the label source
-        for row in self._examples.get("unlabelled", [])[:1]:
-            unlabelled_id = catalogue.read(row, row + 1, ["sample_id"])["sample_id"][0].as_py()[:200]
+        unlabelled = self._example("unlabelled", 1)  # to compare with the ids of the label source
         return {
             "num_ok": num_ok,
             "status": dict(self._statuses.most_common()),
-            "damage": dict(kinds.most_common()),
-            "num_lost_samples": num_lost,
-            "num_duplicates": sum(len(table) for table in catalogue.small_tables("alias_tables")),
             "num_duplicates_of_other_content": self._num_other_content,
             "class_counts": self.class_counts.tolist(),
-            "equal_content": {**asdict(equal), "proven_noise": equal.proven_noise},
+            "equal_content": find_equal_content(num_ok, self._contents),
             "truth": {"num_known": self._num_true, "num_wrong": self._num_wrong},
             "window": {"num_chunks": num_chunks, "mb": round(window_mb, 3)},
-            **self._mixes(),
-            "damaged_samples": self._damaged_samples(),
-            "unlabelled_id": unlabelled_id,
+            "damaged_samples": [
+                one for status in DAMAGED_STATUSES for one in self._example(status, EXAMPLES)
+            ],
+            "unlabelled_id": unlabelled[0]["id"] if unlabelled else None,
         }
 
     def _contents(self) -> Iterator[tuple[Keys, Classes]]:
@@ -166,7 +133,7 @@ class Measured:
             yield hashes_of(ok["content_key"]), ok["noisy_class"].to_numpy()
 
     def _add_ok(self, table: pa.Table) -> None:
-        """Count the ok rows by class, chunk and shard."""
+        """Count the ok rows by class and chunk."""
         first_chunk, num_chunks = table["row"][0].as_py() // CHUNK_ROWS, -(-len(table) // CHUNK_ROWS)
         ok = table.filter(pc.equal(table["status"], "ok"))
         classes = ok["noisy_class"].to_numpy().astype(np.int64)
@@ -179,21 +146,18 @@ class Measured:
         sizes = np.bincount(chunks, weights=ok["image_bytes"].to_numpy(), minlength=num_chunks)
         self.ok_bytes.extend(int(size) for size in sizes)
         self._squares += float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
-        shards = ok["shard"].to_numpy()
-        known = shards < len(self.shard_mix)
-        np.add.at(self.shard_mix, (shards[known], classes[known]), 1)
         both = ok.filter(pc.is_valid(ok["true_class"]))
         self._num_true += len(both)
         self._num_wrong += pc.sum(pc.not_equal(both["true_class"], both["noisy_class"])).as_py() or 0
 
-    def _add_examples(self, table: pa.Table) -> None:
-        words = (*DAMAGED_STATUSES, "unlabelled")
-        wanted = [status for status in words if len(self._examples.get(status, [])) < EXAMPLES]
-        table = table.filter(pc.is_in(table["status"], pa.array(wanted, pa.string())))
-        for status in wanted if len(table) else ():
-            rows = table.filter(pc.equal(table["status"], status))["row"].slice(0, EXAMPLES).to_pylist()
-            if rows:
-                self._examples[status] = [*self._examples.get(status, []), *rows][:EXAMPLES]
+    def _add_statuses(self, table: pa.Table) -> None:
+        for found in pc.value_counts(table["status"]).to_pylist():
+            status = found["values"]
+            self._statuses[status] += found["counts"]
+            rows = self._examples.setdefault(status, [])
+            if len(rows) < EXAMPLES:
+                same = table.filter(pc.equal(table["status"], status))["row"]
+                rows += same.slice(0, EXAMPLES - len(rows)).to_pylist()
 
     def _add_other_content(self, table: pa.Table) -> None:
         """Count aliases whose image differs from their row's: ids that name more than one image."""
@@ -213,37 +177,13 @@ class Measured:
         needed = math.ceil(REFERENCE_BATCH * max(self._squares / num_ok - overall, 0.0) / (1.0 - overall))
         return min(max(1, needed), len(self.num_ok))
 
-    def _mixes(self) -> dict[str, Any]:
-        """How evenly classes are spread, and the shards with the largest share of a single class."""
-        totals, num_classes = self.shard_mix.sum(axis=1), (self.shard_mix > 0).sum(axis=1)
-        shares = self.shard_mix.max(axis=1) / np.maximum(totals, 1)
-        filled = totals > 0
-        mix: dict[str, Any] = {"num_shards": int(filled.sum())}
-        if filled.any():
-            overall = float(self.class_counts.max() / self.class_counts.sum())
-            mix["num_single_class"] = int((shares == 1).sum())
-            mix["mean_largest_share"] = round(float(shares[filled].mean()), 4)
-            mix["largest_share_overall"] = round(overall, 4)
-            mix["mean_num_classes"] = round(float(num_classes[filled].mean()), 2)
-        least = [
-            {
-                "url": self._catalogue.shards[number].url,
-                "num_ok": int(totals[number]),
-                "num_classes": int(num_classes[number]),
-                "largest": self._catalogue.class_names[int(self.shard_mix[number].argmax())],
-                "share": round(float(shares[number]), 4),
-            }
-            for number in np.argsort(-shares, kind="stable")[:LEAST_MIXED_SHOWN]
-            if filled[number]
-        ]
-        return {"shard_mix": mix, "least_mixed": least}
-
-    def _damaged_samples(self) -> list[dict[str, Any]]:
-        """Some rows of each damaged status, with their place and what to do."""
-        found = []
-        for status, rows in self._examples.items():
-            for row in rows if status in DAMAGED_STATUSES else ():
-                (place,) = self._catalogue.read(row, row + 1, ["shard", "key", "image_offset"]).to_pylist()
-                line = status_line(self._catalogue.shards[place["shard"]].url, place["image_offset"], status)
-                found.append({"status": status, "row": row, "key": place["key"][:200], "detail": line})
+    def _example(self, status: str, num: int) -> list[dict[str, Any]]:
+        """The first rows of a status, with their place and what to do."""
+        found, shards = [], self._catalogue.shards
+        for row in self._examples.get(status, [])[:num]:
+            columns = ["shard", "sample_id", "key", "image_offset"]
+            (one,) = self._catalogue.read(row, row + 1, columns).to_pylist()
+            line = damage_line(shards[one["shard"]].url, one["image_offset"], status)
+            found.append({"status": status, "row": row, "key": one["key"][:200], "detail": line})
+            found[-1]["id"] = one["sample_id"][:200]
         return found

@@ -8,11 +8,10 @@ no access, shard changed) stop the reading at once.
 
     images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
 
-A sample's members are between the image before its own and the image after it, whatever order its writer
-chose, so one range holds all of them; its key identifies them.
+A complete sample is one range, too.
 
-    places = places_of(catalogue, rows)                      # row, shard, key, image_offset, start, stop
-    for key, members in read_samples(catalogue, places):     # members: (name, bytes), as in the shard
+    located = locate_samples(catalogue, rows)                 # row, shard, key, sample_start, ...
+    for key, members in read_samples(catalogue, located):     # members: (name, bytes), as in the shard
         ...
 """
 
@@ -24,20 +23,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pencil_scale.catalogue.catalogue import Catalogue, ShardEntry, require_unchanged
-from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGED_STATUSES, from_stored, shard_stem
+from pencil_scale.catalogue.catalogue import Catalogue, Shard
+from pencil_scale.catalogue.schema import ROW, from_stored, shard_stem
 from pencil_scale.catalogue.shards import Sample, ShardReader
-from pencil_scale.catalogue.tar_headers import BLOCK, padded
+from pencil_scale.catalogue.tar_headers import padded
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ByteSource, MemorySource, open_source, version_of
+from pencil_scale.storage.urls import ByteSource, MemorySource, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +47,11 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
-SPAN_ROWS = 64 * CHUNK_ROWS
-COLUMNS = ["row", "shard", "image_offset", "image_bytes", "key", "status"]
+COLUMNS = ["row", "shard", "key", "sample_start", "sample_end", "image_offset", "image_bytes"]
 Members = list[tuple[str, bytes]]
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Bytes [start, stop) of a shard, and which of the requested images they hold, in order of offset."""
 
     start: int
@@ -67,7 +62,7 @@ class Range:
 class RangeReader:
     """Reads images from shards that have not changed since they were indexed."""
 
-    def __init__(self, shards: Sequence[ShardEntry], num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, shards: Sequence[Shard], num_threads: int = NUM_THREADS) -> None:
         self._shards = shards
         self._num_threads = num_threads
 
@@ -95,10 +90,8 @@ class RangeReader:
         """Open a shard after checking its version."""
         entry = self._shards[number]
         what = f"shard {entry.url}"
-        require_unchanged(entry, persistently(what, lambda: version_of(entry.url)))
-        return persistently(
-            what, lambda: open_shards.enter_context(open_source(entry.url, entry.version.num_bytes))
-        )
+        persistently(what, entry.verify)
+        return persistently(what, lambda: open_shards.enter_context(open_source(entry.url, entry.num_bytes)))
 
     @staticmethod
     def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
@@ -123,15 +116,15 @@ def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, mos
     stops = (offset[order] + length[order]).tolist()
     ranges: list[Range] = []
     begin, end = 0, 0
-    for place in range(1, len(order) + 1):
-        end = max(end, stops[place - 1])
+    for following in range(1, len(order) + 1):
+        end = max(end, stops[following - 1])
         if (
-            place == len(order)
-            or starts[place] - end > far_bytes
-            or max(stops[place], end) - starts[begin] > most_bytes
+            following == len(order)
+            or starts[following] - end > far_bytes
+            or max(stops[following], end) - starts[begin] > most_bytes
         ):
-            ranges.append(Range(starts[begin], end, order[begin:place]))
-            begin, end = place, 0
+            ranges.append(Range(starts[begin], end, order[begin:following]))
+            begin, end = following, 0
     return ranges
 
 
@@ -141,8 +134,10 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
         try:
             return attempt()
         except Exception as error:
+            if isinstance(error, PencilError) and error.__cause__ is None:
+                raise  # the shard is missing or has changed
             # The store's own error is under the one that our modules make of it.
-            cause = error.__cause__ if isinstance(error, PencilError) and error.__cause__ else error
+            cause = error.__cause__ if isinstance(error, PencilError) else error
             reason = f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]})"
             if isinstance(cause, HOPELESS):
                 raise PencilError(f"{what}: {reason}; check that it exists and is readable") from error
@@ -160,56 +155,36 @@ def persistently(what: str, attempt: Callable[[], Result]) -> Result:
 # -- samples ------------------------------------------------------------------------------------------
 
 
-def places_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
-    """Look up, for ascending rows, the range between each one's neighbours; sorted by shard and offset."""
-    found = []
-    for first in range(0, catalogue.num_rows, SPAN_ROWS):
-        begin, end = np.searchsorted(rows, [first, first + SPAN_ROWS])
-        if begin == end:
-            continue
-        # Neighbours may be in the chunk before or after; one that is not found only makes a range longer.
-        last = min(first + SPAN_ROWS + CHUNK_ROWS, catalogue.num_rows)
-        table = catalogue.read(max(0, first - CHUNK_ROWS), last, COLUMNS)
-        known = pc.invert(pc.is_in(table["status"], pa.array([*DAMAGED_STATUSES, "vanished"])))
-        table = table.filter(known).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
-        shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
-        ends = offset + table["image_bytes"].to_numpy()
-        # If a shard lost or gained bytes, padding may be too short: it is certain only between images whose
-        # distance is a multiple of 512.
-        on_grid = np.append((offset[1:] - offset[:-1]) % BLOCK == 0, False)
-        ends = np.where(on_grid, (ends - offset + BLOCK - 1) // BLOCK * BLOCK + offset, ends)
-        after_other = np.append(False, shard[1:] == shard[:-1])
-        before_other = np.append(shard[1:] == shard[:-1], False)
-        sizes = np.array([entry.num_bytes for entry in catalogue.shards], np.int64)
-        start = np.where(after_other, np.roll(ends, 1), 0)
-        stops = np.where(before_other, np.roll(offset, -1) - BLOCK, sizes[shard])
-        table = table.append_column("start", pa.array(start)).append_column("stop", pa.array(stops))
-        wanted = np.isin(table["row"].to_numpy(), rows[begin:end])
-        found.append(table.filter(pa.array(wanted)).drop_columns(["status"]))
+def locate_samples(catalogue: Catalogue, rows: Int64s) -> pa.Table:
+    """Look up where the samples of ascending rows are, sorted by shard and offset."""
+    found = [ROW.empty_table().select(COLUMNS)]
+    for table in catalogue.batches(COLUMNS):
+        first = table["row"][0].as_py()
+        chosen = rows[slice(*np.searchsorted(rows, [first, first + len(table)]))]
+        found.append(table.take(chosen - first))
     return pa.concat_tables(found).sort_by([("shard", "ascending"), ("image_offset", "ascending")])
 
 
-def read_samples(catalogue: Catalogue, places: pa.Table) -> Iterator[tuple[str, Members]]:
-    """Read complete samples, in the order of their places; a shard that has changed is an error."""
-    start, stop = places["start"].to_numpy(), places["stop"].to_numpy()
-    ranges = RangeReader(catalogue.shards).read(places["shard"].to_numpy(), start, stop - start)
-    offsets = (places["image_offset"].to_numpy() - start).tolist()
-    for number, (shard, key) in enumerate(
-        zip(places["shard"].to_pylist(), places["key"].to_pylist(), strict=True)
-    ):
+def read_samples(catalogue: Catalogue, located: pa.Table) -> Iterator[tuple[str, Members]]:
+    """Read complete samples, in the order of `located`; a shard that has changed is an error.
+
+    Keys that are unique only within a shard get its name as a prefix, as identity `shard_key` does.
+    """
+    is_unique = catalogue.manifest["identity"] == "key"
+    start, end = located["sample_start"].to_numpy(), located["sample_end"].to_numpy()
+    ranges = RangeReader(catalogue.shards).read(located["shard"].to_numpy(), start, end - start)
+    for number, row in enumerate(located.to_pylist()):
         data, ranges[number] = ranges[number], b""
-        reader = ShardReader(MemorySource(data, catalogue.shards[shard].url))
-        same = (
-            found for found in reader.read() if isinstance(found, Sample) and found.key == from_stored(key)
-        )
-        images = ((found, found.image()[0]) for found in same)
-        sample = next((found for found, image in images if image and image.offset == offsets[number]), None)
+        url, key = catalogue.shards[row["shard"]].url, from_stored(row["key"])
+        reader = ShardReader(MemorySource(data, url))
+        same = (found for found in reader.read() if isinstance(found, Sample) and found.key == key)
+        sample = next(same, None)
         if sample is None:
             raise PencilError(
-                f"shard {reader.window.source.url}: sample {from_stored(key)!r} is not where it was indexed; "
-                "run index_shards again"
+                f"shard {url}: sample {key!r} is not where it was indexed; run index_shards again"
             )
-        yield sample.key, [(member.name, reader.data(member)) for member in sample.members.values()]
+        members = [(member.name, reader.data(member)) for member in sample.members.values()]
+        yield key if is_unique else f"{shard_stem(url)}/{key}", members
 
 
 def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
@@ -224,18 +199,9 @@ def shard_bytes(samples: Iterable[tuple[str, Members]]) -> bytes:
     return sink.getvalue()
 
 
-def renamed(
-    samples: Iterable[tuple[str, Members]], places: pa.Table, catalogue: Catalogue
-) -> Iterator[tuple[str, Members]]:
-    """Prefix keys that are unique only within a shard with its name, as identity `shard_key` does."""
-    unique = catalogue.manifest["identity"] == "key"
-    for (key, members), shard in zip(samples, places["shard"].to_pylist(), strict=True):
-        yield (key if unique else f"{shard_stem(catalogue.shards[shard].url)}/{key}"), members
-
-
-def thinness(catalogue: Catalogue, places: pa.Table) -> float:
+def thinness(catalogue: Catalogue, located: pa.Table) -> float:
     """The share of these images in the bytes of all shards that hold them."""
-    shards = np.unique(places["shard"].to_numpy())
+    shards = np.unique(located["shard"].to_numpy())
     num_bytes = sum(catalogue.shards[number].num_bytes for number in shards.tolist())
-    taken = sum(padded(size) for size in places["image_bytes"].to_pylist())
+    taken = sum(padded(size) for size in located["image_bytes"].to_pylist())
     return float(taken / max(num_bytes, 1))

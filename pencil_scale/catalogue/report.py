@@ -15,6 +15,7 @@ DAMAGE_SHOWN = 200
 UNKNOWN_SHOWN = 50
 MANY_HELD_OUT = 0.01  # of the rows; a test set that overlaps by more than this is usually a mistake
 
+# A whole number is written with commas, and a float is drawn as a bar of this many percent.
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Catalogue</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -23,56 +24,24 @@ _PAGE = """<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 2rem; }
 th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }
-th, td { vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th.number { text-align: right; }
-td.text { overflow-wrap: anywhere; }
-td.key { min-width: 7rem; }
+th, td { vertical-align: top; min-width: 5rem; overflow-wrap: anywhere; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .bar { background: #4a78c8; height: .9rem; min-width: 1px; }
 .warning { border-left: 4px solid #c80; padding-left: .75rem; }
 </style></head><body>
 <h1>Catalogue, version {{ version }}</h1>
-<p>Created {{ created }} from {{ num_shards }}. Sample ids: {{ identity }}. Labels: {{ label }}.</p>
+<p>{{ origin }}</p>
 {% for warning in warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
-<table>{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-<h2>Classes</h2>
-<table><tr><th>class</th><th class="number">samples</th><th style="width: 50%"></th></tr>
-{% for name, count, share in classes %}
-<tr><td class="text">{{ name }}</td><td class="number">{{ "{:,}".format(count) }}</td>
-<td><div class="bar" style="width: {{ share }}%"></div></td></tr>{% endfor %}</table>
-{% if mixes %}<h2>Least mixed shards</h2>
-<table><tr><th>shard</th><th class="number">ok samples</th><th class="number">classes</th>
-<th>largest class</th><th class="number">share</th></tr>
-{% for mix in mixes %}
-<tr><td class="text">{{ mix.url }}</td><td class="number">{{ "{:,}".format(mix.num_ok) }}</td>
-<td class="number">{{ mix.num_classes }}</td><td>{{ mix.largest }}</td>
-<td class="number">{{ "{:.1%}".format(mix.share) }}</td></tr>{% endfor %}</table>{% endif %}
-<h2>Sample status and damage</h2>
-<table><tr><th>status</th><th class="number">count</th><th>what to do</th></tr>
-{% for word, count, advice in words %}
-<tr><td>{{ word }}</td><td class="number">{{ "{:,}".format(count) }}</td><td>{{ advice }}</td></tr>
-{% endfor %}</table>
-{% if samples %}<h2>Damaged samples</h2>
-<p>Examples of each status. The catalogue has a row for every damaged sample.</p>
-<table><tr><th>status</th><th class="number">row</th><th>key</th><th>details</th></tr>
-{% for row in samples %}
-<tr><td>{{ row.status }}</td><td class="number">{{ "{:,}".format(row.row) }}</td>
-<td class="text key">{{ row.key }}</td><td class="text">{{ row.detail }}</td></tr>
-{% endfor %}</table>{% endif %}
-{% if damage %}<h2>Damaged shards</h2>
-<p>Data that could not be turned into rows: {{ "{:,}".format(damage|length) }} of
-{{ "{:,}".format(num_damage) }} entries. All entries are in the Parquet files listed in the manifest as
-<code>damage_tables</code>.</p>
-<table><tr><th>kind</th><th>key</th><th>details</th></tr>
-{% for row in damage %}
-<tr><td>{{ row.kind }}</td><td class="text key">{{ (row.key or "")[:200] }}</td>
-<td class="text">{{ row.detail }}</td></tr>
-{% endfor %}</table>{% endif %}
-{% if unknown %}<h2>Labels that match no class</h2>
-<table><tr><th>label</th><th class="number">samples</th></tr>
-{% for text, count in unknown %}
-<tr><td class="text">{{ text }}</td><td class="number">{{ "{:,}".format(count) }}</td></tr>
-{% endfor %}</table>{% endif %}
+{% for title, note, columns, rows in sections if rows %}
+{% if title %}<h2>{{ title }}</h2>{% endif %}
+{% if note %}<p>{{ note }}</p>{% endif %}
+<table><tr>{% for column in columns %}
+<th{% if rows[0][loop.index0] is integer %} class="number"{% endif %}>{{ column }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}
+{% if cell is integer %}<td class="number">{{ "{:,}".format(cell) }}</td>
+{% elif cell is float %}<td style="width: 50%"><div class="bar" style="width: {{ cell }}%"></div></td>
+{% else %}<td>{{ cell }}</td>{% endif %}
+{% endfor %}</tr>{% endfor %}</table>{% endfor %}
 </body></html>
 """
 
@@ -80,45 +49,52 @@ td.key { min-width: 7rem; }
 def summary_page(catalogue: Catalogue) -> str:
     """Render the catalogue as one HTML page."""
     manifest = catalogue.manifest
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     counts = manifest["class_counts"]
-    largest = max([*counts, 1])
+    bars = [round(100 * count / max([*counts, 1]), 2) for count in counts]
+    classes = list(zip(manifest["classes"], counts, bars, strict=True))
     damage: list[dict[str, Any]] = []
     for table in catalogue.small_tables("damage_tables"):
         damage += table.slice(0, DAMAGE_SHOWN - len(damage)).to_pylist()
+    samples_note = "Examples of each status. The catalogue has a row for every damaged sample."
+    damage_note = (
+        f"Data that could not be turned into rows: {len(damage):,} of {sum(manifest['damage'].values()):,} "
+        "entries. All entries are in the Parquet files listed in the manifest as damage_tables."
+    )
+    examples = [
+        [one[name] for name in ("status", "row", "key", "detail")] for one in manifest["damaged_samples"]
+    ]
+    lost = [[one["kind"], (one["key"] or "")[:200], one["detail"]] for one in damage]
+    unknown = list(manifest["unknown_labels"].items())[:UNKNOWN_SHOWN]
+    words = [(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)]
+    sections = [
+        ("", "", (), _facts(manifest)),
+        ("Classes", "", ("class", "samples", ""), classes),
+        ("Sample status and damage", "", ("status", "count", "what to do"), words),
+        ("Damaged samples", samples_note, ("status", "row", "key", "details"), examples),
+        ("Damaged shards", damage_note, ("kind", "key", "details"), lost),
+        ("Labels that match no class", "", ("label", "samples"), unknown),
+    ]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_PAGE).render(
         version=catalogue.version,
-        created=manifest["created"],
-        num_shards=many(len(catalogue.shards), "shard"),
-        identity=manifest["identity"],
-        label=without_passwords(manifest["label"]),
+        origin=f"Created {manifest['created']} from {many(len(catalogue.shards), 'shard')}. Sample ids: "
+        f"{manifest['identity']}. Labels: {without_passwords(manifest['label'])}.",
         warnings=warnings(manifest),
-        facts=_facts(manifest),
-        classes=[
-            (name, count, round(100 * count / largest, 2))
-            for name, count in zip(manifest["classes"], counts, strict=True)
-        ],
-        mixes=[{**mix, "url": without_passwords(mix["url"])} for mix in manifest["least_mixed"]],
-        words=[(word, count, ADVICE.get(word, "")) for word, count in _words(manifest)],
-        samples=manifest["damaged_samples"],
-        damage=damage,
-        num_damage=sum(manifest["damage"].values()),
-        unknown=list(manifest["unknown_labels"].items())[:UNKNOWN_SHOWN],
+        sections=sections,
     )
 
 
 def summary_text(catalogue: Catalogue, name: str) -> str:
     """Render the catalogue as a short table."""
     manifest = catalogue.manifest
-    lines = [f"{name} catalogue, version {catalogue.version}: {catalogue.folder}"]
     words = [(word, f"{count:,}: {ADVICE.get(word, '')}") for word, count in _words(manifest) if word != "ok"]
     rows = [*_facts(manifest), *words]
     width = max(len(label) for label, _ in rows)
+    lines = [f"{name} catalogue, version {catalogue.version}: {catalogue.folder}"]
     lines += [f"  {label:<{width}}  {value}" for label, value in rows]
-    unknown = list(manifest["unknown_labels"].items())[:5]
+    unknown = [f"{text!a} {count:,}" for text, count in manifest["unknown_labels"].items()][:5]
     if unknown:
-        shown = ", ".join(f"{text!a} {count:,}" for text, count in unknown)
-        lines.append(f"  labels that match no class: {shown}")
+        lines.append(f"  labels that match no class: {', '.join(unknown)}")
     alarm = held_out_alarm(manifest)
     lines += [f"  note: {warning}" for warning in warnings(manifest) if warning != alarm]
     lines += [f"  WARNING: {alarm}"] if alarm else []
@@ -152,13 +128,9 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
             f"{equal['num_conflicting_images']:,} images occur with different labels: at least "
             f"{equal['num_proven_wrong']:,} labels ({equal['proven_noise']:.2%}) are wrong"
         )
-    mix = manifest["shard_mix"]
     if manifest["window"]["num_chunks"] > 1:
-        found.append(
-            f"classes are unevenly spread over the shards ({mix['num_single_class']:,} of "
-            f"{mix['num_shards']:,} shards have a single class): "
-            f"set data.window_mb to at least {_window_mb(manifest):,}"
-        )
+        least = f"set data.window_mb to at least {_window_mb(manifest):,}"
+        found.append(f"classes are unevenly spread over the shards: {least}")
     empty = sum(count == 0 for count in manifest["class_counts"])
     if empty:
         found.append(f"{empty:,} of {manifest['num_classes']:,} classes have no ok sample")
@@ -170,17 +142,12 @@ def held_out_alarm(manifest: dict[str, Any]) -> str | None:
     num, num_rows = manifest["status"].get("held_out", 0), manifest["num_rows"]
     if num <= MANY_HELD_OUT * num_rows:
         return None
-    identity = manifest["identity"]
-    said = (
+    return (
         f"{num:,} of {num_rows:,} training samples ({num / num_rows:.1%}) are NOT trained on (held_out): "
-        f"validation or test samples have the same ids by data.identity {identity}; "
+        f"validation or test samples have the same ids by data.identity {manifest['identity']}; if they are "
+        "different images, as with keys that are only numbers or file names, index with "
+        "data.identity: shard_key into another run.storage; if they are the same images, this is correct"
     )
-    if identity == "key":
-        return said + (
-            "if keys are only row numbers or file names, different images share them: index with "
-            "data.identity: shard_key into another run.storage; if they are the same images, this is correct"
-        )
-    return said + "check some: if they are different images, choose another data.identity and run.storage"
 
 
 def many(number: int, thing: str) -> str:
@@ -192,7 +159,6 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     states = [shard["state"] for shard in manifest["shards"]]
     vanished = states.count("vanished")
     shards = many(len(states) - vanished, "shard") + (f" ({vanished:,} more vanished)" if vanished else "")
-    mix, truth = manifest["shard_mix"], manifest["truth"]
     facts = [
         ("samples", f"{manifest['num_samples']:,} in {shards}"),
         ("rows", f"{manifest['num_rows']:,}, of which {manifest['num_ok']:,} ok"),
@@ -202,12 +168,11 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     filled = [count for count in manifest["class_counts"] if count]
     if filled:
         most, least = max(filled), min(filled)
-        mean, overall = mix["mean_largest_share"], mix["largest_share_overall"]
         facts += [
             ("class sizes", f"largest {most:,}, smallest {least:,} ({most / least:.1f} to 1)"),
-            ("largest class", f"{mean:.1%} of a shard on average, {overall:.1%} overall"),
             ("shuffle window", f"at least {_window_mb(manifest):,} MB (data.window_mb)"),
         ]
+    truth = manifest["truth"]
     if truth["num_known"]:
         facts.append(("true classes", f"{truth['num_known']:,} known, {truth['num_wrong']:,} labels differ"))
     odd = {**manifest["oddities"], **{f"{kind} member": n for kind, n in manifest["skipped_members"].items()}}

@@ -1,15 +1,14 @@
 """Index rules: what the config says about identity, labels and images, ready for reading shards.
 
-Rules have a name that changes with everything that would change a record: the policies, the class list, the
-aliases, and the version of the label table. Shards that were indexed under another name are read again. Lists
-of excluded and held-out ids are not rules: they are applied to records that have been read.
+Rules have a name that changes with everything that would change what is read: the policies, the class list,
+the aliases, and the version of the label table. Shards that were indexed under another name are read again.
+Lists of excluded and held-out ids are not rules: they are applied to samples that have been read.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.class_names import read_label_classes, read_lookup
+from pencil_scale.catalogue.class_names import read_label_classes, read_lines, read_lookup
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.catalogue.shard_index import IndexRules, LabelSource
+from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.storage.errors import PencilError, sample_key
-from pencil_scale.storage.urls import open_source, version_of
+from pencil_scale.storage.urls import version_of
 
 
 def make_rules(
@@ -32,8 +31,8 @@ def make_rules(
     aliases_url: str | None = None,
     truth: str | None = None,
     decode_images: bool = False,
-) -> tuple[IndexRules, str]:
-    """Read the tables that the rules need; returns the rules and their name."""
+) -> IndexRules:
+    """Read the tables that the rules need."""
     classes = read_label_classes(classes_url, aliases_url)
     if truth not in (None, "cls", "txt") and not truth.startswith(("json:", "file:", "table:")):
         if "#" not in truth:
@@ -43,53 +42,53 @@ def make_rules(
         truth = f"table:{truth}"
     names = [source for source in (label, truth) if source is not None]
     tables = {name: read_lookup(name) for name in names if name.startswith(("file:", "table:"))}
-    sources = [LabelSource(name, tables.get(name)) for name in names]
-    rules = IndexRules(identity, sources[0], classes, sources[1] if truth else None, decode_images)
-    places = [name.partition(":")[2] for name in names if name in tables]
-    versions = [str(version_of(place.rpartition("#")[0] or place)) for place in places]
+    urls = [name.partition(":")[2] for name in tables]
+    versions = [str(version_of(url.rpartition("#")[0] or url)) for url in urls]
     words = [identity, *names, str(decode_images), *versions]
     text = json.dumps([words, classes.names, sorted(classes.numbers.items())])
-    return rules, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    name = _digest(text.encode("utf-8", "surrogatepass"))
+    return IndexRules(identity, label, classes, truth, decode_images, tables, name)
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Sorted hashes of the ids that are excluded or held out; `name` identifies both lists."""
+    """Sorted hashes of the ids that are excluded or held out."""
 
     excluded: Keys
     held_out: Keys
-    name: str
     num_listed: int = 0  # different lines on the exclude list
+
+    @property
+    def name(self) -> str:
+        """A name for both lists."""
+        return _digest(self.excluded.tobytes() + b"|" + self.held_out.tobytes())
 
     @property
     def exclude(self) -> str:
         """A name for the exclude list alone."""
-        return hashlib.sha256(self.excluded.tobytes()).hexdigest()[:32]
+        return _digest(self.excluded.tobytes())
 
-    def statuses(self, found: Any, keys: Any) -> pa.ChunkedArray:
-        """Replace the statuses of listed ids."""
-        hashes = hashes_of(keys)
+    def statuses(self, table: pa.Table) -> pa.ChunkedArray:
+        """What the shards say of some samples, replaced for listed ids."""
+        hashes, found = hashes_of(table["sample_key"]), table["found_status"]
         found = pc.if_else(pa.array(contains(self.held_out, hashes)), "held_out", found)
         return pc.if_else(pa.array(contains(self.excluded, hashes)), "excluded", found)
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
 def make_overlay(exclude_url: str | None, held_out: Sequence[Catalogue] = ()) -> Overlay:
     """Hash the ids to exclude, and those of the validation and test shards."""
-    text = ""
-    if exclude_url is not None:
-        if version_of(exclude_url) is None:
-            raise PencilError(f"data.exclude: {exclude_url}: no such file, seen from the current folder")
-        with open_source(exclude_url) as source:
-            text = source.read(0, source.num_bytes).decode("utf-8", "surrogateescape")
-    # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    lines = read_lines(exclude_url, "data.exclude", "surrogateescape") if exclude_url is not None else []
+    lines = [line for line in lines if line.strip()]
     # An id may be listed as it is, or as our own tables write it.
     keys = [sample_key(name) for line in lines for name in {line, from_stored(line)}]
     excluded = np.unique(np.array(keys, "S16"))
     columns = [table["sample_key"] for each in held_out for table in each.batches(["sample_key"])]
-    held = np.unique(np.concatenate([np.empty(0, "S16"), *map(hashes_of, columns)]))
-    digest = hashlib.sha256(excluded.tobytes() + b"|" + held.tobytes()).hexdigest()[:32]
-    return Overlay(excluded, held, digest, len(set(lines)))
+    clean = np.unique(np.concatenate([np.empty(0, "S16"), *map(hashes_of, columns)]))
+    return Overlay(excluded, clean, len(set(lines)))
 
 
 def newly_excluded(catalogue: Catalogue, exclude_url: str | None) -> npt.NDArray[np.int64]:

@@ -15,13 +15,11 @@ are exact, so two different ids never become equal.
 import io
 import re
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import without_passwords
 
@@ -53,12 +51,14 @@ def from_json(text: str) -> str:
 CHUNK_ROWS = 4096
 SUFFIXES_SHOWN = 5
 
-# One record of one sample. Texts are escaped by `to_stored`.
-RECORD = pa.schema(
+# What a shard says about one sample. Texts are escaped by `to_stored`.
+SAMPLE = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
         pa.field("sample_key", pa.binary(16), nullable=False),
         pa.field("key", pa.string(), nullable=False),
+        pa.field("sample_start", pa.int64(), nullable=False),  # its members are between these bytes
+        pa.field("sample_end", pa.int64(), nullable=False),
         pa.field("image_offset", pa.int64(), nullable=False),
         pa.field("image_bytes", pa.int64(), nullable=False),
         pa.field("format", pa.string(), nullable=False),
@@ -70,19 +70,20 @@ RECORD = pa.schema(
     ]
 )
 
-# A row of the catalogue, or an alias of one: a record with its row, its shard and its status.
+# A row of the catalogue, or an alias of one: a sample with its row, its shard and its status.
 ROW = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("status", pa.string(), nullable=False),
-        *RECORD,
+        *SAMPLE,
     ]
 )
 
 # What could not become a row. `num_samples` is 1 for exactly one sample, and 0 if the number is unknown.
-FINDING = pa.schema(
+DAMAGE = pa.schema(
     [
+        pa.field("shard", pa.int32(), nullable=False),  # -1: not known yet, or the shard is missing
         pa.field("start", pa.int64(), nullable=False),
         pa.field("end", pa.int64(), nullable=False),
         pa.field("kind", pa.string(), nullable=False),
@@ -91,8 +92,6 @@ FINDING = pa.schema(
         pa.field("detail", pa.string(), nullable=False),
     ]
 )
-DAMAGE = pa.schema([pa.field("shard", pa.int32(), nullable=False), *FINDING])
-
 # Ids, keys and hashes differ in every row: a dictionary would only cost space.
 _DICTIONARY = frozenset(
     ("status", "found_status", "format", "oddity", "noisy_class", "true_class", "shard", "kind", "detail")
@@ -162,6 +161,9 @@ DAMAGE_KINDS = {
     "not_understood": "report this as a bug of pencil_scale, with the sample",
 }
 
+# Kinds of damage that lose no samples, however many bytes they span.
+HARMLESS = frozenset(("odd_end", "no_samples", "no_key"))
+
 ADVICE = {**OTHER_STATUSES, **DAMAGE_KINDS, **DAMAGED_STATUSES}
 
 
@@ -180,51 +182,12 @@ def extensions_line(suffixes: Mapping[str, int]) -> str:
     )
 
 
-def status_line(url: str, start: int, status: str) -> str:
-    """Say where a damaged sample is and what to do, in one line."""
-    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {DAMAGED_STATUSES[status]}"
-
-
-def damage_line(url: str, start: int, kind: str, found: str) -> str:
-    """Say where damage is, what was found and what to do, in one line."""
-    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {found}; {DAMAGE_KINDS[kind]}"
-
-
-# key of the sample, its JSON or None, hex sha256 of its image or None -> id or None
-IdPolicy = Callable[[str, Any, str | None], str | None]
-
-
-def id_policy(identity: str, shard_url: str) -> IdPolicy:
-    """Make the function that gives a sample its id: `key`, `shard_key`, `json:FIELD` or `sha256`."""
-    if identity == "key":
-        return lambda key, fields, digest: key
-    if identity == "shard_key":
-        stem = shard_stem(shard_url)
-        return lambda key, fields, digest: f"{stem}/{key}"
-    if identity == "sha256":
-        return lambda key, fields, digest: digest
-    if identity.startswith("json:"):
-        name = identity.removeprefix("json:")
-        return lambda key, fields, digest: _text(json_field(fields, name))
-    raise PencilError(f"data.identity: {identity!r} is none of key, shard_key, json:FIELD, sha256")
+def damage_line(url: str, start: int, word: str, found: str = "") -> str:
+    """Say where a status or kind of damage occurs, what was found and what to do, in one line."""
+    said = f"{found}; " if found else ""
+    return f"shard {to_stored(without_passwords(url))} at byte {start:,}: {said}{ADVICE[word]}"
 
 
 def shard_stem(url: str) -> str:
     """The file name of a shard, without `.tar`."""
     return url.rstrip("/").rpartition("/")[2].removesuffix(".tar")
-
-
-def json_field(fields: Any, name: str) -> Any:
-    """Find a field by its name, or by a dotted path into nested objects; None if it is absent."""
-    if not isinstance(fields, dict):
-        return None
-    if name in fields:
-        return fields[name]
-    head, dot, rest = name.partition(".")
-    return json_field(fields.get(head), rest) if dot else None
-
-
-def _text(value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return from_json(str(value)) or None

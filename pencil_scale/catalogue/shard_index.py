@@ -1,139 +1,107 @@
-"""Shard index: reads one shard and returns its catalogue records and findings, in batches.
+"""Shard index: reads one shard and returns its samples and its damage, as tables.
 
-Every sample becomes exactly one record, or exactly one finding if it has no readable id.
+Every sample is one row of the samples, or one row of the damage if it has no readable id.
 
     with open_source(url) as source:
-        for batch in ShardIndexer(source, rules).batches():     # batch.records, batch.findings
-            ...
+        indexer = ShardIndexer(source, shard, rules)
+        samples, damage = indexer.read()         # and `shard` now has all counts
 """
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
-from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key, raw_text
+from pencil_scale.catalogue.catalogue import Shard
+from pencil_scale.catalogue.class_names import LabelClasses, LabelLookup, lookup_key
 from pencil_scale.catalogue.schema import (
     CHUNK_ROWS,
-    FINDING,
-    RECORD,
+    DAMAGE,
+    HARMLESS,
+    SAMPLE,
     damage_line,
-    id_policy,
-    json_field,
+    from_json,
+    shard_stem,
     to_stored,
 )
 from pencil_scale.catalogue.shards import PICKLE_SUFFIXES, Sample, ShardReader, name_oddity
 from pencil_scale.catalogue.tar_headers import holds_header
 from pencil_scale.catalogue.tar_walk import Damage, Member
-from pencil_scale.images.inspect import inspect_image
+from pencil_scale.images.inspect import ImageFacts, inspect_image
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.urls import ByteSource
 
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
-MAX_UNKNOWN_LABELS = 10_000
-MAX_SUFFIXES = 100  # different ones; if keys contain dots, every sample has its own
-_COMES_BACK = {
-    "key_repeated": "the key of an earlier sample, with members of the same names",
-    "key_not_contiguous": "more members of an earlier sample, after other samples",
-}
+MAX_TEXTS = 100  # different ones that are counted: if keys contain dots, every sample has its own suffix
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
 @dataclass(frozen=True)
-class LabelSource:
-    """Where to read a class: `cls`, `txt`, `json:FIELD`, or a table joined by key or id."""
-
-    source: str
-    lookup: LabelLookup | None = None
-
-
-@dataclass(frozen=True)
 class IndexRules:
-    """The settings for reading a sample."""
+    """The settings for reading a sample; `name` changes with everything that would change the result."""
 
     identity: str
-    label: LabelSource
+    label: str  # `cls`, `txt`, `json:FIELD`, or the name of one of the tables
     classes: LabelClasses
-    truth: LabelSource | None = None
+    truth: str | None = None
     decode_images: bool = False
-
-
-class IndexBatch(NamedTuple):
-    """Some samples of a shard, in order."""
-
-    records: pa.RecordBatch
-    findings: pa.RecordBatch
-
-
-class _Image(NamedTuple):
-    member: Member | None
-    problem: str | None
-    form: str = ""
-    digest: bytes | None = None
-    oddities: tuple[str, ...] = ()
+    tables: Mapping[str, LabelLookup] = field(default_factory=dict)
+    name: str = ""
 
 
 class ShardIndexer:
-    """Indexes one shard; the counters are complete once all batches have been read."""
+    """Indexes one shard, and counts in `shard` what it finds."""
 
-    def __init__(self, source: ByteSource, rules: IndexRules) -> None:
-        self.num_samples = 0
-        self.unknown_labels: Counter[str] = Counter()
-        self.oddities: Counter[str] = Counter()
-        self.suffixes: Counter[str] = Counter()
-        self._source = source
+    def __init__(self, source: ByteSource, shard: Shard, rules: IndexRules) -> None:
+        self._shard = shard
         self._rules = rules
         self._reader = ShardReader(source)
-        self.skipped = self._reader.skipped  # the number of members that belong to no sample, by kind
-        self._sample_id = id_policy(rules.identity, source.url)
-        sources = [rules.identity, rules.label.source, rules.truth.source if rules.truth else ""]
-        self._needs_json = any(each.startswith("json:") for each in sources)
-        self._records: list[tuple[Any, ...]] = []
-        self._findings: list[tuple[Any, ...]] = []
+        self._stem = shard_stem(shard.url)
+        sources = (rules.identity, rules.label, rules.truth or "")
+        self._needs_json = any(source.startswith("json:") for source in sources)
+        self._samples: list[tuple[Any, ...]] = []
+        self._damage: list[tuple[Any, ...]] = []
 
-    def batches(self) -> Iterator[IndexBatch]:
-        """Read the shard to its end; memory holds one batch and the keys of the shard."""
-        damaged = False
+    def read(self) -> tuple[pa.Table, pa.Table]:
+        """Read the shard to its end; returns its samples and its damage."""
+        shard, batches = self._shard, []
         for found in self._reader.read():
             if isinstance(found, Damage):
-                damaged = True
-                self.num_samples += found.num_samples
-                self._find(found.start, found.end, found.kind, found.name, found.num_samples, found.detail)
-            else:
-                self.num_samples += 1
-                try:
-                    self._take(found)
-                except PencilError:
-                    raise
-                except Exception as error:  # a bug of ours or of a decoder must not end the run
-                    self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
-            if len(self._records) + len(self._findings) >= CHUNK_ROWS:
-                yield self._flush()
-        if self.num_samples == 0 and not damaged:
-            self._find(0, self._source.num_bytes, "no_samples", None, 0, "an intact tar without samples")
-        if self._records or self._findings:
-            yield self._flush()
+                shard.num_samples += found.num_samples
+                self._add_damage(found)
+                continue
+            shard.num_samples += 1
+            try:
+                self._add_sample(found)
+            except PencilError:
+                raise
+            except Exception as error:  # a bug of ours or of a decoder must not end the run
+                self._lose(found, "not_understood", f"{type(error).__name__} while reading it")
+            if len(self._samples) == CHUNK_ROWS:
+                batches.append(_table(self._samples, SAMPLE))
+                self._samples = []
+        if shard.num_samples == 0 and not self._damage:
+            self._add_damage(Damage(0, shard.num_bytes, "no_samples", "an intact tar without samples"))
+        if shard.num_expected not in (None, shard.num_samples):
+            detail = f"img2dataset counted {shard.num_expected:,} samples, {shard.num_samples:,} were found"
+            self._add_damage(Damage(shard.num_bytes, shard.num_bytes, "count_mismatch", detail))
+        samples = pa.concat_tables([*batches, _table(self._samples, SAMPLE)])
+        shard.num_with_id = len(samples)
+        shard.skipped = self._reader.skipped
+        shard.suffixes = {to_stored(suffix): count for suffix, count in shard.suffixes.items()}
+        return samples, _table(self._damage, DAMAGE)
 
-    def _flush(self) -> IndexBatch:
-        batch = IndexBatch(_to_arrow(self._records, RECORD), _to_arrow(self._findings, FINDING))
-        self._records, self._findings = [], []
-        return batch
-
-    def _take(self, sample: Sample) -> None:
+    def _add_sample(self, sample: Sample) -> None:
         for suffix in sample.members:
-            if suffix in self.suffixes or len(self.suffixes) < MAX_SUFFIXES:
-                self.suffixes[suffix] += 1
-        if sample.problem in ("key_repeated", "key_not_contiguous"):
-            return self._lose(sample, sample.problem, _COMES_BACK[sample.problem])
-        image = self._image(sample)
+            _count(self._shard.suffixes, suffix)
+        member, image, digest = self._image(sample)
         fields, json_problem = self._json(sample) if self._needs_json else (None, None)
-        sample_id = self._sample_id(sample.key, fields, image.digest.hex() if image.digest else None)
-        if sample_id is None:
+        sample_id = self._sample_id(sample.key, fields, digest)
+        if not sample_id:
             kind = "cut_short" if sample.near_damage else "id_missing"
             reason = image.problem or json_problem or "no such field, or no text in it"
             return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
@@ -141,50 +109,73 @@ class ShardIndexer:
         noisy_class, label_problem = self._class(sample, self._rules.label, fields, key, json_problem)
         truth = self._rules.truth
         true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
-        self._records.append(
+        status = _status(sample, image, label_problem)
+        self._samples.append(
             (
                 to_stored(sample_id),
                 key,
                 to_stored(sample.key),
-                image.member.offset if image.member else sample.start,
-                image.member.size if image.member else 0,
-                image.form,
+                sample.start,
+                sample.end,
+                member.offset if member else sample.start,
+                member.size if member else 0,
+                image.format,
                 noisy_class,
                 true_class,
-                _status(sample, image, label_problem),
+                status,
                 self._oddity(sample, image),
-                image.digest[:16] if image.digest else None,
+                digest[:16] if digest else None,
             )
         )
+        self._shard.statuses[status] += 1
         return None
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:
-        self._find(sample.start, sample.end, kind, sample.key, 1, detail)
+        self._add_damage(Damage(sample.start, sample.end, kind, detail, sample.key, num_samples=1))
 
-    def _find(self, start: int, end: int, kind: str, key: str | None, num_samples: int, detail: str) -> None:
-        line = damage_line(self._source.url, start, kind, detail)
-        self._findings.append((start, end, kind, None if key is None else to_stored(key), num_samples, line))
+    def _add_damage(self, found: Damage) -> None:
+        start, end, kind, detail, name, *_, num_samples = found
+        self._shard.damage[kind] += 1
+        self._shard.num_lost += num_samples
+        if num_samples == 0 and kind not in HARMLESS:
+            self._shard.lost_bytes += end - start
+        line = damage_line(self._shard.url, start, kind, detail)
+        self._damage.append(
+            (-1, start, end, kind, None if name is None else to_stored(name), num_samples, line)
+        )
 
-    def _image(self, sample: Sample) -> _Image:
+    def _sample_id(self, key: str, fields: Any, digest: bytes | None) -> str | None:
+        """Give a sample its id by `data.identity`; None if it has none."""
+        identity = self._rules.identity
+        if identity == "key":
+            return key
+        if identity == "shard_key":
+            return f"{self._stem}/{key}"
+        if identity == "sha256":
+            return digest.hex() if digest else None
+        value = _json_field(fields, identity.removeprefix("json:"))
+        is_text = isinstance(value, str | int) and not isinstance(value, bool)
+        return from_json(str(value)) if is_text else None
+
+    def _image(self, sample: Sample) -> tuple[Member | None, ImageFacts, bytes | None]:
+        """Find the image, inspect it, and hash it if it can be read."""
         member, problem = sample.image()
-        if member is None:
-            return _Image(None, problem)
-        if member.kind != "file":
-            return _Image(member, _UNUSABLE[member.kind])
-        if member.size > MAX_IMAGE_BYTES:
-            return _Image(member, "image_too_large")
-        data = self._reader.data(member)
-        if holds_header(data, 0, len(data)):
-            return _Image(member, "cut")  # blocks of the shard were swapped
-        facts = inspect_image(data, self._rules.decode_images)
-        return _Image(member, facts.problem, facts.format, hashlib.sha256(data).digest(), facts.oddities)
+        if member is not None and member.kind != "file":
+            problem = _UNUSABLE[member.kind]
+        elif member is not None and member.size > MAX_IMAGE_BYTES:
+            problem = "image_too_large"
+        elif member is not None:
+            data = self._reader.data(member)
+            if not holds_header(data, 0, len(data)):
+                facts = inspect_image(data, self._rules.decode_images)
+                return member, facts, hashlib.sha256(data).digest()
+            problem = "cut"  # blocks of the shard were swapped
+        return member, ImageFacts(format="", problem=problem), None
 
     def _json(self, sample: Sample) -> tuple[Any, str | None]:
         text, problem = self._text(sample, "json")
-        if text is None:
-            return None, problem
         try:
-            return json.loads(text), None
+            return None if text is None else json.loads(text), problem
         except (ValueError, RecursionError):
             return None, "label_unreadable"
 
@@ -199,38 +190,40 @@ class ShardIndexer:
         return self._reader.data(member).decode("utf-8", "surrogateescape"), None
 
     def _class(
-        self, sample: Sample, label: LabelSource, fields: Any, key: bytes, json_problem: str | None
+        self, sample: Sample, label: str, fields: Any, key: bytes, json_problem: str | None
     ) -> tuple[int | None, str | None]:
         problem: str | None = None
-        if label.source.startswith("json:"):
-            raw, problem = json_field(fields, label.source.removeprefix("json:")), json_problem
-        elif label.lookup is not None:
-            by_key = label.source.startswith("file:")
-            raw = label.lookup.find(sample_key(lookup_key(sample.key)) if by_key else key)
+        if label.startswith("json:"):
+            raw, problem = _json_field(fields, label.removeprefix("json:")), json_problem
+        elif label in self._rules.tables:
+            by_key = label.startswith("file:")
+            raw = self._rules.tables[label].find(sample_key(lookup_key(sample.key)) if by_key else key)
         else:
-            raw, problem = self._text(sample, label.source)
+            raw, problem = self._text(sample, label)
         if problem is not None:
             return None, problem
         number, status = self._rules.classes.classify(raw)
         if status == "unknown_class":
-            if label is self._rules.label and len(self.unknown_labels) < MAX_UNKNOWN_LABELS:
-                self.unknown_labels[to_stored(raw_text(raw))] += 1
-            status = "label_not_a_number" if label.source == "cls" else status
+            if label == self._rules.label:
+                text = to_stored((raw if isinstance(raw, str) else repr(raw))[:80])
+                _count(self._shard.unknown_labels, text.encode("utf-8", "backslashreplace").decode())
+            status = "label_not_a_number" if label == "cls" else status
         return number, status
 
-    def _oddity(self, sample: Sample, image: _Image) -> str | None:
+    def _oddity(self, sample: Sample, image: ImageFacts) -> str | None:
         oddities = list(image.oddities) if image.problem is None else []
         if any(suffix.rpartition(".")[2] in PICKLE_SUFFIXES for suffix in sample.members):
             oddities.append("pickle_member")
-        if (named := name_oddity(sample.key)) is not None:
-            oddities.append(named)
-        self.oddities.update(oddities)
+        if (odd_name := name_oddity(sample.key)) is not None:
+            oddities.append(odd_name)
+        for oddity in oddities:
+            self._shard.oddities[oddity] += 1
         return "+".join(oddities) or None
 
 
-def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
-    if sample.problem is not None:
-        return sample.problem
+def _status(sample: Sample, image: ImageFacts, label_problem: str | None) -> str:
+    if sample.has_repeated_member:
+        return "repeated_member"
     torn = image.problem in ("cut", "image_missing") or label_problem in ("cut", "unlabelled")
     if sample.near_damage and torn:
         return "cut"
@@ -239,7 +232,22 @@ def _status(sample: Sample, image: _Image, label_problem: str | None) -> str:
     return image.problem or label_problem or "ok"
 
 
-def _to_arrow(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+def _count(counts: dict[str, int], text: str) -> None:
+    if text in counts or len(counts) < MAX_TEXTS:
+        counts[text] += 1
+
+
+def _json_field(fields: Any, name: str) -> Any:
+    """Find a field by its name, or by a dotted path into nested objects; None if it is absent."""
+    if not isinstance(fields, dict):
+        return None
+    if name in fields:
+        return fields[name]
+    head, dot, rest = name.partition(".")
+    return _json_field(fields.get(head), rest) if dot else None
+
+
+def _table(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-    return pa.record_batch(arrays, schema=schema)
+    return pa.table(arrays, schema=schema)

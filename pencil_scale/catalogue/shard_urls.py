@@ -1,11 +1,14 @@
-"""Shard URLs: from the patterns in a config to the list of objects that exist.
+"""Shard URLs: from the patterns in a config to the shards that must be read.
 
 A pattern is a path or URL with brace ranges (`{000..999}`, `{a,b}`), a glob, or `@file`, a file with one
 pattern per line. Shards keep the order of the patterns, and globs are sorted by name; this order decides
 which of two equal samples is the first.
 
-    listing = list_shards(["s3://crawl/train-{000000..000999}.tar"], img2dataset=False)
-    listing.shards, listing.missing, listing.waiting
+A shard is read when it is new, when its size or ETag changed, or when the rules for reading it changed. A
+shard that left the list but is unchanged in its store keeps its rows.
+
+    changes = find_changes(["s3://crawl/train-{000000..000999}.tar"], catalogue, rules.name)
+    changes.to_read, changes.missing, changes.gone
 """
 
 import itertools
@@ -13,48 +16,57 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pencil_scale.catalogue.catalogue import Catalogue, Shard
 from pencil_scale.catalogue.class_names import read_lines
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ShardVersion, filesystem_of, is_local, store_errors, versions_of
+from pencil_scale.storage.urls import filesystem_of, is_local, store_errors, versions_of
 
 MAX_SHARDS = 10_000_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One object to index; `num_expected` is the number of samples its writer counted, if known."""
+@dataclass
+class Changes:
+    """How the listed shards differ from those in the catalogue; known shards are given by their numbers."""
 
-    url: str
-    version: ShardVersion
-    num_expected: int | None = None
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The shards that exist, those that are missing, and those still being written."""
-
-    shards: tuple[Shard, ...]
-    missing: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
+    to_read: list[Shard] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    reread: list[str] = field(default_factory=list)  # unchanged, but the rules for reading them changed
+    missing: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)  # still being written
+    gone: list[int] = field(default_factory=list)
+    unlisted: list[int] = field(default_factory=list)
 
 
-def list_shards(patterns: Sequence[str], img2dataset: bool = False) -> Listing:
-    """Expand the patterns and ask the store for each object's size and version."""
-    urls = expand_urls(patterns)
-    shards, missing, waiting = [], [], []
+def find_changes(
+    patterns: Sequence[str], old: Catalogue | None, rules: str, img2dataset: bool = False
+) -> Changes:
+    """Ask the store for the version of each shard, and compare it with the catalogue."""
+    changes, urls = Changes(), expand_urls(patterns)
+    numbers = {shard.url: number for number, shard in enumerate(old.shards if old else ())}
+    indexed = {shard.url: shard for shard in old.shards if shard.state == "indexed"} if old else {}
+    absent = [known for url, known in indexed.items() if url not in set(urls)]
+    for known, version in zip(absent, versions_of([known.url for known in absent]), strict=True):
+        (changes.unlisted if version == known.version else changes.gone).append(numbers[known.url])
+        if version == known.version and known.rules != rules:
+            changes.reread.append(known.url)
+            changes.to_read.append(Shard(known.url, *known.version, rules))
     for url, version in zip(urls, versions_of(urls), strict=True):
+        entry = indexed.get(url)
         num_expected = _num_successes(url) if img2dataset and version is not None else None
         if version is None:
-            missing.append(url)
+            changes.missing.append(url)
+            changes.gone += [numbers[url]] if entry else []
         elif img2dataset and num_expected is None:
-            waiting.append(url)
-        else:
-            shards.append(Shard(url, version, num_expected))
-    return Listing(tuple(shards), tuple(missing), tuple(waiting))
+            changes.waiting.append(url)
+        elif entry is None or entry.version != version or entry.rules != rules:
+            changes.to_read.append(Shard(url, *version, rules, num_expected))
+            if entry is not None:
+                (changes.reread if entry.version == version else changes.changed).append(url)
+    return changes
 
 
 def expand_urls(patterns: Sequence[str]) -> list[str]:
@@ -64,10 +76,6 @@ def expand_urls(patterns: Sequence[str]) -> list[str]:
         for line in lines_of(pattern[1:]) if pattern.startswith("@") else [pattern]:
             for url in expand_braces(line):
                 urls.extend(_matching(url))
-                if len(urls) > MAX_SHARDS:
-                    raise PencilError(
-                        f"data.shards: {pattern!r} matches more than {MAX_SHARDS:,} shards; narrow it"
-                    )
     twice = next((url for url, count in Counter(urls).items() if count > 1), None)
     if twice is not None:
         raise PencilError(f"data.shards: {twice} is listed twice; list every shard once")

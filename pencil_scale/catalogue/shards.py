@@ -1,8 +1,8 @@
 """Shards: WebDataset tars read strictly, sample by sample, without unpacking and without losing anything.
 
 Members are grouped by webdataset's rule: the key is the name up to the first dot of its last part, the
-suffix is the rest, lower-cased; consecutive members with one key are one sample. If a tar breaks the rule,
-the sample says so (`problem`). Bytes that cannot be read, and files without a key, come as `Damage`.
+suffix is the rest, lower-cased; consecutive members with one key are one sample. Bytes that cannot be read,
+files without a key and repeated keys come as `Damage`.
 
     with open_source(url) as source:
         for found in ShardReader(source).read():
@@ -29,13 +29,13 @@ _NO_FILES = frozenset(("directory", "other"))
 
 @dataclass(slots=True)
 class Sample:
-    """Consecutive members with one key. `problem` says how the tar breaks the rule, None if it does not."""
+    """Consecutive members with one key; `has_repeated_member` if two have the same suffix."""
 
     key: str
     start: int
     end: int
     members: dict[str, Member] = field(default_factory=dict)
-    problem: str | None = None
+    has_repeated_member: bool = False
     near_damage: bool = False
     ends_in_zeros: bool = False  # set for a shard's last sample only: bytes may have been lost before its end
 
@@ -59,8 +59,7 @@ class ShardReader:
     def __init__(self, source: ByteSource) -> None:
         self.window = Window(source)
         self.skipped: Counter[str] = Counter()
-        self._suffixes_of: dict[str, frozenset[str]] = {}
-        self._known_sets: dict[frozenset[str], frozenset[str]] = {}
+        self._suffixes_of: dict[str, set[str]] = {}
 
     def read(self) -> Iterator[Sample | Damage]:
         """Yield samples and damage; the bytes of a sample are available while it is the latest one."""
@@ -89,7 +88,7 @@ class ShardReader:
                 self.window.keep = member.start
             damaged = member is not piece
             if suffix in current.members:
-                current.problem = "repeated_member"
+                current.has_repeated_member = True
             else:
                 current.members[suffix] = member
             current.end = member.end
@@ -121,16 +120,16 @@ class ShardReader:
                 member.start, member.end, "no_key", detail, member.name, num_samples=1 if is_image else 0
             )
 
-    def _finished(self, sample: Sample) -> Sample:
-        suffixes = frozenset(sample.members)
-        suffixes = self._known_sets.setdefault(suffixes, suffixes)
-        earlier = self._suffixes_of.get(sample.key)
-        if earlier is None:
-            self._suffixes_of[sample.key] = suffixes
-        else:
-            sample.problem = "key_repeated" if earlier & suffixes else "key_not_contiguous"
-            self._suffixes_of[sample.key] = earlier | suffixes
-        return sample
+    def _finished(self, sample: Sample) -> Sample | Damage:
+        earlier = self._suffixes_of.setdefault(sample.key, set())
+        is_known, is_repeated = bool(earlier), not earlier.isdisjoint(sample.members)
+        earlier.update(sample.members)
+        if not is_known:
+            return sample
+        kind, detail = "key_not_contiguous", "more members of an earlier sample, after other samples"
+        if is_repeated:
+            kind, detail = "key_repeated", "the key of an earlier sample, with members of the same names"
+        return Damage(sample.start, sample.end, kind, detail, sample.key, num_samples=1)
 
 
 def split_name(name: str) -> tuple[str, str] | None:

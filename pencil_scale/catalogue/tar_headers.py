@@ -1,26 +1,29 @@
-"""Tar headers: what 512 bytes say, and what the extended headers before them add.
+"""Tar headers: what 512 bytes say, and where an archive continues after a place that could not be read.
 
-Nothing here reads a file. A block either parses to a `Header` or is not a header (`None`). Pax records and
-GNU long names override the name and size in a member's own header; global pax records hold for all members
-that follow. Names stay bytes here, so that any name can be written back, and are never used as paths.
+A block either parses to a `Header` or is not a header (`None`). Names stay bytes, so that any name can be
+written back, and are never used as paths.
+
+In a search only a certain header counts: magic, checksum, valid numbers, data that fit the file. Bytes may
+have been lost or added, so the search looks at every byte, not only at multiples of 512. The best header is
+one that leads on: its data are followed by another header, the end marker, or the end of the file. A header
+inside a member's data (a tar within a tar) looks like one of the archive's own if the header of that member
+is lost.
 
     header = parse_header(block)
-    extensions.add(header, position, data)                   # for each extended header
-    name, size, is_sparse = extensions.override(header)      # at the member's own header
-    extensions.clear()
+    position = TarSearch(window).after(position)
 """
 
+import re
 import struct
 import tarfile
 import zlib
 from functools import lru_cache
 from typing import NamedTuple
 
+from pencil_scale.storage.urls import Window
+
 BLOCK = 512
 ZERO_BLOCK = bytes(BLOCK)
-
-# A larger name, link or set of pax records is an attack or damage: 10,000 characters still fit.
-MAX_EXTENDED_BYTES = 1 << 20
 
 # No real size is larger, and sums of sizes up to this do not overflow.
 MAX_SIZE = 1 << 56
@@ -30,16 +33,25 @@ WITHOUT_DATA = frozenset(b"123456")
 EXTENDED_TYPES = frozenset(b"gxXLK")  # pax: global, local in two spellings; GNU: long name, long link
 GNU_SPARSE = ord("S")
 
-MAGIC = b"ustar"
-MAGIC_AT = 257
-CHECKSUM_AT = 148
-_POSIX_MAGIC = MAGIC + b"\x00"
-_MAGICS = (_POSIX_MAGIC, MAGIC + b" ")  # the second is GNU's
+_MAGIC = b"ustar"
+_MAGIC_AT = 257
+_POSIX_MAGIC = _MAGIC + b"\x00"
+_MAGICS = (_POSIX_MAGIC, _MAGIC + b" ")  # the second is GNU's
 
 # name, size, checksum, type, linkname, magic and version, prefix and padding
-_PLAIN = struct.Struct("100s24x12s12x8sc100s8s80x167s")
+_PLAIN = struct.Struct("100s24x12s12x8sB100s8s80x167s")
 _NO_LINK = bytes(100)
 _NO_PREFIX = bytes(167)
+_CHECKSUM_AT = 148
+_CHECKSUM = re.compile(rb" *[0-7]+[\x00 ]")
+_PAX_RECORD = re.compile(rb"(\d{1,19}) ([^=]*)=")
+
+# Searches start small, because the next header is mostly near, and grow, because it may be far.
+FIRST_BYTES = 1 << 12
+MOST_BYTES = 1 << 20
+
+# This many zeros do not occur at the end of an image or a text.
+TELLING_BYTES = 8
 
 
 class Header(NamedTuple):
@@ -48,13 +60,9 @@ class Header(NamedTuple):
     name: bytes
     size: int
     typeflag: int
-    has_magic: bool
 
 
-# -- one block ----------------------------------------------------------------------------------------
-
-
-def plain_header(data: bytes, begin: int) -> tuple[bytes, int, bytes] | None:
+def plain_header(data: bytes, begin: int) -> tuple[bytes, int, int] | None:
     """Read name, size and type from the header nearly all members have; None: `parse_header` must decide.
 
     It has no link, no prefix and octal numbers. At most 245 of its bytes are not zero, so `adler32`, the
@@ -90,12 +98,9 @@ def _octal(field: bytes) -> int | None:
 
 
 def parse_header(block: bytes) -> Header | None:
-    """Read one block; None if it is not a header: wrong checksum, or a field that is not a number."""
-    plain = plain_header(block, 0) if len(block) == BLOCK else None
-    if plain is None:
-        return _parse_any(block)
-    name, size, typeflag = plain
-    return Header(name, size, typeflag[0], has_magic=True)
+    """Read one complete block; None if its checksum is wrong or a field is not a number."""
+    plain = plain_header(block, 0)
+    return _parse_any(block) if plain is None else Header(*plain)
 
 
 def _parse_any(block: bytes) -> Header | None:
@@ -105,23 +110,24 @@ def _parse_any(block: bytes) -> Header | None:
         return None
     if not 0 <= size < MAX_SIZE:
         return None
-    name, magic = block[:100].partition(b"\x00")[0], block[MAGIC_AT : MAGIC_AT + 6]
+    name = block[:100].partition(b"\x00")[0]
     # Only POSIX has a prefix here. GNU's older format keeps times in its place, which tarfile overlooks.
-    if magic == _POSIX_MAGIC and block[345]:
+    if block[_MAGIC_AT : _MAGIC_AT + 6] == _POSIX_MAGIC and block[345]:
         name = block[345:500].partition(b"\x00")[0] + b"/" + name
-    return Header(name, size, block[156], magic in _MAGICS)
+    return Header(name, size, block[156])
 
 
-def is_certain_header(block: bytes) -> bool:
-    """Decide whether a block found by searching can be trusted to be a header.
+def certain_header(block: bytes) -> Header | None:
+    """Read a block found by searching, if it can be trusted to be a header.
 
     In noise, one block in some thousands has a matching checksum by chance, so the magic, a known type, a
     name and a number in every numeric field are required as well.
     """
     header = _parse_any(block)
-    if header is None or not header.has_magic or block[0] == 0:
-        return False
-    return header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
+    if header is None or block[_MAGIC_AT : _MAGIC_AT + 6] not in _MAGICS or block[0] == 0:
+        return None
+    known = header.typeflag in REGULAR or chr(header.typeflag) in "123456gxXLKSDMNV"
+    return header if known else None
 
 
 def resembles_header(block: bytes) -> bool:
@@ -130,7 +136,7 @@ def resembles_header(block: bytes) -> bool:
     if not 0 < len(name) < 100 or b"\x00" in name:
         return False
     mode = block[100:108].strip(b" \x00")
-    return block[MAGIC_AT : MAGIC_AT + 5] == MAGIC or (len(mode) < 8 and _octal(mode) is not None)
+    return block[_MAGIC_AT : _MAGIC_AT + 5] == _MAGIC or (len(mode) < 8 and _octal(mode) is not None)
 
 
 def holds_header(data: bytes, begin: int, end: int) -> bool:
@@ -138,73 +144,19 @@ def holds_header(data: bytes, begin: int, end: int) -> bool:
 
     This runs for every member, so it looks at one byte in 512.
     """
-    column = data[begin + MAGIC_AT : end : BLOCK]
-    row = column.find(MAGIC[0])
+    column = data[begin + _MAGIC_AT : end : BLOCK]
+    row = column.find(_MAGIC[0])
     while row >= 0:
         start = begin + BLOCK * row
-        if start + BLOCK <= end and is_certain_header(data[start : start + BLOCK]):
+        if start + BLOCK <= end and certain_header(data[start : start + BLOCK]):
             return True
-        row = column.find(MAGIC[0], row + 1)
+        row = column.find(_MAGIC[0], row + 1)
     return False
 
 
 def padded(size: int) -> int:
     """Round a size up to whole blocks, as data is stored."""
     return (size + BLOCK - 1) & ~(BLOCK - 1)
-
-
-# -- extended headers ---------------------------------------------------------------------------------
-
-
-class Extensions:
-    """What is known of the next member. `start` is the place of its first extended header, None without one.
-
-    An extended header that cannot be understood makes the member's name uncertain: `fault` says why.
-    """
-
-    def __init__(self) -> None:
-        self._globals: dict[bytes, bytes] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything that applies to one member only."""
-        self._pax: dict[bytes, bytes] = {}
-        self._long_name: bytes | None = None
-        self.types: set[int] = set()  # of the headers so far; a second one of a type is for another member
-        self.start: int | None = None
-        self.fault: str | None = None
-        self.is_empty = not self._globals  # a member's own header is all there is
-
-    def add(self, header: Header, position: int, data: bytes) -> bool:
-        """Take in an extended header; returns whether a member must follow, as after all but a global one."""
-        self.is_empty = False
-        kind = chr(header.typeflag)
-        if header.size > MAX_EXTENDED_BYTES:
-            self.fault = f"its extended header has {header.size:,} bytes, an attack or a writer's error"
-        elif kind == "L":
-            self._long_name = data.partition(b"\x00")[0]
-        elif kind != "K":
-            records = parse_pax(data)
-            if records is None:
-                self.fault = "its pax header is broken"
-            else:
-                (self._globals if kind == "g" else self._pax).update(records)
-        if kind == "g" and self.start is None and self.fault is None:
-            return False
-        self.types.add(header.typeflag)
-        self.start = position if self.start is None else self.start
-        return True
-
-    def override(self, header: Header) -> tuple[bytes, int, bool]:
-        """Give a member's name, its size, and whether it is sparse."""
-        name = header.name if self._long_name is None else self._long_name
-        size, is_sparse = header.size, header.typeflag == GNU_SPARSE
-        if self._pax or self._globals:
-            records = {**self._globals, **self._pax}
-            name = records.get(b"GNU.sparse.name") or records.get(b"path", name)
-            size = min(int(records.get(b"size", size)), MAX_SIZE)
-            is_sparse = is_sparse or any(record.startswith(b"GNU.sparse.") for record in records)
-        return name, size, is_sparse
 
 
 def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
@@ -214,19 +166,150 @@ def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
     dropped: a hostile archive may have millions.
     """
     records: dict[bytes, bytes] = {}
-    position = 0
-    while position < len(data):
-        space = data.find(b" ", position, position + 20)
-        digits = data[position:space] if space > 0 else b""
-        if not digits.isdigit():
+    end = 0
+    while end < len(data):
+        match = _PAX_RECORD.match(data, end)
+        end += int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
             return None
-        end = position + int(digits)
-        equals = data.find(b"=", space, end)
-        if end > len(data) or equals < 0 or data[end - 1 : end] != b"\n":
-            return None
-        name = data[space + 1 : equals]
-        if name in (b"path", b"size") or name.startswith(b"GNU.sparse."):
-            records[name] = data[equals + 1 : end - 1]
-        position = end
+        if match[2] in (b"path", b"size") or match[2].startswith(b"GNU.sparse."):
+            records[match[2]] = data[match.end() : end - 1]
     size = records.get(b"size", b"0")
     return records if size.isdigit() and len(size) <= 20 else None
+
+
+# -- searching ----------------------------------------------------------------------------------------
+
+
+class _Span(NamedTuple):
+    """Where a header starts, its data end, and their padding ends."""
+
+    start: int
+    data_end: int
+    end: int
+
+
+class TarSearch:
+    """Searches one archive through the window of its walk."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._num_bytes = window.source.num_bytes
+
+    def after(self, position: int) -> int:
+        """Find the next header from `position` on, or the archive's end.
+
+        One that leads on is best. Another is accepted as well, because the header after it may be damaged or
+        moved, unless one that leads on is inside its data and so contradicts it.
+        """
+        lone, stop = self._num_bytes, self._num_bytes
+        while (found := self._next(position, stop)) is not None:
+            if self._leads_on(found.end):
+                return found.start
+            if lone == self._num_bytes:
+                lone, stop = found.start, found.data_end
+            position = found.start + 1
+        return lone
+
+    def inside(self, start: int, stop: int, strict: bool = False) -> int | None:
+        """Find a header among a member's bytes that leads past their end: bytes before it were lost.
+
+        A tar within a tar ends with zeros before the member that holds it ends. If a header follows the
+        member, as it should, `strict` requires that the header inside leads to another, too.
+        """
+        seen: set[int] = set()
+        position = start
+        while (found := self._next(position, stop)) is not None:
+            new = found.start not in seen
+            if new and self._leads_past(found.end, stop, seen, zeros=found.start > start, strict=strict):
+                return found.start
+            position = found.start + 1
+        return None
+
+    def is_intact(self, offset: int, size: int, following: int) -> bool:
+        """Decide whether a member's data can be trusted although no header comes right after them.
+
+        Lost bytes pull padding, or the next header, into the data; added bytes push the end of the data into
+        the padding. So data whose last byte is not zero, followed by zeros, are intact. If the next header is
+        at a multiple of 512 bytes, the last byte may be zero. Data without padding get the benefit of the
+        doubt: a missing end of an image is found when the image is inspected.
+        """
+        stop, end = offset + size, offset + padded(size)
+        if following < stop:
+            return False
+        block = self._window.peek(end, BLOCK)
+        if size == 0 or (following >= end and (resembles_header(block) or certain_header(block))):
+            return True
+        if self._window.peek(stop, min(end - stop, following - stop, TELLING_BYTES)).strip(b"\x00"):
+            return False
+        shifted = (following - end) % BLOCK != 0
+        return not shifted or self._window.peek(stop - 1, 1) != b"\x00"
+
+    def end_of_zeros(self, position: int) -> int:
+        """Find the first block that is not all zeros, or the archive's end."""
+        step = FIRST_BYTES
+        while position < self._num_bytes:
+            data = self._window.at(position, step)
+            rest = data.lstrip(b"\x00")
+            if rest:
+                return position + (len(data) - len(rest)) // BLOCK * BLOCK
+            position += len(data)
+            step = min(2 * step, MOST_BYTES)
+        return position
+
+    def _next(self, position: int, stop: int) -> _Span | None:
+        """Find the first certain header that starts in [position, stop)."""
+        step = FIRST_BYTES
+        while position < stop:
+            # One block more than a step, so that a header that starts at its last byte is complete.
+            data = self._window.at(position, step + BLOCK)
+            magic = data.find(_MAGIC, _MAGIC_AT)
+            while 0 <= magic < min(step, stop - position) + _MAGIC_AT:
+                begin = magic - _MAGIC_AT
+                # The checksum field is checked first, because a hostile file may be nothing but magic.
+                if _CHECKSUM.match(data, begin + _CHECKSUM_AT):
+                    span = self._span(data[begin : begin + BLOCK], position + begin)
+                    if span is not None:
+                        return span
+                magic = data.find(_MAGIC, magic + 1)
+            position += step
+            step = min(2 * step, MOST_BYTES)
+        return None
+
+    def stored_size(self, typeflag: int, offset: int, size: int) -> int:
+        """The bytes that follow a header: a link gives the size of its target, and mostly stores nothing."""
+        if typeflag not in WITHOUT_DATA or (
+            offset + size <= self._num_bytes
+            and not self._leads_on(offset)
+            and self._leads_on(offset + padded(size))
+        ):
+            return size
+        return 0
+
+    def _span(self, block: bytes, start: int) -> _Span | None:
+        """Find what a block describes; None if it is not a certain header, or too large for the file."""
+        header, offset = certain_header(block), start + BLOCK
+        if header is None or offset + header.size > self._num_bytes:
+            return None
+        size = self.stored_size(header.typeflag, offset, header.size)
+        return _Span(start, offset + size, offset + padded(size))
+
+    def _leads_on(self, end: int) -> bool:
+        """Decide whether a member that ends here is followed by a header, zeros or the end of the file."""
+        if end >= self._num_bytes:
+            return True
+        block = self._window.peek(end, BLOCK)
+        return block == ZERO_BLOCK[: len(block)] or certain_header(block) is not None
+
+    def _leads_past(self, end: int, stop: int, seen: set[int], zeros: bool, strict: bool) -> bool:
+        """Follow headers from one to the next; zeros count only if they reach the stop."""
+        while end < stop:
+            block = self._window.peek(end, BLOCK)
+            if block == ZERO_BLOCK[: len(block)]:
+                return zeros and self.end_of_zeros(end) >= stop
+            span = self._span(block, end)
+            if span is None:
+                return False
+            seen.add(end)
+            end = span.end
+        return self._leads_on(end) or (not strict and end > stop)

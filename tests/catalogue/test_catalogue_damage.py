@@ -1,4 +1,4 @@
-"""Every kind of damage a shard can have: named, counted, and never a sample lost without a word."""
+"""Every kind of damage a shard can have: it is named and counted, and no sample is lost silently."""
 
 import io
 import json
@@ -14,13 +14,13 @@ from PIL import Image
 from tar_making import BLOCK, END, block, member, pax, python_tar
 
 from pencil_scale.catalogue.report import warnings
-from pencil_scale.catalogue.schema import ADVICE, DAMAGED_STATUSES, OTHER_STATUSES
+from pencil_scale.catalogue.schema import ADVICE, DAMAGE_KINDS, DAMAGED_STATUSES, OTHER_STATUSES
 from pencil_scale.images.inspect import ImageFacts, inspect_image
 from pencil_scale.storage.errors import PencilError
 
 GOOD = samples(range(20))
 TAR = python_tar(GOOD)
-NEXT = 60 * BLOCK * 2  # where member number 60 would begin: every member here takes two blocks
+NEXT = 60 * BLOCK * 2  # where member number 60 would start: every member here takes two blocks
 
 
 def bomb() -> bytes:
@@ -55,7 +55,7 @@ CASES = {
     "bomb": (with_members(("x.png", bomb()), ("x.cls", b"1")), "image_bomb"),
     "two images": (with_members(("x.png", image(1)), ("x.jpg", image(2)), ("x.cls", b"1")), "several_images"),
     "joined archives": (TAR + python_tar(sample(50)), "data_after_end"),
-    "garbage behind": (TAR + b"garbage", "data_after_end"),
+    "garbage after the end": (TAR + b"garbage", "data_after_end"),
     "link": (TAR[:NEXT] + block(b"x.png", 0, b"2") + member(b"x.cls", b"1") + END, "link_member"),
     "sparse": (TAR[:NEXT] + member(b"x.png", image(1), b"S") + member(b"x.cls", b"1") + END, "sparse_member"),
     "bad pax": (TAR[:NEXT] + member(b"p", b"zz", b"x") + member(b"x.png", b"1") + END, "damaged_header"),
@@ -78,15 +78,18 @@ def test_damage_is_named_and_every_sample_is_accounted_for(tmp_path: Path, name:
     assert keys >= {f"{number:06d}" for number in range(cut)}
 
 
-def test_every_word_has_an_advice_and_no_word_means_two_things() -> None:
+def test_every_status_and_kind_of_damage_has_advice_that_starts_with_what_to_do() -> None:
+    verbs = ("fetch", "take it off", "write", "mend", "report")
+    assert all(advice.startswith(verbs) for advice in DAMAGE_KINDS.values())
     assert not set(OTHER_STATUSES) & set(DAMAGED_STATUSES)
-    assert all(ADVICE[word] for _, word in CASES.values())
+    assert all(ADVICE.values())
+    assert all(word in ADVICE for _, word in CASES.values())
 
 
 @pytest.mark.parametrize(
     ("data", "word"), [(b"", "not_a_tar"), (b"<html>" * 99, "not_a_tar"), (END, "no_samples")]
 )
-def test_a_shard_of_nothing_is_named_beside_sound_ones(tmp_path: Path, data: bytes, word: str) -> None:
+def test_an_empty_shard_among_intact_ones_is_reported(tmp_path: Path, data: bytes, word: str) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", GOOD)
     (tmp_path / "b.tar").write_bytes(data)
@@ -110,7 +113,7 @@ def test_damage_has_its_shard_its_bytes_and_its_key(tmp_path: Path) -> None:
     assert entry["num_samples"] == 1
 
 
-def test_a_member_beside_damage_is_cut_when_a_part_is_missing_and_ok_when_none_is(tmp_path: Path) -> None:
+def test_a_sample_next_to_damage_is_cut_only_if_a_member_is_missing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (tmp_path / "a.tar").write_bytes(CASES["garbled header"][0])
     status = {row["key"]: row["status"] for row in bench.rows(bench.index())}
@@ -138,14 +141,14 @@ def test_odd_but_usable_images_are_ok_and_counted(tmp_path: Path) -> None:
     moving = io.BytesIO()
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     frames[0].save(moving, "GIF", save_all=True, append_images=frames[1:])
-    whole = image(3, "JPEG", size=64)
+    intact = image(3, "JPEG", size=64)
     odd = {
         "cmyk.jpg": image(1, "JPEG", "CMYK"),
         "deep.png": deep.getvalue(),
         "palette.png": image(1, "PNG", "P"),
         "moving.gif": moving.getvalue(),
         "dot.png": image(1, size=1),
-        "short.jpg": whole[: len(whole) - 20],
+        "short.jpg": intact[: len(intact) - 20],
     }
     bench = Bench(tmp_path)
     bench.shard(
@@ -161,17 +164,17 @@ def test_odd_but_usable_images_are_ok_and_counted(tmp_path: Path) -> None:
         assert all(found.values())
 
 
-def test_a_spoiled_picture_is_found_by_decoding_it(tmp_path: Path) -> None:
-    whole = bytearray(image(3, size=64))
-    whole[60:90] = b"\xff" * 30  # inside the compressed pixels
+def test_decoding_finds_an_image_with_damaged_pixels(tmp_path: Path) -> None:
+    intact = bytearray(image(3, size=64))
+    intact[60:90] = b"\xff" * 30  # inside the compressed pixels
     bench = Bench(tmp_path)
-    bench.shard("a.tar", [("a.png", bytes(whole)), ("a.cls", b"1"), *samples(range(3))])
+    bench.shard("a.tar", [("a.png", bytes(intact)), ("a.cls", b"1"), *samples(range(3))])
     assert bench.index().catalogue.num_ok == 4
     summary = bench.index(check_images="decode")
     assert summary.catalogue.manifest["status"] == {"ok": 3, "image_unreadable": 1}
 
 
-def test_a_sample_that_trips_a_bug_is_told_and_does_not_end_the_run(
+def test_a_sample_that_triggers_a_bug_is_reported_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(data: bytes, decode: bool) -> ImageFacts:
@@ -219,7 +222,7 @@ def test_hostile_names_are_rows_whose_ids_come_back_unchanged(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "raw", [b"[" * 100_000, b"{}", b"[]", b"nul", b'{"url": ' + b"9" * 5000 + b"}", b"\xff"]
 )
-def test_json_that_gives_no_id_is_a_finding_with_its_key(tmp_path: Path, raw: bytes) -> None:
+def test_a_sample_whose_json_has_no_id_is_reported_with_its_key(tmp_path: Path, raw: bytes) -> None:
     bench = Bench(tmp_path)
     bench.shard("a.tar", [("a.png", image(1)), ("a.json", raw), *samples(range(3))])
     summary = bench.index(identity="json:url")
@@ -241,22 +244,22 @@ def test_too_much_damage_publishes_nothing_and_names_the_worst_shard(tmp_path: P
     assert bench.index(max_damaged_share=0.04).catalogue.num_ok == 30
 
 
-def test_too_much_damage_names_the_first_damaged_samples_a_line_each(tmp_path: Path) -> None:
+def test_too_much_damage_lists_the_first_damaged_samples(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     empty = [(f"bad{number}.png", b"") for number in range(7)]
     bench.shard("a.tar", [*samples(range(3)), ("spoilt.png", image(1)[:20]), *empty])
     bench.shard("c.tar", [*samples(range(9, 12)), *sample(9), *samples(range(20, 99))])  # a key again
     with pytest.raises(PencilError) as raised:
         bench.index(shards=f"{tmp_path}/a.tar", max_damaged_share=0.01)
-    told = str(raised.value).splitlines()[1:]
+    reported = str(raised.value).splitlines()[1:]
     place = r"a\.tar at byte [\d,]+: the image does not decode; fetch it again"
-    assert re.fullmatch(rf"damaged: 'spoilt', image_unreadable: shard .*{place}", told[0])
-    assert [line.split(":")[1] for line in told[1:]] == [f" 'bad{n}', image_empty" for n in range(4)]
+    assert re.fullmatch(rf"damaged: 'spoilt', image_unreadable: shard .*{place}", reported[0])
+    assert [line.split(":")[1] for line in reported[1:]] == [f" 'bad{n}', image_empty" for n in range(4)]
     with pytest.raises(PencilError, match=r"\ndamaged: '000009', key_repeated: shard .*c\.tar at byte"):
         bench.index(shards=f"{tmp_path}/c.tar", max_damaged_share=0.01)
 
 
-def test_dots_in_names_are_told_with_the_extensions_they_make_and_the_rule(tmp_path: Path) -> None:
+def test_dots_in_names_are_explained_with_the_extensions_they_produce(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     photos = [
         (f"photo.{n:04d}.{kind}", data) for n in range(3) for kind, data in (("png", image(n)), ("cls", b"1"))
@@ -275,7 +278,7 @@ def test_dots_in_names_are_told_with_the_extensions_they_make_and_the_rule(tmp_p
     )
 
 
-def test_a_label_behind_another_dot_is_told_by_the_extension_it_has(tmp_path: Path) -> None:
+def test_a_label_with_an_extra_dot_in_its_name_is_reported_by_its_extension(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard(
         "a.tar",
@@ -286,16 +289,16 @@ def test_a_label_behind_another_dot_is_told_by_the_extension_it_has(tmp_path: Pa
     assert "KEY.v2.txt is sample KEY with the extension v2.txt" in note
 
 
-def test_a_long_run_stops_as_soon_as_its_damage_cannot_be_made_good(tmp_path: Path) -> None:
+def test_a_long_run_stops_once_the_limit_will_be_exceeded_anyway(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("0.tar", [("x.png", b""), ("y.png", b"")])
     for shard in range(1, 9):
         bench.shard(f"{shard}.tar", samples(range(shard * 10, shard * 10 + 10)))
-    with pytest.raises(PencilError, match=r"after 1 of the shards, .*0\.tar \(2 image_empty\)"):
+    with pytest.raises(PencilError, match=r"damaged, after 1 of the shards, .*0\.tar \(2 image_empty\)"):
         bench.index(max_damaged_share=0.01)
 
 
-def test_missing_and_empty_shards_count_as_mean_ones(tmp_path: Path) -> None:
+def test_missing_and_empty_shards_count_as_shards_of_mean_size(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.shard("0.tar", GOOD)
     (tmp_path / "1.tar").write_bytes(b"")
@@ -332,7 +335,7 @@ def test_values_from_shards_are_escaped_on_the_page(tmp_path: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_a_tar_in_pythons_pax_form_with_sparse_size_lies_is_no_crash(tmp_path: Path) -> None:
+def test_a_false_sparse_size_in_a_pax_header_does_not_crash(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     data = pax({b"GNU.sparse.realsize": b"99999999999", b"GNU.sparse.name": b"x.png"}) + member(b"y", b"1")
     (tmp_path / "a.tar").write_bytes(data + python_tar(GOOD, tarfile.GNU_FORMAT))

@@ -1,4 +1,4 @@
-"""What a sample is called and said to be: ids by policy, labels from every source, truth beside them."""
+"""Ids by every policy, labels from every source, and true classes."""
 
 from pathlib import Path
 
@@ -41,14 +41,14 @@ def test_the_content_hash_names_a_sample_by_its_bytes(bench: Bench) -> None:
     assert summary.catalogue.manifest["num_duplicates"] == 1
 
 
-def test_another_identity_cannot_be_laid_over_rows_that_exist(bench: Bench) -> None:
+def test_the_identity_of_an_existing_catalogue_cannot_change(bench: Bench) -> None:
     bench.shard("a.tar", samples([1, 2]))
     bench.index()
     with pytest.raises(PencilError, match="row numbers are permanent"):
         bench.index(identity="sha256")
 
 
-def test_shards_of_one_name_do_not_mix_under_shard_key(bench: Bench, tmp_path: Path) -> None:
+def test_shard_key_refuses_two_shards_with_the_same_name(bench: Bench, tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         bench.shard(f"{folder}/a.tar", samples([1]))
@@ -78,9 +78,7 @@ def test_labels_come_from_every_source_the_config_can_name(bench: Bench, tmp_pat
     assert [row["noisy_class"] for row in bench.rows(summary)] == [None, None, None, 2]
 
 
-def test_a_label_is_an_alias_a_name_or_a_number_and_the_unmatched_are_listed(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_label_is_an_alias_a_name_or_a_number_and_others_are_listed(bench: Bench, tmp_path: Path) -> None:
     raws = ["bee", "Bienen", "2", "wasp", "wasp", "moth", "", "ant\ncat", "bee\nBienen", "99"]
     members = [
         (f"{n}.{s}", d) for n, raw in enumerate(raws) for s, d in (("png", image(n)), ("txt", raw.encode()))
@@ -105,7 +103,7 @@ def test_a_label_is_an_alias_a_name_or_a_number_and_the_unmatched_are_listed(
     assert summary.catalogue.manifest["unknown_labels"] == {"wasp": 2}
 
 
-def test_an_alias_to_nowhere_is_an_error_with_its_line(bench: Bench, tmp_path: Path) -> None:
+def test_an_alias_for_an_unknown_class_is_an_error_that_quotes_its_line(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", samples([1]))
     (tmp_path / "aliases.tsv").write_text("Bienen\tbee\nMotte\tmoth\n")
     with pytest.raises(PencilError, match=r"line 2 is 'Motte\\tmoth'"):
@@ -119,7 +117,7 @@ def test_lines_that_disagree_are_several_labels(bench: Bench, tmp_path: Path) ->
     assert [(row["status"], row["noisy_class"]) for row in rows] == [("several_labels", None), ("ok", 1)]
 
 
-def test_truth_is_kept_beside_the_given_class_and_measured(bench: Bench, tmp_path: Path) -> None:
+def test_truth_is_stored_next_to_the_given_class_and_counted(bench: Bench, tmp_path: Path) -> None:
     bench.shard("a.tar", samples(range(6)))
     pq.write_table(pa.table({"id": ["000001", "000002"], "is": ["bee", "ant"]}), tmp_path / "truth.parquet")
     summary = bench.index(truth=f"{tmp_path}/truth.parquet#id,is")
@@ -127,7 +125,7 @@ def test_truth_is_kept_beside_the_given_class_and_measured(bench: Bench, tmp_pat
     assert summary.catalogue.manifest["truth"] == {"num_known": 2, "num_wrong": 1}
 
 
-def test_truth_may_stand_in_the_samples_json_and_a_wrong_one_is_no_class(bench: Bench) -> None:
+def test_truth_can_be_read_from_json_and_an_invalid_one_is_ignored(bench: Bench) -> None:
     fields = [b'{"true": "cat"}', b'{"true": 9}', b"{}", b"broken"]
     members = [
         (f"{number}.{suffix}", data)

@@ -23,13 +23,13 @@ def test_a_class_is_its_line_number(tmp_path: Path) -> None:
         (b"a\n\xff\n", "cannot be read: 'utf-8' codec"),
     ],
 )
-def test_a_list_that_cannot_be_used_is_named(text: bytes, says: str, tmp_path: Path) -> None:
+def test_an_unusable_class_list_is_refused(text: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "classes.txt"
     path.write_bytes(text)
     with pytest.raises(PencilError, match=says):
         read_class_names(str(path))
 
 
-def test_a_missing_list_is_named(tmp_path: Path) -> None:
+def test_a_missing_class_list_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PencilError, match=r"absent.txt cannot be read"):
         read_class_names(str(tmp_path / "absent.txt"))

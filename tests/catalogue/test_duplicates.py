@@ -1,4 +1,4 @@
-"""Deciding about duplicates in hash ranges, held against plain dictionaries."""
+"""Deciding about duplicates in hash ranges, compared with plain dictionaries."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,22 +30,24 @@ def hashes(numbers: list[int]) -> Keys:
 def decided(new: list[int], known: dict[int, bool], per_range: int) -> Decisions:
     def new_keys() -> Iterator[tuple[Keys, np.ndarray]]:
         for start in range(0, len(new), 7):
-            part = new[start : start + 7]
-            yield hashes(part), start + np.arange(len(part))
+            some = new[start : start + 7]
+            yield hashes(some), start + np.arange(len(some))
 
     def known_rows() -> Iterator[KnownRows]:
         numbers = list(known)
         for start in range(0, len(numbers), 5):
-            part = numbers[start : start + 5]
-            valid = np.array([known[number] for number in part], np.bool_)
-            yield KnownRows(np.arange(start, start + len(part)), hashes(part), valid)
+            some = numbers[start : start + 5]
+            valid = np.array([known[number] for number in some], np.bool_)
+            yield KnownRows(np.arange(start, start + len(some)), hashes(some), valid)
 
     return decide(len(new), new_keys, known_rows, len(known), per_range)
 
 
 @settings(max_examples=60)
 @given(ids, st.dictionaries(st.integers(0, 30), st.booleans()), st.sampled_from([1, 8, 1000]))
-def test_ranges_decide_as_a_dictionary_would(new: list[int], known: dict[int, bool], per_range: int) -> None:
+def test_deciding_by_hash_ranges_equals_deciding_with_a_dictionary(
+    new: list[int], known: dict[int, bool], per_range: int
+) -> None:
     decisions = decided(new, known, per_range)
     row_of = {number: row for row, number in enumerate(known)}
     valid = dict(known)
@@ -74,19 +76,19 @@ def test_a_key_that_ends_in_zeros_is_not_mistaken_for_another() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), max_size=60), st.sampled_from([1, 4, 1000]))
-def test_proven_noise_is_what_counting_by_hand_gives(pairs: list[tuple[int, int]], per_range: int) -> None:
+def test_proven_noise_equals_a_simple_count(pairs: list[tuple[int, int]], per_range: int) -> None:
     def contents() -> Iterator[tuple[Keys, np.ndarray]]:
         for start in range(0, len(pairs), 9):
-            part = pairs[start : start + 9]
-            yield hashes([each for each, _ in part]), np.array([label for _, label in part], np.int32)
+            some = pairs[start : start + 9]
+            yield hashes([each for each, _ in some]), np.array([label for _, label in some], np.int32)
 
     found = find_equal_content(len(pairs), contents, per_range)
     groups: dict[int, Counter[int]] = {}
     for content, label in pairs:
         groups.setdefault(content, Counter())[label] += 1
     repeated = [group for group in groups.values() if group.total() > 1]
-    assert found.num_labelled == len(pairs)
-    assert found.num_repeated_images == len(repeated)
-    assert found.num_samples == sum(group.total() for group in repeated)
-    assert found.num_conflicting_images == sum(len(group) > 1 for group in repeated)
-    assert found.num_proven_wrong == sum(group.total() - max(group.values()) for group in repeated)
+    assert found["num_labelled"] == len(pairs)
+    assert found["num_repeated_images"] == len(repeated)
+    assert found["num_samples"] == sum(group.total() for group in repeated)
+    assert found["num_conflicting_images"] == sum(len(group) > 1 for group in repeated)
+    assert found["num_proven_wrong"] == sum(group.total() - max(group.values()) for group in repeated)

@@ -1,9 +1,8 @@
-"""Many images out of many shards: the right bytes, few requests, changed shards named, failures retried."""
+"""Many images from many shards: the right bytes, few requests, changed shards refused, failures retried."""
 
 import logging
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.catalogue import ranges as range_reader
+from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import ON_DISK, REMOTE, ShardVersion, version_of
-
-
-@dataclass(frozen=True)
-class Shard:
-    url: str
-    version: ShardVersion
+from pencil_scale.storage.urls import version_of
 
 
 def shard_at(url: str | Path) -> Shard:
     version = version_of(str(url))
     assert version is not None
-    return Shard(str(url), version)
+    return Shard(str(url), *version, rules="")
 
 
 @pytest.fixture
@@ -48,9 +42,9 @@ def places(num_images: int, num_shards: int, seed: int = 0) -> tuple[np.ndarray,
 
 
 def expected(shards: list[Shard], shard: np.ndarray, offset: np.ndarray, length: np.ndarray) -> list[bytes]:
-    whole = [fsspec.open(entry.url).open().read() for entry in shards]
+    complete = [fsspec.open(entry.url).open().read() for entry in shards]
     wanted = zip(shard, offset, length, strict=True)
-    return [whole[number][start : start + size] for number, start, size in wanted]
+    return [complete[number][start : start + size] for number, start, size in wanted]
 
 
 def test_every_image_gets_its_own_bytes_in_the_requested_order(shards: list[Shard]) -> None:
@@ -58,7 +52,7 @@ def test_every_image_gets_its_own_bytes_in_the_requested_order(shards: list[Shar
     assert RangeReader(shards).read(*asked) == expected(shards, *asked)
 
 
-def test_no_rows_are_no_images() -> None:
+def test_reading_no_rows_gives_no_images() -> None:
     none = np.empty(0, np.int64)
     assert RangeReader([]).read(none.astype(np.int32), none, none) == []
 
@@ -90,9 +84,7 @@ def test_neighbours_share_a_request_and_far_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("size", [2_999_999, 3_000_000])
-def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_used(
-    shards: list[Shard], size: int
-) -> None:
+def test_a_changed_shard_is_reported_before_any_of_its_bytes_are_used(shards: list[Shard], size: int) -> None:
     path = Path(shards[1].url)
     before = path.stat()
     path.write_bytes(os.urandom(size))
@@ -102,10 +94,10 @@ def test_a_shard_that_changed_since_indexing_is_named_before_a_byte_of_it_is_use
         PencilError, match=rf"shard {path} changed since it was indexed: {found}; run index_shards again"
     ):
         RangeReader(shards).read(*places(50, 3))
-    assert len(RangeReader(shards).read(*places(50, 1))) == 50  # the other shards are not to blame
+    assert len(RangeReader(shards).read(*places(50, 1))) == 50  # the other shards are unchanged
 
 
-def test_a_missing_shard_is_named_at_once(shards: list[Shard]) -> None:
+def test_a_missing_shard_is_reported_at_once(shards: list[Shard]) -> None:
     Path(shards[2].url).unlink()
     with pytest.raises(PencilError, match=r"2.tar is missing since it was indexed; restore it"):
         RangeReader(shards).read(*places(50, 3))
@@ -148,17 +140,17 @@ def test_dropped_and_short_answers_are_retried_and_logged(
     offset = np.arange(0, 39_000_000, 1_000_000)
     asked = np.zeros(39, np.int32), offset, np.full(39, 5_000)
     filesystem, path = fsspec.core.url_to_fs("flaky://far.tar")
-    whole = filesystem.store[path].getvalue()
+    complete = filesystem.store[path].getvalue()
     Flaky.failures = 0
     with caplog.at_level(logging.WARNING):
         images = RangeReader(flaky, num_threads=1).read(*asked)
-    assert images == [whole[start : start + 5_000] for start in offset]
+    assert images == [complete[start : start + 5_000] for start in offset]
     assert len(caplog.records) == Flaky.failures > 0
     assert "shard flaky://far.tar: " in caplog.text
     assert "attempt 2 in " in caplog.text
 
 
-def test_a_store_that_stays_unreachable_is_named_after_a_few_attempts(
+def test_an_unreachable_store_is_reported_after_a_few_attempts(
     flaky: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Flaky, "hopeless", True)
@@ -175,7 +167,7 @@ def test_a_forbidden_shard_is_not_retried(shards: list[Shard]) -> None:
         RangeReader(shards).read(*places(5, 1))
 
 
-def test_far_away_fewer_and_larger_requests_are_made_than_on_a_disk() -> None:
+def test_remote_shards_are_read_in_fewer_and_larger_requests_than_local_ones() -> None:
     offset = np.arange(0, 64_000_000, 600_000)
     sizes = np.full(len(offset), 20_000)
     counts = [

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.catalogue.schema import from_json, from_stored, to_stored
-from pencil_scale.catalogue.shard_urls import expand_braces, expand_urls, list_shards
+from pencil_scale.catalogue.shard_urls import expand_braces, expand_urls, find_changes
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ShardVersion, Window, open_source, version_of, version_tag
 
 
-def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:
+def test_brace_ranges_keep_leading_zeros_and_the_last_one_varies_fastest() -> None:
     assert list(expand_braces("s3://b/{a,b}-{8..10}.tar")) == [
         f"s3://b/{letter}-{number}.tar" for letter in "ab" for number in (8, 9, 10)
     ]
@@ -23,7 +23,7 @@ def test_brace_ranges_keep_their_zeros_and_the_last_turns_fastest() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{0..", "a}b", "{}", "{5..1}", "{x}", "{0..99999999999}", "{{0..1}}"])
-def test_braces_without_a_meaning_are_an_error(pattern: str) -> None:
+def test_invalid_braces_are_an_error(pattern: str) -> None:
     with pytest.raises(PencilError, match=r"data\.shards"):
         list(expand_braces(pattern))
 
@@ -46,11 +46,11 @@ def test_globs_lists_and_files_of_lines_give_absolute_paths_in_order(
             expand_urls(wrong)
 
 
-def test_missing_shards_are_listed_apart(tmp_path: Path) -> None:
+def test_missing_shards_are_listed_separately(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"abc")
-    listing = list_shards([f"{tmp_path}/{{0..1}}.tar"])
-    assert [shard.version.num_bytes for shard in listing.shards] == [3]
-    assert listing.missing == (f"{tmp_path}/1.tar",)
+    changes = find_changes([f"{tmp_path}/{{0..1}}.tar"], None, "")
+    assert [shard.num_bytes for shard in changes.to_read] == [3]
+    assert changes.missing == [f"{tmp_path}/1.tar"]
 
 
 def test_a_version_changes_with_the_bytes(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> N
 
 
 @given(st.binary(max_size=40))
-def test_any_name_is_stored_as_valid_text_and_comes_back(raw: bytes) -> None:
+def test_any_name_survives_storing_as_valid_text(raw: bytes) -> None:
     text = raw.decode("utf-8", "surrogateescape")
     stored = to_stored(text)
     stored.encode("utf-8")

@@ -1,4 +1,4 @@
-"""Tars of other writers, and tars by hand, read member by member and sample by sample."""
+"""Tars by other writers and tars made by hand, read member by member and sample by sample."""
 
 import io
 import shutil
@@ -54,7 +54,7 @@ def test_the_tar_programs_formats_give_the_files_it_packed(tmp_path: Path, tar_f
 @pytest.mark.parametrize(
     "flags", [["--format=gnu"], ["--format=pax"], ["--format=pax", "--sparse-version=0.1"]]
 )
-def test_sparse_members_of_the_tar_program_are_recognised_and_stepped_over(
+def test_sparse_members_of_the_tar_program_are_recognised_and_skipped(
     tmp_path: Path, flags: list[str]
 ) -> None:
     with (tmp_path / "0.jpg").open("wb") as file:
@@ -131,7 +131,7 @@ def test_global_pax_headers_hold_until_a_local_one_says_otherwise() -> None:
     assert keys(data) == [b"\xff\xfe".decode("utf-8", "surrogateescape"), "b"]
 
 
-def test_a_v7_header_without_magic_is_read_and_a_gnu_prefix_area_is_no_name() -> None:
+def test_a_v7_header_without_magic_is_read_and_gnu_times_are_not_taken_for_a_prefix() -> None:
     v7 = member(b"a.jpg", b"1", b"\0", magic=bytes(8))
     gnu = with_checksum(
         block(b"b.jpg", 1, magic=b"ustar  \0")[:345] + b"12345670123\0" + bytes(155)
@@ -139,7 +139,7 @@ def test_a_v7_header_without_magic_is_read_and_a_gnu_prefix_area_is_no_name() ->
     assert keys(v7 + gnu + END) == ["a", "b"]
 
 
-def test_links_directories_and_devices_carry_no_data_whatever_size_they_give() -> None:
+def test_links_directories_and_devices_have_no_data_whatever_their_size_field_says() -> None:
     data = (
         member(b"d/", b"", b"5")
         + block(b"d/a.jpg", 9000, b"1")
@@ -166,19 +166,19 @@ SHARD = python_tar(simple_members(6, b"i" * 700))
 HEADERS = [piece.start for piece in pieces(SHARD) if isinstance(piece, Member)]
 
 
-def test_an_empty_file_a_text_and_a_gzip_are_named() -> None:
+def test_an_empty_file_a_text_and_a_gzip_are_not_tars() -> None:
     assert (kinds(b""), details(b"")) == (["not_a_tar"], ["the file is empty"])
     assert kinds(b"<html>not found</html>" * 100) == ["not_a_tar"]
     assert kinds(b"too short") == ["not_a_tar"]
     assert "gzip" in read(b"\x1f\x8b" + b"z" * 2000)[1][0].detail
 
 
-def test_an_archive_of_nothing_but_its_end_is_no_damage() -> None:
+def test_an_archive_that_is_only_an_end_marker_is_not_damaged() -> None:
     assert kinds(END) == []
     assert kinds(bytes(10240)) == []
 
 
-def test_a_cut_at_a_member_boundary_is_a_missing_end_marker() -> None:
+def test_a_cut_at_a_member_boundary_is_reported_as_a_missing_end_marker() -> None:
     cut = SHARD[: HEADERS[4]]
     samples, damage = read(cut)
     assert [(each.kind, each.detail[:13]) for each in damage] == [("odd_end", "no end marker")]
@@ -192,7 +192,7 @@ def test_a_single_zero_block_is_not_an_end_marker() -> None:
     assert "a single zero block" in details(data)[0]
 
 
-def test_a_cut_in_a_header_and_a_cut_in_data_say_so_at_their_byte() -> None:
+def test_cuts_in_a_header_and_in_data_are_reported_with_their_byte() -> None:
     samples, damage = read(SHARD[: HEADERS[3] + 100])
     assert [(each.kind, each.start) for each in damage] == [("cut_short", HEADERS[3])]
     assert damage[0].detail == "the file ends inside a header, 100 bytes into its 512"
@@ -203,7 +203,7 @@ def test_a_cut_in_a_header_and_a_cut_in_data_say_so_at_their_byte() -> None:
     assert (samples[1].key, samples[1].members["jpg"].kind) == ("000001", "cut")
 
 
-def test_a_member_whose_padding_alone_is_missing_is_intact() -> None:
+def test_a_member_without_padding_is_intact() -> None:
     samples, damage = read(member(b"a.jpg", b"abc")[: BLOCK + 3])
     assert samples[0].members["jpg"].kind == "file"
     assert [each.kind for each in damage] == ["odd_end"]
@@ -223,7 +223,7 @@ def test_a_damaged_header_loses_only_its_own_member(spoil: bytes) -> None:
     assert list(samples[1].members) == ["cls", "json"]
 
 
-def test_a_wiped_stretch_and_joined_archives_lose_nothing_after_them() -> None:
+def test_members_after_a_wiped_range_or_a_joined_archive_are_found() -> None:
     wiped = SHARD[: HEADERS[3]] + bytes(HEADERS[6] - HEADERS[3]) + SHARD[HEADERS[6] :]
     assert keys(wiped) == ["000000", "000002", "000003", "000004", "000005"]
     assert kinds(wiped) == ["data_after_end"]
@@ -239,7 +239,7 @@ def test_garbage_after_the_end_is_reported_and_loses_no_sample() -> None:
     assert len(keys(SHARD + b"garbage" * 100)) == 6
 
 
-def test_a_file_created_in_full_length_and_not_filled_is_cut_short() -> None:
+def test_a_preallocated_file_that_was_not_filled_is_cut_short() -> None:
     assert kinds(SHARD[: HEADERS[6]] + bytes(50_000)) == ["cut_short"]
     assert details(SHARD[: HEADERS[6]] + bytes(50_000))[0].startswith("50,000 zero bytes at the end")
     assert kinds(SHARD[: HEADERS[6]] + bytes(-HEADERS[6] % 10_240)) == []
@@ -271,14 +271,15 @@ def test_a_size_beyond_the_file_does_not_hide_the_members_after_it() -> None:
 # -- samples ------------------------------------------------------------------------------------------
 
 
-def test_keys_that_repeat_say_how() -> None:
-    samples, _ = read(
+def test_repeated_keys_are_reported_as_repeated_or_not_contiguous() -> None:
+    samples, damage = read(
         python_tar([("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("c.jpg", b"")])
     )
-    assert [sample.problem for sample in samples] == [None, None, "key_not_contiguous", "key_repeated", None]
+    assert [sample.key for sample in samples] == ["a", "b", "c"]
+    assert [(each.kind, each.name) for each in damage] == [("key_not_contiguous", "a"), ("key_repeated", "b")]
 
 
-def test_a_file_without_a_key_is_reported_and_one_that_is_no_sample_by_intent_is_counted() -> None:
+def test_a_file_without_a_key_is_reported_and_metadata_files_are_counted() -> None:
     names = [".jpg", "d/.hidden.PNG", ".cls", "README", "a.jpg", "._a.jpg", "__info__/x.jpg"]
     data = python_tar([(name, b"1") for name in names])
     reader = ShardReader(MemorySource(data))
@@ -291,9 +292,9 @@ def test_a_file_without_a_key_is_reported_and_one_that_is_no_sample_by_intent_is
     assert reader.skipped == {"macos_metadata": 1, "meta": 1}
 
 
-def test_two_members_of_one_name_are_a_problem_of_their_sample() -> None:
+def test_two_members_with_the_same_name_are_a_problem_of_their_sample() -> None:
     samples, _ = read(python_tar([("a.jpg", b"1"), ("a.JPG", b"2"), ("b.jpg", b"1")]))
-    assert [sample.problem for sample in samples] == ["repeated_member", None]
+    assert [sample.has_repeated_member for sample in samples] == [True, False]
 
 
 def test_the_image_is_the_one_with_a_plain_suffix() -> None:
@@ -318,7 +319,7 @@ def test_the_image_is_the_one_with_a_plain_suffix() -> None:
     ]
 
 
-def test_hostile_names_are_keys_like_any_other_and_are_remarked_on() -> None:
+def test_hostile_names_are_ordinary_keys_with_an_oddity() -> None:
     names = ["../../etc/passwd.jpg", "/abs.jpg", "line\nbreak.jpg", "z" * 10_000 + ".jpg", "fine.jpg"]
     buffer = python_tar([(name, b"1") for name in names], tarfile.PAX_FORMAT)
     samples, damage = read(buffer)
@@ -328,7 +329,7 @@ def test_hostile_names_are_keys_like_any_other_and_are_remarked_on() -> None:
     assert damage == []
 
 
-def test_a_large_member_is_jumped_over_not_read() -> None:
+def test_a_large_member_is_skipped_without_reading_it() -> None:
     source = MemorySource(python_tar([("a.jpg", bytes(8 << 20)), ("b.jpg", b"1")]))
     read, lengths = source.read, []
 
@@ -341,7 +342,7 @@ def test_a_large_member_is_jumped_over_not_read() -> None:
     assert sum(lengths) < 1 << 20
 
 
-def test_a_samples_bytes_are_still_there_when_it_is_yielded() -> None:
+def test_the_bytes_of_a_sample_are_available_when_it_is_yielded() -> None:
     contents = {f"{number:04d}": bytes([number % 256]) * (number * 37 % 9000) for number in range(300)}
     data = python_tar(
         [(f"{key}.{suffix}", value) for key, value in contents.items() for suffix in ("jpg", "raw")]
@@ -352,7 +353,7 @@ def test_a_samples_bytes_are_still_there_when_it_is_yielded() -> None:
         assert {reader.data(member) for member in sample.members.values()} == {contents[sample.key]}
 
 
-def test_io_bytes_and_the_walk_agree_on_a_tar_of_tars() -> None:
+def test_tarfile_and_the_walk_agree_on_a_tar_of_tars() -> None:
     inner = python_tar([("x.jpg", b"inner")])
     data = python_tar([("a.tar", inner), ("b.jpg", b"1")])
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:

@@ -1,4 +1,4 @@
-"""Tars that lost or gained bytes in the middle: what is found after that place, and what is not trusted."""
+"""Tars that lost or gained bytes in the middle: what is found after them, and what is not trusted."""
 
 import tarfile
 
@@ -77,13 +77,13 @@ def test_bytes_lost_in_a_header_lose_its_member() -> None:
     assert states(data) == {**WHOLE, "000001": {"jpg": "file", "json": "file"}}
 
 
-def test_a_member_that_includes_the_next_because_exactly_its_own_bytes_were_lost_is_found() -> None:
+def test_a_member_that_lost_exactly_its_own_data_does_not_swallow_the_next() -> None:
     data = without(IMAGE, 1024)  # all of the image: what follows is exactly where its end should be
     assert [(each.kind, each.name) for each in read(data)[1]] == [("shifted_bytes", "000001.jpg")]
     assert states(data) == {**WHOLE, "000001": {"jpg": "cut", "cls": "file", "json": "file"}}
 
 
-def test_bytes_lost_in_the_last_member_are_found_by_the_length_of_the_end() -> None:
+def test_bytes_lost_in_the_last_member_are_detected_by_the_length_of_the_end() -> None:
     last = HEADERS[-1] + BLOCK
     samples, damage = read(without(last + 5, 3))
     assert [each.kind for each in damage] == ["shifted_bytes"]
@@ -116,7 +116,7 @@ def test_a_header_after_lost_padding_does_not_contradict_the_one_before() -> Non
     assert keys(joined[:place] + joined[place + 12 :]) == ["a", "b", "c"]
 
 
-def test_a_name_that_was_given_in_full_in_a_lost_header_is_not_used_in_its_short_form() -> None:
+def test_a_shortened_name_is_not_used_if_the_header_with_the_full_name_is_lost() -> None:
     long = "n" * 150
     data = python_tar([("a.jpg", b"1"), (f"{long}.jpg", b"2"), ("b.jpg", b"3")], tarfile.GNU_FORMAT)
     spoiled = data[:1024] + b"\xa5" * BLOCK + data[1024 + BLOCK :]
@@ -144,7 +144,7 @@ def test_headers_are_found_even_if_every_member_lost_bytes() -> None:
     assert len(damage) == 50
 
 
-def test_text_that_looks_like_many_headers_is_searched_once() -> None:
+def test_many_false_headers_are_searched_once() -> None:
     assert kinds(b"ustar\0" * 20_000) == ["not_a_tar"]
     claims = b"".join(block(b"f.jpg", (400 - number) * BLOCK) for number in range(400)) + bytes(BLOCK)
     assert len(read(claims)[1]) == 400

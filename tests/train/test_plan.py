@@ -84,7 +84,7 @@ def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench:
     gone.write_text("000003\n000004\n")
     with pytest.raises(PencilError, match="not the list the catalogue was indexed with"):
         require_agreement(config(bench))
-    with pytest.raises(PencilError, match="no such file"):
+    with pytest.raises(PencilError, match="cannot be read"):
         require_agreement(config(bench, f"data.exclude={bench.folder}/nowhere.txt"))
 
 
