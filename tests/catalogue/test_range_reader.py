@@ -17,7 +17,7 @@ from pencil_scale.catalogue import ranges as range_reader
 from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.urls import version_of
+from pencil_scale.storage.urls import ON_DISK, REMOTE, version_of
 
 
 def shard_at(url: str | Path) -> Shard:
