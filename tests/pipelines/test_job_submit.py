@@ -156,4 +156,4 @@ def test_a_submitted_night_that_is_held_is_a_failed_job(
     current = nights.current()
     assert current is not None
     assert current.name == "tiny"  # the run that the first night continues
-    assert nights.must_find("night-0001").held
+    assert nights.must_find("night-0001").status == "held"
