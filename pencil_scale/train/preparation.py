@@ -227,3 +227,19 @@ def count_right(
         seen += readable.sum()
     model.train(training)
     return int(right), int(seen)
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the rows of readable images, what the network predicts for them, and their given classes."""
+    training, _ = model.training, model.eval()
+    for batch in batches:
+        images = centre(batch.images.to(device, non_blocking=True), recipe)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            class_logits = model(images)
+        readable = batch.weight > 0
+        predicted = top_predictions(class_logits, batch.noisy_class.to(device, non_blocking=True))
+        yield batch.rows[readable], predicted[readable.to(device)], batch.noisy_class[readable]
+    model.train(training)
