@@ -198,7 +198,7 @@ class Worker:
         self._save_pair(progress, manifest)
 
     def _watch(self, watched: CleanSet, epoch: int) -> dict[str, float]:
-        """Predict the watched samples, store the predictions, and return how often they agree with the labels.
+        """Predict the watched samples; return how often the predictions agree with the given labels.
 
         One half of the samples selects what is published; the other half only judges it.
         """
@@ -218,6 +218,7 @@ class Worker:
         return {
             "watch_agreement": select / max(num_select, 1),
             "watch_agreement_judged": judge / max(num_judge, 1),
+            "watched_judged": num_judge,
         }
 
     def report(self, kind: str, **what: Any) -> None:
