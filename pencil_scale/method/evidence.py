@@ -34,49 +34,40 @@ Z95 = NormalDist().inv_cdf(0.95)
 
 @dataclass(frozen=True)
 class Predictions:
-    """The most likely classes of samples and the probability of the given one: small for any class count."""
+    """The most likely classes of samples; all other classes count as equally likely. Small for any class count."""
 
     classes: Classes  # [N, K], the most likely first
     log_p: Floats  # [N, K]
-    given_log_p: Floats  # [N]
     num_classes: int
 
     @classmethod
-    def from_logits(cls, logits: npt.ArrayLike, given: Classes) -> Self:
+    def from_logits(cls, logits: npt.ArrayLike) -> Self:
         """Keep the top of full predictions [N, C]."""
         scores = np.asarray(logits, dtype=np.float64)
         log_p = scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
         top = np.argsort(-log_p, axis=-1, kind="stable")[:, :TOP]
-        on_given = log_p[np.arange(len(log_p)), given]
-        return cls(top, np.take_along_axis(log_p, top, -1), on_given, log_p.shape[1])
+        return cls(top, np.take_along_axis(log_p, top, -1), log_p.shape[1])
 
     @classmethod
     def join(cls, some: Sequence[Self]) -> Self:
         """The predictions of several groups of samples, of which there is at least one."""
-        columns = [
-            np.concatenate([getattr(one, name) for one in some])
-            for name in ("classes", "log_p", "given_log_p")
-        ]
-        return cls(*columns, some[0].num_classes)
+        classes, log_p = ([getattr(one, name) for one in some] for name in ("classes", "log_p"))
+        return cls(np.concatenate(classes), np.concatenate(log_p), some[0].num_classes)
 
-    def take(self, places: Classes) -> Self:
+    def take(self, samples: Classes) -> Self:
         """The predictions of some of the samples."""
-        return replace(
-            self, classes=self.classes[places], log_p=self.log_p[places], given_log_p=self.given_log_p[places]
-        )
+        return replace(self, classes=self.classes[samples], log_p=self.log_p[samples])
 
-    def at(self, temperature: float) -> tuple[Floats, Floats]:
-        """Probabilities of the top classes [N, K] and of the given class [N] at a temperature.
-
-        The classes that were not kept are taken as equally likely.
-        """
+    def at(self, temperature: float, given: Classes) -> tuple[Floats, Floats]:
+        """Probabilities of the top classes [N, K] and of the given class [N] at a temperature."""
         top = np.exp(self.log_p / temperature)
-        total = top.sum(-1)
         num_others = self.num_classes - self.classes.shape[1]
-        if num_others:
-            remaining = np.clip(1 - np.exp(self.log_p).sum(-1), 1e-12, None)
-            total = total + num_others * (remaining / num_others) ** (1 / temperature)
-        return top / total[:, None], np.minimum(np.exp(self.given_log_p / temperature) / total, 1.0)
+        remaining = np.clip(1 - np.exp(self.log_p).sum(-1), 1e-12, None) / max(num_others, 1)
+        other = remaining ** (1 / temperature)
+        total = top.sum(-1) + num_others * other
+        is_given = self.classes == given[:, None]
+        on_given = np.where(is_given.any(-1), (top * is_given).sum(-1), other)
+        return top / total[:, None], on_given / total
 
 
 @dataclass(frozen=True)
@@ -96,11 +87,11 @@ def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
     """Fit temperature and noise to samples that were not trained on."""
     if len(given) > ENOUGH_ROWS:
         some = np.linspace(0, len(given) - 1, ENOUGH_ROWS).astype(np.int64)
-        predictions = predictions.take(some)
+        predictions, given = predictions.take(some), given[some]
     even = 1 / predictions.num_classes
     likelihood = np.empty((len(TEMPERATURES), len(REPLACED)))
     for row, temperature in enumerate(TEMPERATURES):
-        _, on_given = predictions.at(temperature)
+        _, on_given = predictions.at(temperature, given)
         for column, replaced in enumerate(REPLACED):
             likelihood[row, column] = np.log((1 - replaced) * on_given + replaced * even + 1e-12).sum()
     profile = likelihood.max(axis=0)
@@ -128,7 +119,7 @@ class Judged:
 
 def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged:
     """Weigh each given label against the most likely other class."""
-    top, on_given = predictions.at(noise.temperature)
+    top, on_given = predictions.at(noise.temperature, given)
     drawn = noise.replaced / predictions.num_classes
     others = np.where(predictions.classes == given[:, None], 0.0, top)
     rows, place = np.arange(len(given)), others.argmax(-1)
