@@ -145,7 +145,7 @@ def test_known_labels_are_carried_over_bit_for_bit_and_new_rows_start_as_given(b
     bench.shard("a.tar", samples(range(6)))
     before = bench.version()
     table = bench.table(bench.labels(before))
-    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), epoch=3)
+    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), None, epoch=3)
     parent = table.snapshot()
     bench.shard("b.tar", samples(range(6, 8)))
     after = bench.version()

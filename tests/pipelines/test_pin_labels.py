@@ -95,7 +95,7 @@ def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> N
     table = LabelTable.restore(manifest, bench.folder / "copy")
     assert table.read([0, 1], "noisy_class").tolist() == [0, 2]
     assert table.read([0, 1], "pinned").tolist() == [False, True]
-    table.write([0, 1], np.zeros((2, 3)), epoch=0)
+    table.write([0, 1], np.zeros((2, 3)), None, epoch=0)
     assert table.read([1]).tolist() == [[0.0, 0.0, 10.0]]
 
 
