@@ -142,7 +142,7 @@ class Manifest:
 
     def for_new_run(self, run: str) -> "Manifest":
         """The same labels for a run that counts its own epochs from 0, none of which any row has yet."""
-        return replace(self, first_epoch=self.newest_epoch + 1, run=run, attempt=0, noise=None)
+        return replace(self, first_epoch=self.newest_epoch + 1, run=run, attempt=0)
 
     def require_whole(self) -> None:
         """Refuse a manifest that lacks parts."""

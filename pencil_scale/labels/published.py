@@ -8,6 +8,7 @@ gets an error that says why they are held.
 
     published = find_published("s3://lake/clothing1m", "night-12")
     labels = PublishedLabels(published.manifest)
+    labels.rows(range(0, 100)).decide()             # the class of each row, how sure, changed or not
     labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, role, predictions()
     labels.last_epoch(range(0, 100))                # int32 [100]; 0: never trained on
     for some in labels.batches():                   # every row, one label part at a time
@@ -15,7 +16,7 @@ gets an error that says why they are held.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,9 +25,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import PINNED, key_bytes, labels_schema, ledger_schema, to_columns
+from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.labels.columns import (
+    FREE,
+    PINNED,
+    key_bytes,
+    labels_schema,
+    ledger_schema,
+    new_ledger,
+    to_columns,
+)
 from pencil_scale.labels.manifest import LABELS, LEDGER, Manifest, get_parts
 from pencil_scale.labels.run_record import read_record, why_held
+from pencil_scale.method.decisions import UNLABELLED, Decisions, decide, decide_by_evidence
 from pencil_scale.method.evidence import NoiseModel, Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
@@ -66,15 +77,57 @@ class LabelRows:
         noise = None if noise is None else NoiseModel(**noise)
         return cls(rows, noise, columns.pop("label_logits"), **columns)
 
+    @classmethod
+    def unseen(cls, rows: range, num_classes: int) -> "LabelRows":
+        """Rows that are newer than the labels."""
+        logits, keys = np.zeros((len(rows), num_classes), np.float32), np.zeros((len(rows), 16), np.uint8)
+        classes, role = np.full(len(rows), UNLABELLED, np.int32), np.full(len(rows), FREE, np.uint8)
+        return cls(rows, None, logits, classes, role, keys, **to_columns(new_ledger(len(rows), num_classes)))
+
     @property
     def pinned(self) -> npt.NDArray[np.bool_]:
         """Whether a person decided the label."""
         return self.role == PINNED
 
+    @property
+    def has_evidence(self) -> npt.NDArray[np.bool_]:
+        """Whether the label is decided by its prediction."""
+        known = ~np.isnan(self.given_log_p) & (self.noisy_class != UNLABELLED) & ~self.pinned
+        return known if self.noise is not None else np.zeros(len(known), np.bool_)
+
     def predictions(self) -> Predictions:
         """What the network predicted when it last saw each row; NaN: never."""
         classes, log_p = self.predicted_class.astype(np.int64), self.predicted_log_p.astype(np.float64)
         return Predictions(classes, log_p, self.given_log_p.astype(np.float64), self.logits.shape[1])
+
+    def decide(self) -> Decisions:
+        """Decide the class of every row by its prediction, if there is evidence, else by its logits."""
+        found, some = decide(self.logits, self.noisy_class), self.has_evidence
+        if self.noise is None or not some.any():
+            return found
+        every = self.predictions()
+        columns = (values[some] for values in (every.classes, every.log_p, every.given_log_p))
+        predictions = Predictions(*columns, every.num_classes)
+        return found.but(some, decide_by_evidence(predictions, self.noisy_class[some], self.noise))
+
+    def under(self, order: ClassOrder, given: npt.NDArray[np.integer]) -> "LabelRows":
+        """The same rows with the class numbers of another list, and with other given classes of that list."""
+        changed = replace(
+            self,
+            logits=order.logits(self.logits),
+            noisy_class=given.astype(np.int32),
+            predicted_class=order.classes(self.predicted_class),
+        )
+        is_same = order.classes(self.noisy_class) == given
+        return replace(changed, given_log_p=np.where(is_same, self.given_log_p, changed.log_p_of(given)))
+
+    def log_p_of(self, classes: npt.NDArray[np.integer]) -> npt.NDArray[np.float16]:
+        """The log-probability of a class: as predicted, or an even share of what the top classes leave."""
+        log_p, is_given = self.predicted_log_p.astype(np.float64), self.predicted_class == classes[:, None]
+        num_others = max(self.logits.shape[1] - log_p.shape[1], 1)
+        left = np.clip(1 - np.exp(log_p).sum(axis=1), 1e-12, None) / num_others
+        found = np.where(is_given.any(axis=1), np.where(is_given, log_p, 0.0).sum(axis=1), np.log(left))
+        return np.where(classes == UNLABELLED, np.nan, found).astype(np.float16)
 
 
 class PublishedLabels:

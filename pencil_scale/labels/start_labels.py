@@ -45,7 +45,6 @@ from pencil_scale.labels.columns import (
     new_ledger,
     scaled_one_hot,
     to_batch,
-    to_columns,
 )
 from pencil_scale.labels.manifest import (
     LABELS,
@@ -58,6 +57,7 @@ from pencil_scale.labels.manifest import (
 )
 from pencil_scale.labels.pins import Pinned, require_same_samples
 from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.method.evidence import Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -212,11 +212,9 @@ def _restarted(
     """Store a part with some rows at the start of their class; the ledger only if a prediction is known."""
     columns = labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy(), labels.given_log_p.copy()
     scaled = scaled_one_hot(classes, manifest.layout.num_classes, manifest.scale)
-    given_log_p = _log_p_of(
-        classes, labels.predicted_class[slots], labels.predicted_log_p[slots], scaled.shape[1]
-    )
-    for column, values in zip(columns, (classes, role, scaled, given_log_p), strict=True):
+    for column, values in zip(columns[:3], (classes, role, scaled), strict=True):
         column[slots] = values
+    columns[3][slots] = labels.log_p_of(columns[0])[slots]
     store, batch = Folder(manifest.store), _labels(labels.rows, labels.sample_key, *columns[:3])
     stored = replace(stored, labels=put_batch(store, LABELS, batch, manifest.run))
     if np.isfinite(labels.predicted_log_p[slots]).any():
@@ -225,19 +223,8 @@ def _restarted(
     return stored
 
 
-def _log_p_of(
-    classes: Classes, top: npt.NDArray[np.uint16], top_log_p: npt.NDArray[np.float16], num_classes: int
-) -> npt.NDArray[np.float16]:
-    """The log-probability of a class: as predicted, or an even share of what the top classes leave."""
-    log_p, is_given = top_log_p.astype(np.float64), top == classes[:, None]
-    left = np.clip(1 - np.exp(log_p).sum(axis=1), 1e-12, None) / max(num_classes - top.shape[1], 1)
-    found = np.where(is_given.any(axis=1), np.where(is_given, log_p, 0.0).sum(axis=1), np.log(left))
-    found[(classes < 0) | np.isnan(log_p[:, 0])] = np.nan
-    return found.astype(np.float16)
-
-
 def remap(manifest: Manifest, mapping: Mapping, class_names: Sequence[str]) -> tuple[Manifest, Int64s]:
-    """Store the table over new classes; it keeps the ledger, keys and pins, but no predictions.
+    """Store the table over new classes; it keeps the ledger, keys and pins.
 
     A row whose given class was dropped has class -1 from then on. If it was pinned, it no longer is; these
     rows are returned too.
@@ -247,18 +234,16 @@ def remap(manifest: Manifest, mapping: Mapping, class_names: Sequence[str]) -> t
 
     def put(part: int) -> tuple[StoredPart, Int64s]:
         rows = layout.rows_of(part)
-        labels, freed = _remapped(published.rows(rows), mapping, manifest)
-        unpredicted = to_columns(new_ledger(len(rows), layout.num_classes))
-        ledger = to_batch(
-            ledger_schema(layout.num_classes), unpredicted | {"last_epoch": published.last_epoch(rows)}
-        )
+        old = published.rows(rows)
+        labels, freed = _remapped(old, mapping, manifest)
+        ledger = _remapped_ledger(old, labels["noisy_class"].to_numpy(), mapping)
         files = put_batch(store, LABELS, labels, run), put_batch(store, LEDGER, ledger, run)
         return StoredPart(*files), freed
 
     with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
         stored = list(pool.map(put, range(layout.num_parts)))
     parts = {part: files for part, (files, _) in enumerate(stored)}
-    changed = replace(manifest, layout=layout, parts=parts, class_names=tuple(class_names), noise=None)
+    changed = replace(manifest, layout=layout, parts=parts, class_names=tuple(class_names))
     return changed, np.concatenate([np.zeros(0, np.int64), *(freed for _, freed in stored)])
 
 
@@ -283,6 +268,24 @@ def _remapped(old: LabelRows, mapping: Mapping, manifest: Manifest) -> tuple[pa.
     logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), manifest.scale)
     labels = _labels(old.rows, old.sample_key, noisy_class, role, logits)
     return labels, old.rows.start + np.flatnonzero(freed)
+
+
+def _remapped_ledger(old: LabelRows, noisy_class: Classes, mapping: Mapping) -> pa.RecordBatch:
+    """The ledger over new classes; a class that was not kept has an even share of what the others leave."""
+    top, num_classes = old.predictions(), old.logits.shape[1]
+    known = ~np.isnan(top.log_p[:, :1])
+    kept = np.where(known, np.exp(top.log_p), 0.0)
+    left = np.clip(1 - kept.sum(axis=1), 0, None) / max(num_classes - kept.shape[1], 1)
+    shares = np.repeat(left[:, None], num_classes, axis=1)
+    np.put_along_axis(shares, top.classes, kept, axis=1)
+    shares = np.stack([shares[:, list(olds)].sum(axis=1) for olds in mapping], axis=1)
+    found = Predictions.from_logits(np.log(np.maximum(shares, 1e-12)), np.maximum(noisy_class, 0))
+    log_p = np.where(known, found.log_p, np.nan)
+    given_log_p = np.where(known[:, 0] & (noisy_class >= 0), found.given_log_p, np.nan)
+    schema, columns = ledger_schema(len(mapping)), (old.last_epoch, found.classes, log_p, given_log_p)
+    kinds = [getattr(kind, "value_type", kind).to_pandas_dtype() for kind in schema.types]
+    cast = (values.astype(kind) for values, kind in zip(columns, kinds, strict=True))
+    return to_batch(schema, dict(zip(schema.names, cast, strict=True)))
 
 
 def _labels(

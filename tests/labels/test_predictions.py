@@ -160,15 +160,25 @@ def test_a_night_keeps_the_predictions_of_rows_it_knows(table: LabelTable) -> No
     ]
 
 
-def test_another_class_list_forgets_predictions_and_keeps_roles(table: LabelTable) -> None:
-    rows = np.arange(NUM_ROWS)
+def test_another_class_list_keeps_roles_and_adds_up_predictions(table: LabelTable) -> None:
+    rows = np.arange(NUM_ROWS - 1)
     table.mark(rows, predicted(rows, NUM_CLASSES), epoch=0)
-    changed, _ = remap(table.snapshot(), [[0], [1, 2], [3, 4, 5, 6]], names(3))
-    labels = PublishedLabels(changed).rows(range(NUM_ROWS))
-    assert np.isnan(labels.predicted_log_p).all()
-    assert labels.predicted_log_p.shape == (NUM_ROWS, 3)
-    assert labels.role[[3, 4, 5, 6]].tolist() == [PLANTED, WATCHED, PINNED, FREE]
-    assert labels.last_epoch[[3, 4, 5]].tolist() == [1, 0, 1]
+    labels = table.snapshot()
+    old = PublishedLabels(labels).rows(range(NUM_ROWS)).predictions()
+    changed, _ = remap(labels, [[0], [1, 2], [], [3, 5, 6]], names(4))  # class 4 is dropped
+    new = PublishedLabels(changed).rows(range(NUM_ROWS))
+    assert new.role[[3, 4, 5, 6]].tolist() == [PLANTED, WATCHED, PINNED, FREE]
+    assert new.last_epoch[[3, 4, 5]].tolist() == [1, 0, 1]
+    assert np.isnan(new.predicted_log_p[-1]).all()
+    shares = np.repeat((1 - np.exp(old.log_p).sum(axis=1, keepdims=True)) / 3, NUM_CLASSES, axis=1)[:-1]
+    np.put_along_axis(shares, old.classes[:-1], np.exp(old.log_p[:-1]), axis=1)
+    merged = np.stack([shares[:, 0], shares[:, 1:3].sum(1), 0 * shares[:, 0], shares[:, [3, 5, 6]].sum(1)], 1)
+    merged /= merged.sum(axis=1, keepdims=True)
+    found = new.predictions()
+    assert np.allclose(np.exp(found.log_p[:-1]), -np.sort(-merged, axis=1), atol=0.01)
+    given = np.maximum(new.noisy_class[:-1], 0)
+    expected = np.where(new.noisy_class[:-1] < 0, np.nan, merged[np.arange(len(given)), given])
+    assert np.allclose(np.exp(found.given_log_p[:-1]), expected, atol=0.01, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 4, 5])
