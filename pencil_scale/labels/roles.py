@@ -117,4 +117,5 @@ def _below(values: UInt64s, threshold: int) -> npt.NDArray[np.bool_]:
 
 def judges(rows: Int64s) -> npt.NDArray[np.bool_]:
     """Which watched rows judge a result; the others select it."""
-    return hashes(rows, JUDGE_KEY) % np.uint64(2) == 1
+    judging: npt.NDArray[np.bool_] = hashes(rows, JUDGE_KEY) % np.uint64(2) == 1
+    return judging

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Classes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-TOP = 4  # most likely classes kept of a prediction
+TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
 ENOUGH_ROWS = 50_000  # more rows would not move the estimate
@@ -34,7 +34,7 @@ Z95 = NormalDist().inv_cdf(0.95)
 
 @dataclass(frozen=True)
 class Predictions:
-    """The most likely classes of samples; all other classes count as equally likely. Small for any class count."""
+    """The most likely classes of samples; all other classes count as equally likely."""
 
     classes: Classes  # [N, K], the most likely first
     log_p: Floats  # [N, K]
@@ -58,16 +58,20 @@ class Predictions:
         """The predictions of some of the samples."""
         return replace(self, classes=self.classes[samples], log_p=self.log_p[samples])
 
-    def at(self, temperature: float, given: Classes) -> tuple[Floats, Floats]:
-        """Probabilities of the top classes [N, K] and of the given class [N] at a temperature."""
+    def at(self, temperature: float) -> tuple[Floats, Floats]:
+        """Probabilities of the top classes [N, K] and of every other class [N] at a temperature."""
         top = np.exp(self.log_p / temperature)
         num_others = self.num_classes - self.classes.shape[1]
         remaining = np.clip(1 - np.exp(self.log_p).sum(-1), 1e-12, None) / max(num_others, 1)
         other = remaining ** (1 / temperature)
         total = top.sum(-1) + num_others * other
-        is_given = self.classes == given[:, None]
-        on_given = np.where(is_given.any(-1), (top * is_given).sum(-1), other)
-        return top / total[:, None], on_given / total
+        return top / total[:, None], other / total
+
+    def of_class(self, classes: Classes, top: Floats, other: Floats) -> Floats:
+        """The probability of one class of each sample, given those of `at`."""
+        is_it = self.classes == classes[:, None]
+        found: Floats = np.where(is_it.any(-1), (top * is_it).sum(-1), other)
+        return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
     even = 1 / predictions.num_classes
     likelihood = np.empty((len(TEMPERATURES), len(REPLACED)))
     for row, temperature in enumerate(TEMPERATURES):
-        _, on_given = predictions.at(temperature, given)
+        on_given = predictions.of_class(given, *predictions.at(temperature))
         for column, replaced in enumerate(REPLACED):
             likelihood[row, column] = np.log((1 - replaced) * on_given + replaced * even + 1e-12).sum()
     profile = likelihood.max(axis=0)
@@ -119,7 +123,8 @@ class Judged:
 
 def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged:
     """Weigh each given label against the most likely other class."""
-    top, on_given = predictions.at(noise.temperature, given)
+    top, other = predictions.at(noise.temperature)
+    on_given = predictions.of_class(given, top, other)
     drawn = noise.replaced / predictions.num_classes
     others = np.where(predictions.classes == given[:, None], 0.0, top)
     rows, place = np.arange(len(given)), others.argmax(-1)

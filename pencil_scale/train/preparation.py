@@ -40,7 +40,7 @@ from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.stream.stream import Prefetch, Stream, StreamSpec
-from pencil_scale.train.step import StepGraph, Stepper
+from pencil_scale.train.step import StepGraph, Stepper, top_predictions
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
 DECODED_AHEAD = 2  # batches, each of which is hundreds of photos in the GPU's memory
@@ -240,6 +240,6 @@ def predict(
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             class_logits = model(images)
         readable = batch.weight > 0
-        predicted = top_predictions(class_logits, batch.noisy_class.to(device, non_blocking=True))
+        predicted = top_predictions(class_logits)
         yield batch.rows[readable], predicted[readable.to(device)], batch.noisy_class[readable]
     model.train(training)

@@ -106,12 +106,13 @@ def test_following_a_weak_network_blindly_is_estimated_as_a_loss() -> None:
 def test_a_prediction_keeps_its_most_likely_classes() -> None:
     logits = np.array([[5.0, 1, 0, 0, 0, 3, 0, 2, 0, 0]])
     kept = Predictions.from_logits(logits)
-    assert kept.classes.tolist() == [[0, 5, 7, 1]]
+    assert kept.classes.tolist() == [[0, 5, 7, 1, 2, 3]]
     for temperature in (0.5, 1.0, 2.0):
         full = np.exp(logits[0] / temperature) / np.exp(logits[0] / temperature).sum()
-        top, given = kept.at(temperature, np.array([4]))
-        assert top[0] == pytest.approx(full[[0, 5, 7, 1]], rel=0.01)
-        assert given[0] == pytest.approx(full[4], rel=0.01)
+        top, other = kept.at(temperature)
+        assert top[0] == pytest.approx(full[[0, 5, 7, 1, 2, 3]], rel=0.01)
+        assert other[0] == pytest.approx(full[4], rel=0.01)
+        assert kept.of_class(np.array([5]), top, other)[0] == top[0, 1]
 
 
 def test_the_probabilities_of_a_judgement_are_calibrated() -> None:
