@@ -21,7 +21,12 @@ def predicted(rows: npt.ArrayLike, num_classes: int, seed: int = 0) -> npt.NDArr
     """What a network would predict of rows of class `row % num_classes`, packed: [B, 2 K + 1]."""
     rows = np.asarray(rows)
     class_logits = np.sin(rows[:, None] * 1.7 + np.arange(num_classes) * 2.9 + seed) * 6
-    found = Predictions.from_logits(class_logits, rows % num_classes)
+    return packed(class_logits, rows % num_classes)
+
+
+def packed(class_logits: npt.ArrayLike, given: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Predictions as a step packs them, [B, 2 K + 1]; worked out without torch."""
+    found = Predictions.from_logits(class_logits, np.asarray(given))
     return np.concatenate([found.classes, found.log_p, found.given_log_p[:, None]], 1, dtype=np.float32)
 
 

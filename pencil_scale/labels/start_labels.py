@@ -210,15 +210,16 @@ def _restarted(
     manifest: Manifest, stored: StoredPart, labels: LabelRows, slots: Int64s, classes: Classes, role: int
 ) -> StoredPart:
     """Store a part with some rows at the start of their class; the ledger only if a prediction is known."""
-    columns = labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy(), labels.given_log_p.copy()
+    columns: list[Any] = [labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy()]
     scaled = scaled_one_hot(classes, manifest.layout.num_classes, manifest.scale)
-    for column, values in zip(columns[:3], (classes, role, scaled), strict=True):
+    for column, values in zip(columns, (classes, role, scaled), strict=True):
         column[slots] = values
-    columns[3][slots] = labels.log_p_of(columns[0])[slots]
-    store, batch = Folder(manifest.store), _labels(labels.rows, labels.sample_key, *columns[:3])
+    store, batch = Folder(manifest.store), _labels(labels.rows, labels.sample_key, *columns)
     stored = replace(stored, labels=put_batch(store, LABELS, batch, manifest.run))
     if np.isfinite(labels.predicted_log_p[slots]).any():
-        ledger = to_batch(ledger_schema(scaled.shape[1]), vars(labels) | {"given_log_p": columns[3]})
+        given_log_p = labels.given_log_p.copy()
+        given_log_p[slots] = labels.log_p_of(columns[0])[slots]
+        ledger = to_batch(ledger_schema(scaled.shape[1]), vars(labels) | {"given_log_p": given_log_p})
         stored = replace(stored, ledger=put_batch(store, LEDGER, ledger, manifest.run))
     return stored
 

@@ -1,16 +1,23 @@
 """The table keeps the prediction of each row's last visit; watched rows are predicted, never trained on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from catalogue_making import Bench, samples
 from label_making import names, new_labels, pin_rows, predicted
 
-from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s, key_bytes, scaled_one_hot
 from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import PINS, Pinned
 from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.labels.start_labels import append, regive, release, remap, set_roles
+from pencil_scale.labels.start_labels import append, regive, release, remap, set_roles, start_labels
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.decisions import decide
+from pencil_scale.method.evidence import NoiseModel, judge
 from pencil_scale.storage.errors import PencilError
 
 NUM_ROWS, NUM_CLASSES = 3000, 7  # three parts; three classes of a prediction are not kept
@@ -191,3 +198,66 @@ def test_few_classes_are_all_kept(tmp_path: Path, num_classes: int) -> None:
     shares, on_given = found.at(1.0)
     assert np.allclose(shares.sum(axis=1), 1, atol=0.1)
     assert np.allclose(on_given, np.exp(predicted(rows, num_classes)[:, -1]), atol=0.01)
+
+
+NOISE = {"temperature": 1.0, "replaced": 0.3, "wrong": 0.2, "wrong_low": 0.15, "wrong_high": 0.25}
+
+
+def test_the_noise_is_kept_in_the_manifest_and_by_snapshots(table: LabelTable, tmp_path: Path) -> None:
+    labels = table.snapshot()
+    assert labels.noise is None
+    noisy = replace(labels, noise={**NOISE, "min_log_odds": 0.1})
+    again = LabelTable.restore(Manifest.decode(noisy.encode()), tmp_path / "again")
+    assert again.snapshot() == noisy
+    assert noisy.for_new_run("tonight").noise == noisy.noise  # a night starts from its parent's decisions
+
+
+def test_labels_are_decided_by_predictions_where_the_noise_is_known(table: LabelTable) -> None:
+    rows = np.delete(np.arange(NUM_ROWS), 6)
+    table.mark(rows, predicted(rows, NUM_CLASSES), epoch=0)
+    labels = regive(table.snapshot(), rows_of(9), np.array([-1], np.int32))
+    learned = PublishedLabels(labels).rows(range(NUM_ROWS))
+    by_logits = decide(learned.logits, learned.noisy_class)
+    for name, values in vars(learned.decide()).items():
+        assert np.array_equal(values, getattr(by_logits, name), equal_nan=name == "score")
+
+    found = PublishedLabels(replace(labels, noise=NOISE)).rows(range(NUM_ROWS))
+    decisions, expected = found.decide(), np.array([5, 6, 9])  # pinned, never predicted, no class
+    assert np.flatnonzero(~found.has_evidence).tolist() == expected.tolist()
+    assert np.array_equal(decisions.corrected_class[expected], by_logits.corrected_class[expected])
+    some = found.has_evidence
+    judged = judge(found.predictions(some), found.noisy_class[some].astype(np.int64), NoiseModel(**NOISE))
+    assert 0 < np.count_nonzero(judged.log_odds > 0) < len(judged.log_odds)
+    assert np.array_equal(decisions.changed[some], judged.log_odds > 0)
+    assert np.array_equal(decisions.score[some], judged.given_right.astype(np.float32))
+
+
+def test_the_order_of_the_class_list_does_not_change_a_decision(table: LabelTable) -> None:
+    rows = np.arange(NUM_ROWS)
+    table.mark(rows, predicted(rows, NUM_CLASSES), epoch=0)
+    found = PublishedLabels(replace(table.snapshot(), noise=NOISE)).rows(range(NUM_ROWS))
+    order = ClassOrder.between(names(NUM_CLASSES), names(NUM_CLASSES)[::-1], "labels")
+    other = found.under(order, order.classes(found.noisy_class)).decide()
+    assert np.array_equal(other.corrected_class, 6 - found.decide().corrected_class)
+    np.testing.assert_allclose(other.score, found.decide().score, rtol=1e-6)
+    regiven = found.under(order, np.full(NUM_ROWS, 2)).decide()
+    assert np.array_equal(regiven.changed, regiven.corrected_class != 2)
+    assert 0 < regiven.num_changed < NUM_ROWS
+
+
+def test_fresh_labels_plant_errors_and_watch_rows(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(6)))  # classes 0, 1, 2 in turn
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    keys = key_bytes(catalogue.read(0, 6, ["sample_key"])["sample_key"])
+    pins = Pinned(rows_of(1, 5), keys[[1, 5]], np.array([0, 0]), PINS.empty_table())
+    planted = rows_of(0, 1), np.array([2, 2], np.int32)
+    labels = start_labels(catalogue, bench.storage, 10.0, pins, planted=planted, watched=rows_of(4, 5))
+    found = PublishedLabels(labels).rows(range(6))
+    assert found.role.tolist() == [PLANTED, PINNED, FREE, FREE, WATCHED, PINNED]
+    assert found.noisy_class.tolist() == [2, 0, 2, 0, 1, 0]
+    assert np.array_equal(found.logits, scaled_one_hot(found.noisy_class, 3, 10.0))
+    repaired = regive(labels, planted[0][:1], np.array([0], np.int32))  # as before publishing
+    plain = start_labels(catalogue, bench.storage, 10.0, pins, run=labels.run, watched=rows_of(4, 5))
+    assert repaired.parts == plain.parts
