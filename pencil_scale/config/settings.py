@@ -203,16 +203,16 @@ class Gate(Settings):
 
 class Evidence(Settings):
     watched: float | None = key(
-        "share of the samples that are predicted but never trained on, to measure the network and the noise; "
-        "null: about 5 %, 0: none",
-        None,
+        "share of the samples that are predicted but never trained on, to measure the network and the noise "
+        "without clean data; null: about 5 %",
+        0.0,
         ge=0,
         le=0.5,
     )
     planted: float | None = key(
         "share of the labels replaced by a wrong class while the run trains, to measure how many errors it "
-        "finds; never published; null: about 1 %, 0: none",
-        None,
+        "finds; never published; null: about 1 %",
+        0.0,
         ge=0,
         le=0.2,
     )

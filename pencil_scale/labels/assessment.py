@@ -32,7 +32,7 @@ from pencil_scale.method.evidence import (
 )
 
 Mask = npt.NDArray[np.bool_]
-FEWEST = 50  # watched samples, or planted errors, below which nothing is concluded
+FEWEST = 30  # watched samples, or planted errors, below which nothing is concluded
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
 STRETCH = 1 << 18
 
@@ -83,7 +83,7 @@ def _fit(labels: PublishedLabels, roles: Roles) -> NoiseModel | None:
     for part in labels.parts_with(roles.watched):
         rows = np.arange(part.rows.start, part.rows.stop)
         here = (part.role == WATCHED) & ~judges(rows) & _predicted(part)
-        found.append(part.predictions().take(np.flatnonzero(here)))
+        found.append(part.predictions(here))
         given.append(part.noisy_class[here].astype(np.int64))
     if sum(map(len, given)) < FEWEST:
         return None
@@ -96,7 +96,7 @@ def _predicted(part: LabelRows) -> Mask:
 
 def _judge(part: LabelRows, here: Mask, noise: NoiseModel) -> Judged:
     given = part.noisy_class[here].astype(np.int64)
-    return judge(part.predictions().take(np.flatnonzero(here)), given, noise)
+    return judge(part.predictions(here), given, noise)
 
 
 def _given(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:

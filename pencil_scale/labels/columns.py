@@ -60,7 +60,7 @@ def new_ledger(num_rows: int, num_classes: int) -> pa.RecordBatch:
     schema, shape = ledger_schema(num_classes), (num_rows, min(TOP, num_classes))
     classes = np.zeros(shape, schema.field("predicted_class").type.value_type.to_pandas_dtype())
     missing = np.full(shape, np.nan, np.float16)
-    columns = (np.zeros(num_rows, np.int32), classes, missing, missing[:, 0])
+    columns = (np.zeros(num_rows, np.int32), classes, missing)
     return to_batch(schema, dict(zip(schema.names, columns, strict=True)))
 
 

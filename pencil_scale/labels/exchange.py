@@ -83,10 +83,10 @@ class Exchange:
         values = out.values[order[order >= num_asked] - num_asked]
         sent = _braid(self._answers(rows_asked), their_asked, values, written)
         sizes = their_asked * answer + written * write, asked * answer + their_written * write
-        answers, their_values = _unbraid(self._swap(sent, *sizes), asked * answer, their_written * write)
+        labels, their_values = _unbraid(self._swap(sent, *sizes), asked * answer, their_written * write)
         self._write(rows_written, their_values.reshape(-1, write), moves, epoch)
         found = np.empty((num_asked, answer), np.float32)
-        found[order[order < num_asked]] = answers.reshape(-1, answer)
+        found[order[order < num_asked]] = labels.reshape(-1, answer)
         return found[:, :-1], found.view(np.int32)[:, -1]
 
     def farewell(self) -> None:

@@ -31,7 +31,6 @@ from pencil_scale.labels.columns import (
     PINNED,
     key_bytes,
     labels_schema,
-    ledger_schema,
     new_ledger,
     to_columns,
 )
@@ -65,7 +64,7 @@ class LabelRows:
     role: npt.NDArray[np.uint8]
     sample_key: npt.NDArray[np.uint8]  # [B, 16]: the 128-bit keys; zeros in a table made without keys
     last_epoch: npt.NDArray[np.int32]
-    predicted_class: npt.NDArray[np.uint16]  # [B, K], the most likely first
+    predicted_class: npt.NDArray[np.integer]  # [B, K], the most likely first
     predicted_log_p: npt.NDArray[np.float16]  # [B, K]; NaN: never predicted
 
     @classmethod
@@ -86,7 +85,8 @@ class LabelRows:
     @property
     def pinned(self) -> npt.NDArray[np.bool_]:
         """Whether a person decided the label."""
-        return self.role == PINNED
+        found: npt.NDArray[np.bool_] = self.role == PINNED
+        return found
 
     @property
     def has_evidence(self) -> npt.NDArray[np.bool_]:
@@ -94,18 +94,18 @@ class LabelRows:
         known = ~np.isnan(self.predicted_log_p[:, 0]) & (self.noisy_class != UNLABELLED) & ~self.pinned
         return known if self.noise is not None else np.zeros(len(known), np.bool_)
 
-    def predictions(self) -> Predictions:
-        """What the network predicted when it last saw each row; NaN: never."""
-        classes, log_p = self.predicted_class.astype(np.int64), self.predicted_log_p.astype(np.float64)
-        return Predictions(classes, log_p, self.logits.shape[1])
+    def predictions(self, some: Any = slice(None)) -> Predictions:
+        """What the network predicted when it last saw each row, or some of them; NaN: never."""
+        classes, log_p = self.predicted_class[some], self.predicted_log_p[some]
+        return Predictions(classes.astype(np.int64), log_p.astype(np.float64), self.logits.shape[1])
 
     def decide(self) -> Decisions:
         """Decide the class of every row by its prediction, if there is evidence, else by its logits."""
         found, some = decide(self.logits, self.noisy_class), self.has_evidence
         if self.noise is None or not some.any():
             return found
-        predictions = self.predictions().take(np.flatnonzero(some))
-        return found.but(some, decide_by_evidence(predictions, self.noisy_class[some], self.noise))
+        judged = decide_by_evidence(self.predictions(some), self.noisy_class[some], self.noise)
+        return found.but(some, judged)
 
     def under(self, order: ClassOrder, given: npt.NDArray[np.integer]) -> "LabelRows":
         """The same rows with the class numbers of another list, and with other given classes of that list."""
@@ -127,11 +127,14 @@ class PublishedLabels:
     def rows(self, rows: range) -> LabelRows:
         """Read the labels of these rows, as far as the table has them."""
         num_classes = self._layout.num_classes
-        found = []
-        for folder, schema in ((LABELS, labels_schema(num_classes)), (LEDGER, ledger_schema(num_classes))):
-            none = pa.RecordBatch.from_pylist([], schema)
-            found.append(pa.concat_batches([none, *(batch for _, batch in self._read(rows, folder))]))
-        return LabelRows.of(rows.start, *found, self.manifest.noise)
+        labels, ledger = (
+            pa.concat_batches([none, *(batch for _, batch in self._read(rows, folder))])
+            for folder, none in (
+                (LABELS, pa.RecordBatch.from_pylist([], labels_schema(num_classes))),
+                (LEDGER, new_ledger(0, num_classes)),
+            )
+        )
+        return LabelRows.of(rows.start, labels, ledger, self.manifest.noise)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import Int64s, Layout
+from pencil_scale.labels.columns import PLANTED, WATCHED, Int64s, Layout
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import label_distribution
@@ -130,6 +130,9 @@ def study_labels(
         columns = catalogue.read(rows.start, rows.stop, ["noisy_class", "true_class", "status"])
         given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
         on = pa.compute.equal(columns["status"], "ok").to_numpy() & (given >= 0)
+        on &= part.role != PLANTED  # wrong on purpose
+        if part.noise is None:
+            on &= part.role != WATCHED  # not decided yet
         if members is not None:
             first, last = np.searchsorted(members, [rows.start, rows.stop])
             on &= np.isin(np.arange(rows.start, rows.stop), members[first:last])

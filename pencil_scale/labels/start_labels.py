@@ -210,7 +210,7 @@ def _restarted(
     manifest: Manifest, stored: StoredPart, labels: LabelRows, slots: Int64s, classes: Classes, role: int
 ) -> StoredPart:
     """Store a part with some rows at the start of their class; their predictions stay."""
-    columns = labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy()
+    columns: list[Any] = [labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy()]
     scaled = scaled_one_hot(classes, manifest.layout.num_classes, manifest.scale)
     for column, values in zip(columns, (classes, role, scaled), strict=True):
         column[slots] = values

@@ -123,10 +123,6 @@ def make_plan(
             f"evidence: {len(roles.watched):,} samples are watched instead of trained on, "
             f"{len(roles.planted):,} labels are wrong on purpose while the run trains"
         )
-    else:
-        lines.append(
-            "evidence: none (evidence.watched and evidence.planted): nothing can be said of the labels"
-        )
     left_out = LeftOut(roles.watched, roles.watched_bytes) if len(roles.watched) else None
     stream = replace(StreamSpec.from_config(config, catalogue.version, subset=subset), left_out=left_out)
     clean = _check_clean(config, record, names)

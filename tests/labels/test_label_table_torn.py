@@ -45,7 +45,7 @@ def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def predictions_after(last_epoch: np.ndarray) -> np.ndarray:
-    """The log-probability of each row's given class that belongs to the last epoch of its ledger."""
+    """The log-probability of the last class kept of each row, as it belongs to the last epoch of its ledger."""
     found = np.full(NUM_ROWS, np.nan, np.float16)
     for epoch in np.unique(last_epoch[last_epoch > 0]):
         rows = np.flatnonzero(last_epoch == epoch)
@@ -98,8 +98,8 @@ def test_a_writer_killed_fifty_times_always_leaves_a_complete_snapshot(tmp_path:
         logits, last_epoch = state_after(int(newest.stem))
         assert np.array_equal(restored.read(np.arange(NUM_ROWS)), logits)
         assert np.array_equal(restored.read(np.arange(NUM_ROWS), "last_epoch"), last_epoch)
-        given_log_p = restored.read(np.arange(NUM_ROWS), "given_log_p")
-        assert np.array_equal(given_log_p, predictions_after(last_epoch), equal_nan=True)
+        last_log_p = restored.read(np.arange(NUM_ROWS), "predicted_log_p")[:, -1]
+        assert np.array_equal(last_log_p, predictions_after(last_epoch), equal_nan=True)
 
         # Files that no manifest names are what a snapshot had written when it was killed.
         killed_inside += bool(

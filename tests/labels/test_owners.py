@@ -10,9 +10,10 @@ from label_making import names, new_table, predicted
 from pencil_scale.labels.exchange import OwnersError, Peer, gloo_address
 from pencil_scale.labels.owners import AHEAD, Batch, HostCopy, Owners, launched_so_far, owned_parts
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import TOP
 from pencil_scale.storage.errors import PencilError
 
-NUM_ROWS, NUM_CLASSES = 3000, 5
+NUM_ROWS, NUM_CLASSES = 3000, TOP + 1  # one class of a prediction is not kept
 
 
 @pytest.fixture
@@ -50,8 +51,8 @@ def test_one_rank_needs_no_process_group(table: LabelTable, batch_size: int) -> 
             assert torch.equal(torch.cat(seen), rows)
             assert table.count_visited(epoch) == len(rows)
     assert np.array_equal(table.read(rows).max(axis=1), np.full(len(rows), 40.0))
-    assert np.array_equal(table.read(rows, "predicted_class"), guess(rows)[:, :4])
-    assert np.array_equal(table.read(rows, "given_log_p"), guess(rows)[:, -1].half())
+    assert np.array_equal(table.read(rows, "predicted_class"), guess(rows)[:, :TOP])
+    assert np.array_equal(table.read(rows, "predicted_log_p"), guess(rows)[:, TOP:].half())
 
 
 def test_a_pinned_class_wins_over_the_class_of_the_stream(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_marks_alone_move_no_label(table: LabelTable) -> None:
         owners.drain()
     assert table.count_visited(0) == NUM_ROWS
     assert np.array_equal(table.read(np.arange(NUM_ROWS)), before)
-    expected = guess(torch.arange(NUM_ROWS))[:, 4:-1].half()
+    expected = guess(torch.arange(NUM_ROWS))[:, TOP:].half()
     assert np.array_equal(table.read(np.arange(NUM_ROWS), "predicted_log_p"), expected)
 
 
@@ -203,9 +204,10 @@ def test_rows_outside_the_table_are_refused_where_they_are_asked_for(table: Labe
         with pytest.raises(PencilError, match="row -1: outside"):
             owners.mark(torch.tensor([-1]), guess(torch.tensor([-1])), epoch=0)
         for shape in [(2, NUM_CLASSES), (1, NUM_CLASSES + 1)]:
-            with pytest.raises(OwnersError, match=r"label logits of shape \(.*\); expected \(1, 5\)"):
+            with pytest.raises(OwnersError, match=rf"label logits of shape \(.*\); expected \(1, {NUM_CLASSES}\)"):
                 owners.move(torch.tensor([1]), torch.zeros(shape), guess(torch.tensor([1])), epoch=0)
-        with pytest.raises(OwnersError, match=r"predictions of shape \(2, 9\); expected \(1, 9\)"):
+        width = 2 * TOP
+        with pytest.raises(OwnersError, match=rf"predictions of shape \(2, {width}\); expected \(1, {width}\)"):
             owners.mark(torch.tensor([1]), guess(torch.tensor([1, 2])), epoch=0)
         owners.drain()
 

@@ -23,10 +23,11 @@ from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import AHEAD, Batch, Owners, owned_parts
 from pencil_scale.labels.start_labels import set_roles
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import TOP
 from pencil_scale.method.pencil import move_labels
 from pencil_scale.storage.errors import PencilError
 
-NUM_ROWS, NUM_CLASSES = 6000, 5  # six parts: fewer than the largest world
+NUM_ROWS, NUM_CLASSES = 6000, TOP + 1  # six parts: fewer than the largest world
 TIMEOUT_S = 60.0
 
 # Importing torch takes seconds; every rank is forked from one server that has done it.
@@ -161,9 +162,8 @@ def test_the_labels_are_the_same_for_any_world(tmp_path: Path, world: int) -> No
 def assert_predicted(table: LabelTable, rows: np.ndarray) -> None:
     """Each of these rows has its own prediction, no matter which rank made it."""
     expected = guess(torch.from_numpy(rows)).numpy()
-    assert np.array_equal(table.read(rows, "predicted_class"), expected[:, :4])
-    assert np.array_equal(table.read(rows, "predicted_log_p"), expected[:, 4:-1].astype(np.float16))
-    assert np.array_equal(table.read(rows, "given_log_p"), expected[:, -1].astype(np.float16))
+    assert np.array_equal(table.read(rows, "predicted_class"), expected[:, :TOP])
+    assert np.array_equal(table.read(rows, "predicted_log_p"), expected[:, TOP:].astype(np.float16))
 
 
 def a_stage_of_marks(owners: Owners, folder: Path) -> int:
@@ -175,7 +175,7 @@ def a_stage_of_marks(owners: Owners, folder: Path) -> int:
         owners.mark(batch.rows, guess(batch.rows), epoch=0)
     owners.drain()
     watched = rows[rows % 10 == 0]
-    for predictions in (torch.zeros(len(watched), 9), guess(watched)):
+    for predictions in (torch.zeros(len(watched), 2 * TOP), guess(watched)):
         owners.mark(watched, predictions, epoch=0)
         owners.drain()
     return owners.table.count_visited(0)

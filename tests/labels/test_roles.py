@@ -11,6 +11,7 @@ from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.roles import ALL, Roles, choose_roles, judges, planted_share, watched_share
 
 NONE = np.zeros(0, np.int64)
+AUTOMATIC = Evidence(watched=None, planted=None)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Catalogue:
 
 
 def test_watched_and_planted_samples_are_different_ones(catalogue: Catalogue) -> None:
-    roles = choose_roles(catalogue, None, NONE, Evidence(), seed=1)
+    roles = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
     assert 450 < len(roles.watched) < 750
     assert 50 < len(roles.planted) < 130
     assert not np.isin(roles.planted, roles.watched).any()
@@ -31,7 +32,7 @@ def test_watched_and_planted_samples_are_different_ones(catalogue: Catalogue) ->
 
 
 def test_roles_are_a_function_of_the_data_and_the_seed(catalogue: Catalogue) -> None:
-    first, again, other = (choose_roles(catalogue, None, NONE, Evidence(), seed) for seed in (1, 1, 2))
+    first, again, other = (choose_roles(catalogue, None, NONE, AUTOMATIC, seed) for seed in (1, 1, 2))
     assert first.encode() == again.encode()
     assert first.watched.tolist() == other.watched.tolist()  # decided by the images alone
     assert first.planted.tolist() != other.planted.tolist()
@@ -41,9 +42,9 @@ def test_roles_are_a_function_of_the_data_and_the_seed(catalogue: Catalogue) -> 
 
 
 def test_pinned_rows_and_rows_outside_a_subset_have_no_role(catalogue: Catalogue) -> None:
-    roles = choose_roles(catalogue, None, NONE, Evidence(), seed=1)
+    roles = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
     special = np.concatenate([roles.watched, roles.planted])
-    pinned = choose_roles(catalogue, None, np.sort(special), Evidence(), seed=1)
+    pinned = choose_roles(catalogue, None, np.sort(special), AUTOMATIC, seed=1)
     assert not np.isin(np.concatenate([pinned.watched, pinned.planted]), special).any()
     subset = np.arange(0, 3000, 2)
     within = choose_roles(catalogue, subset, NONE, Evidence(watched=0.1, planted=0.1), seed=1)
@@ -58,7 +59,7 @@ def test_copies_of_an_image_are_watched_together(tmp_path: Path) -> None:
         for member in ((f"{number:06d}.png", image(number // 4)), (f"{number:06d}.cls", b"%d" % (number % 3)))
     ]
     bench.shard("a.tar", copies)
-    roles = choose_roles(bench.index().catalogue, None, NONE, Evidence(watched=0.3), seed=1)
+    roles = choose_roles(bench.index().catalogue, None, NONE, Evidence(watched=0.3, planted=0), seed=1)
     groups, counts = np.unique(roles.watched // 4, return_counts=True)
     assert len(groups) > 10
     assert (counts == 4).all()
@@ -69,10 +70,10 @@ def test_a_threshold_only_falls(catalogue: Catalogue) -> None:
     assert shares == sorted(shares, reverse=True)
     assert watched_share(10**8, 10) * 10**8 == pytest.approx(20_000)
     assert watched_share(10**8, 1000) * 10**8 == pytest.approx(100_000)
-    parent = choose_roles(catalogue, None, NONE, Evidence(watched=0.1), seed=1)
-    child = choose_roles(catalogue, None, NONE, Evidence(), seed=1, highest=parent.threshold)
+    parent = choose_roles(catalogue, None, NONE, Evidence(watched=0.1, planted=0), seed=1)
+    child = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1, highest=parent.threshold)
     assert child.watched.tolist() == parent.watched.tolist()
-    assert len(choose_roles(catalogue, None, NONE, Evidence(), seed=1, highest=0).watched) == 0
+    assert len(choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1, highest=0).watched) == 0
 
 
 def test_shares_of_zero_choose_nothing(catalogue: Catalogue) -> None:

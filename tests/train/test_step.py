@@ -108,18 +108,16 @@ def test_a_network_that_always_says_the_most_frequent_class_agrees_no_more_than_
 @pytest.mark.parametrize("num_classes", [2, 4, 9])
 def test_a_prediction_is_the_top_of_the_softmax(num_classes: int) -> None:
     class_logits = 5 * torch.randn(50, num_classes, generator=torch.Generator().manual_seed(1))
-    given = torch.arange(50) % num_classes
     expected = Predictions.from_logits(class_logits.numpy())
-    found = top_predictions(class_logits, given)
+    found = top_predictions(class_logits)
     top = min(TOP, num_classes)
     assert found.dtype == torch.float32
     assert found[:, :top].tolist() == expected.classes.tolist()
-    assert torch.allclose(found[:, top:-1].double(), torch.from_numpy(expected.log_p), atol=1e-5)
-    assert torch.allclose(found[:, -1].double(), torch.from_numpy(expected.given_log_p), atol=1e-5)
+    assert torch.allclose(found[:, top:].double(), torch.from_numpy(expected.log_p), atol=1e-5)
 
 
 def test_an_impossible_class_has_a_log_probability_of_16_bits() -> None:
-    found = top_predictions(torch.tensor([[1e5, 0.0, -1e5]]), torch.tensor([2]))
+    found = top_predictions(torch.tensor([[1e5, 0.0, -1e5]]))
     assert found.half().isfinite().all()
 
 
@@ -130,5 +128,5 @@ def test_a_step_predicts_what_the_network_said_and_nothing_of_an_unreadable_imag
         class_logits = model(batch.images)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), bf16)
     found = stepper.step(batch, STAGE, 0, 1).predicted
-    assert torch.equal(found[[0, 2]], top_predictions(class_logits, batch.noisy_class)[[0, 2]])
+    assert torch.equal(found[[0, 2]], top_predictions(class_logits)[[0, 2]])
     assert found[1].isnan().all()
