@@ -45,7 +45,7 @@ def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def predictions_after(last_epoch: np.ndarray) -> np.ndarray:
-    """The log-probability of the last class kept of each row, as it belongs to the last epoch of its ledger."""
+    """The log-probability of the last class kept of each row, at the last epoch of its ledger."""
     found = np.full(NUM_ROWS, np.nan, np.float16)
     for epoch in np.unique(last_epoch[last_epoch > 0]):
         rows = np.flatnonzero(last_epoch == epoch)

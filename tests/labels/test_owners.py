@@ -204,10 +204,14 @@ def test_rows_outside_the_table_are_refused_where_they_are_asked_for(table: Labe
         with pytest.raises(PencilError, match="row -1: outside"):
             owners.mark(torch.tensor([-1]), guess(torch.tensor([-1])), epoch=0)
         for shape in [(2, NUM_CLASSES), (1, NUM_CLASSES + 1)]:
-            with pytest.raises(OwnersError, match=rf"label logits of shape \(.*\); expected \(1, {NUM_CLASSES}\)"):
+            with pytest.raises(
+                OwnersError, match=rf"label logits of shape \(.*\); expected \(1, {NUM_CLASSES}\)"
+            ):
                 owners.move(torch.tensor([1]), torch.zeros(shape), guess(torch.tensor([1])), epoch=0)
         width = 2 * TOP
-        with pytest.raises(OwnersError, match=rf"predictions of shape \(2, {width}\); expected \(1, {width}\)"):
+        with pytest.raises(
+            OwnersError, match=rf"predictions of shape \(2, {width}\); expected \(1, {width}\)"
+        ):
             owners.mark(torch.tensor([1]), guess(torch.tensor([1, 2])), epoch=0)
         owners.drain()
 
