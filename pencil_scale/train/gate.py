@@ -39,7 +39,7 @@ def judge(
     class_names: Sequence[str],
     max_class_loss: float,
     num_clean: Mapping[str, int],
-    found: Assessment,
+    found: Assessment | None = None,
 ) -> tuple[str, ...]:
     """Give the reasons why labels must wait for a person; none if they can be published.
 
@@ -107,11 +107,11 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
     )
 
 
-def _no_gain(found: Assessment) -> str:
+def _no_gain(found: Assessment | None) -> str:
     """Doubt a repair that is not clearly a gain, and one by a network that could not have found errors."""
-    gain, power = found.gain, found.power
-    if gain is None or power is None:
+    if found is None or found.gain is None or found.power is None:
         return ""
+    gain, power = found.gain, found.power
     measured = f"{gain.found:.0%} of {gain.num_planted:,} errors planted on purpose were found"
     if gain.changed == 0:
         if power >= LEAST_POWER:
