@@ -43,6 +43,12 @@ class Roles:
     planted_class: npt.NDArray[np.int32]  # the wrong class of each
     threshold: int  # images that hash below this are watched
 
+    @classmethod
+    def none(cls) -> "Roles":
+        """No row has a role."""
+        rows = np.zeros(0, np.int64)
+        return cls(rows, rows, rows, np.zeros(0, np.int32), 0)
+
     def encode(self) -> bytes:
         """As the bytes of a file: a run that resumes has the same roles, whatever was pinned since."""
         file = io.BytesIO()

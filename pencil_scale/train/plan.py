@@ -140,7 +140,8 @@ def _roles(
     """Choose the samples that measure the run; a run that resumes has those it started with."""
     storage = Storage(config.run.storage)
     if record is not None:
-        return Roles.decode(storage.get(storage.run(record.name, ROLES)))
+        stored = storage.find(storage.run(record.name, ROLES))
+        return Roles.none() if stored is None else Roles.decode(stored)
     highest = ALL
     if parent is not None:  # its network has seen every sample that was not watched
         highest = int(parent.noise["watched_below"]) if parent.noise else 0

@@ -154,7 +154,8 @@ def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], le
     else:
         labels = set_roles(labels, (plan.roles.planted, plan.roles.planted_class), plan.roles.watched)
     labels.require_whole()
-    lease.put(storage.run(config.run.name, ROLES), plan.roles.encode())
+    if len(plan.roles.watched) + len(plan.roles.planted):
+        lease.put(storage.run(config.run.name, ROLES), plan.roles.encode())
     name = storage.run(config.run.name, "labels.json")
     lease.put(name, labels.encode())
     record = RunRecord(
