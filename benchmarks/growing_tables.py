@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from pencil_scale.labels.columns import LEDGER_SCHEMA, Layout, labels_schema, to_batch
+from pencil_scale.labels.columns import (
+    Layout,
+    labels_schema,
+    ledger_schema,
+    new_ledger,
+    prediction_width,
+    to_batch,
+    to_columns,
+)
 from pencil_scale.labels.manifest import Manifest, StoredFile, StoredPart
 from pencil_scale.labels.table import LABELS_FILE, LabelTable
 
@@ -53,14 +61,16 @@ class SparseSink(io.RawIOBase):
 def make_sparse(folder: Path, num_rows: int) -> Manifest:
     """Make a table whose values are all zeros, and need no disk space."""
     layout = Layout.of(num_rows, NUM_CLASSES)
-    schema = pa.schema([*labels_schema(NUM_CLASSES), *LEDGER_SCHEMA])
+    schema = pa.schema([*labels_schema(NUM_CLASSES), *ledger_schema(NUM_CLASSES)])
     with SparseSink(folder / LABELS_FILE) as sink, pa.ipc.new_file(sink, schema) as writer:
         for part in range(layout.num_parts):
             size = len(layout.rows_of(part))
             columns = {"row": np.zeros(size, np.int64), "sample_key": np.zeros((size, 16), np.uint8)}
-            columns |= {"noisy_class": np.zeros(size, np.int32), "pinned": np.zeros(size, np.uint8)}
+            columns |= {"noisy_class": np.zeros(size, np.int32), "role": np.zeros(size, np.uint8)}
             columns |= {"label_logits": np.zeros((size, NUM_CLASSES), np.float32)}
-            writer.write_batch(to_batch(schema, columns | {"last_epoch": np.zeros(size, np.int32)}))
+            ledger = to_columns(new_ledger(0, NUM_CLASSES))
+            ledger = {name: np.zeros((size, *of.shape[1:]), of.dtype) for name, of in ledger.items()}
+            writer.write_batch(to_batch(schema, columns | ledger))
     nothing = StoredFile("", 0, "")
     parts = {part: StoredPart(nothing, nothing) for part in range(layout.num_parts)}
     return replace(Manifest.empty(folder, NAMES), layout=layout, parts=parts)
@@ -108,10 +118,11 @@ def opened(folder: Path, num_rows: int, options: argparse.Namespace) -> Grown:
     num_touched = min(options.touched, *options.scale) // options.batch * options.batch
     rows = np.random.default_rng(0).choice(num_rows, num_touched, replace=False)
     epochs = iter(range(10**9))
+    predictions = np.zeros((options.batch, prediction_width(NUM_CLASSES)), np.float32)
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
         table.read(rows)
-        table.write(rows, logits, epoch=next(epochs))
+        table.write(rows, logits, predictions[: len(rows)], epoch=next(epochs))
 
     grown = Grown(num_rows, "", rows.reshape(-1, options.batch), {"ours": way}, {"ours": [], "numpy": []})
     take_turns([grown], options.batch)

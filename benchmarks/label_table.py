@@ -24,6 +24,7 @@ import lmdb
 import numpy as np
 from growing_tables import ReadAndWrite, grow
 
+from pencil_scale.labels.columns import prediction_width
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.start_labels import append
 from pencil_scale.labels.table import LabelTable
@@ -130,10 +131,11 @@ def ours(folder: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
     empty = Manifest.empty(folder / "store", [str(n) for n in range(num_classes)])
     table = LabelTable.restore(append(empty, np.arange(num_rows) % num_classes), folder)
     epochs = iter(range(10**9))
+    predictions = np.zeros((num_rows, prediction_width(num_classes)), np.float32)
 
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
         table.read(rows)
-        table.write(rows, logits, epoch=next(epochs))
+        table.write(rows, logits, predictions[: len(rows)], epoch=next(epochs))
 
     return way
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pencil_scale.labels.columns import prediction_width
 from pencil_scale.labels.exchange import Exchange, Outgoing
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
@@ -147,10 +148,11 @@ def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: i
     times = []
     for batch in batches:
         rows = batch.rows.numpy()
-        logits = np.ones((len(rows), table.layout.num_classes), np.float32)
+        num_classes = table.layout.num_classes
+        values = np.ones((len(rows), num_classes + prediction_width(num_classes)), np.float32)
         dist.barrier()
         started = time.perf_counter()
-        exchange.round(Outgoing(rows, rows, logits, epoch))
+        exchange.round(Outgoing(rows, rows, values, moves=True, epoch=epoch))
         times.append(time.perf_counter() - started)
     return float(np.median(times))
 
@@ -167,7 +169,7 @@ def one_by_one(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
         for batch in batches:
             (labelled,) = owners.with_labels([batch], epoch)
             step()
-            owners.move(labelled.rows, labelled.label_logits, epoch)
+            owners.move(labelled.rows, labelled.label_logits, predictions(owners, labelled), epoch)
             owners.drain()
             yield
 
@@ -180,11 +182,16 @@ def overlapped(owners: Owners, batches: list[Batch], step: Step, epoch: int) -> 
     def steps() -> Iterator[None]:
         for batch in owners.with_labels(batches, epoch):
             step()
-            owners.move(batch.rows, batch.label_logits, epoch)
+            owners.move(batch.rows, batch.label_logits, predictions(owners, batch), epoch)
             yield
         owners.drain()
 
     return timed(steps())
+
+
+def predictions(owners: Owners, batch: Batch) -> torch.Tensor:
+    """Make predictions of the right size."""
+    return torch.zeros(len(batch.rows), prediction_width(owners.table.layout.num_classes))
 
 
 def timed(steps: Iterator[None]) -> float:

@@ -33,7 +33,7 @@ class ExportBench(Bench):
         wanted = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
         shares = np.full((len(rows), 3), 0.1)
         shares[np.arange(len(rows)), wanted] = 0.8
-        table.write(rows, np.log(shares), epoch=0)
+        table.write(rows, np.log(shares), None, epoch=0)
         table.snapshot().save(published_url(self.storage, "t"))
 
     def export(self, *overrides: str, predict: bool = False) -> Summary:

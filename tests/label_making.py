@@ -13,7 +13,21 @@ from pencil_scale.labels.pins import PINS, Pinned
 from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.start_labels import append, pin
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import Predictions
 from pencil_scale.storage.errors import sample_key
+
+
+def predicted(rows: npt.ArrayLike, num_classes: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """What a network would predict of rows of class `row % num_classes`, packed: [B, 2 K]."""
+    rows = np.asarray(rows)
+    class_logits = np.sin(rows[:, None] * 1.7 + np.arange(num_classes) * 2.9 + seed) * 6
+    return packed(class_logits)
+
+
+def packed(class_logits: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Predictions as a step packs them, [B, 2 K]; worked out without torch."""
+    found = Predictions.from_logits(class_logits)
+    return np.concatenate([found.classes, found.log_p], 1, dtype=np.float32)
 
 
 def names(num_classes: int) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class ReviewBench(Bench):
         largest = np.array([(shares or {}).get(row, 0.8) for row in rows])
         logits = np.log(np.repeat((1 - largest)[:, None] / (num_classes - 1), num_classes, axis=1))
         logits[np.arange(len(rows)), told] = np.log(largest)
-        table.write(rows, logits, epoch=0)
+        table.write(rows, logits, None, epoch=0)
         table.snapshot().save(published_url(self.storage, name))
 
     def keep_history(self, epochs: Mapping[int, Sequence[int]], name: str = "t") -> None:

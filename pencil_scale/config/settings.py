@@ -201,6 +201,23 @@ class Gate(Settings):
     )
 
 
+class Evidence(Settings):
+    watched: float | None = key(
+        "share of the samples that are predicted but never trained on, to measure the network and the noise "
+        "without clean data; null: about 5 %",
+        0.0,
+        ge=0,
+        le=0.5,
+    )
+    planted: float | None = key(
+        "share of the labels replaced by a wrong class while the run trains, to measure how many errors it "
+        "finds; never published; null: about 1 %",
+        0.0,
+        ge=0,
+        le=0.2,
+    )
+
+
 class Cost(Settings):
     gpu_hour: float | None = key("price of one worker per hour, for --dry-run", None, ge=0)
 
@@ -286,6 +303,7 @@ class Config(Settings):
     checkpoint: Checkpoint = key("what is saved while a run trains", Checkpoint())
     tracking: Tracking = key("where metrics are reported", Tracking())
     gate: Gate = key("when labels are held for a person to check", Gate())
+    evidence: Evidence = key("how a run measures itself without clean data", Evidence())
     cost: Cost = key("prices", Cost())
     subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
     export: ExportJob = key("what pipelines.export_labels writes", ExportJob())

@@ -1,8 +1,8 @@
 """Export rows: everything that is known about some rows of the catalogue, for an export.
 
 The label of a row comes from the first of these that has one: a person who pinned it; the learned labels, if
-a run trained on the row; the network, for a sample that has no usable label, is held out, or is newer than
-the labels; the shard.
+a run trained on the row; the prediction of a row that the run watched; the network, for a sample that has no
+usable label, is held out, or is newer than the labels; the shard.
 
     for table in export_tables(source, range(0, 65_536)):       # one per label part, in row order
         ...
@@ -10,7 +10,7 @@ the labels; the shard.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,10 +27,16 @@ from pencil_scale.catalogue.ranges import RangeReader
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import DAMAGED_STATUSES, OTHER_STATUSES
 from pencil_scale.config.settings import Images
-from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, Words, export_table, without
-from pencil_scale.labels.columns import key_bytes, scaled_one_hot
+from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, WATCHED, Words, export_table, without
+from pencil_scale.labels.columns import FREE, PINNED, key_bytes, scaled_one_hot
 from pencil_scale.labels.pins import Pinned, read_pins, require_same_samples
-from pencil_scale.labels.published import Published, PublishedLabels, find_published, require_same_rows
+from pencil_scale.labels.published import (
+    LabelRows,
+    Published,
+    PublishedLabels,
+    find_published,
+    require_same_rows,
+)
 from pencil_scale.labels.report import NEVER, LabelMoves
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
@@ -117,10 +123,7 @@ def stretches(source: Source) -> list[range]:
 class Learned(NamedTuple):
     """What was learned about consecutive rows."""
 
-    rows: range
-    logits: npt.NDArray[np.float32]
-    pinned: npt.NDArray[np.bool_]
-    visited: npt.NDArray[np.bool_]
+    labels: LabelRows  # in the classes of the catalogue
     last_change: npt.NDArray[np.int32]
 
 
@@ -128,38 +131,35 @@ def export_tables(source: Source, rows: range) -> Iterator[pa.Table]:
     """Read the rows of a stretch, one label part at a time; excluded ids are left out."""
     known = source.catalogue.read(rows.start, rows.stop, COLUMNS)
     for learned in _learned(source, rows, known["noisy_class"]):
-        here = slice(learned.rows.start - rows.start, learned.rows.stop - rows.start)
+        here = slice(learned.labels.rows.start - rows.start, learned.labels.rows.stop - rows.start)
         yield _table(source, known[here], learned)
 
 
 def _learned(source: Source, rows: range, noisy_class: pa.ChunkedArray) -> Iterator[Learned]:
-    manifest = source.published.manifest
-    if rows.start >= manifest.layout.num_rows:
-        logits = np.zeros((len(rows), manifest.layout.num_classes), np.float32)
-        pinned, visited = np.zeros((2, len(rows)), np.bool_)
-        yield Learned(rows, logits, pinned, visited, np.full(len(rows), NEVER, np.int32))
-        return
-    labels = PublishedLabels(manifest)
+    manifest, order = source.published.manifest, source.order
     given = noisy_class.fill_null(UNLABELLED).to_numpy().astype(np.int64)
-    visited = labels.last_epoch(rows) > 0
-    moves = LabelMoves(source.published.history, manifest.layout)
-    last_change = moves.last_change(rows, source.order.back(given))
-    # A row without a given class has a class in the history, too, which was never learned.
-    last_change = np.where(visited, last_change, np.int32(NEVER))
-    for some in labels.batches(rows):
-        here = slice(some.rows.start - rows.start, some.rows.stop - rows.start)
-        logits = source.order.logits(some.logits).copy()
-        yield Learned(some.rows, logits, some.pinned, visited[here], last_change[here])
+    if rows.start >= manifest.layout.num_rows:
+        labels = LabelRows.unseen(rows, manifest.layout.num_classes).under(order, given)
+        yield Learned(labels, np.full(len(rows), NEVER, np.int32))
+        return
+    last_change = LabelMoves(source.published.history, manifest.layout).last_change(rows, order.back(given))
+    for labels in PublishedLabels(manifest).batches(rows):
+        here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
+        # A row without a given class has a class in the history, too, which was never learned.
+        changes = np.where(labels.last_epoch > 0, last_change[here], np.int32(NEVER))
+        yield Learned(labels.under(order, given[here]), changes)
 
 
 def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
-    rows, logits, pinned, visited, last_change = learned
-    manifest = source.published.manifest
+    labels, last_change = learned
+    rows, manifest = labels.rows, source.published.manifest
+    logits, role, log_p = labels.logits.copy(), labels.role.copy(), labels.predicted_log_p.copy()
     kept = ~contains(source.excluded, hashes_of(known["sample_key"]))
     ok = pc.equal(known["status"], "ok").to_numpy()
     speaker = np.full(len(known), None, np.object_)
     speaker[ok] = GIVEN
-    speaker[ok & visited] = LABELS
+    speaker[ok & labels.has_evidence] = WATCHED
+    speaker[ok & (labels.last_epoch > 0)] = LABELS
     if source.model is not None:
         is_newer = rows.start >= manifest.layout.num_rows
         statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
@@ -168,18 +168,20 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
         if len(wanted):
             read, found = source.model(source.catalogue, known.take(wanted), logits.shape[1])
             logits[wanted[read]], speaker[wanted[read]] = source.order.logits(found), MODEL
-    speaker[pinned] = PERSON
+            log_p[wanted[read]] = np.nan  # decided by these logits alone
+    speaker[labels.pinned] = PERSON
     # Drop an older pin if the newest one is void: the sample has the class it was given.
-    void = np.isin(np.array(rows), source.pins.void["row"].to_numpy()) & pinned
+    void = np.isin(np.array(rows), source.pins.void["row"].to_numpy()) & labels.pinned
     speaker[void], speaker[void & ok] = None, GIVEN
-    pinned[void] = False
+    role[void] = FREE
     # Apply the pins that were made after these labels were published.
     pins = source.pins.between(rows)
     here = pins.rows - rows.start
     require_same_samples(pins, key_bytes(known["sample_key"].take(pa.array(here))))
     logits[here] = scaled_one_hot(pins.classes, logits.shape[1], manifest.scale)
-    speaker[here], pinned[here] = PERSON, True
-    table = export_table(known, logits, speaker, pinned, last_change, source.words)
+    speaker[here], role[here] = PERSON, PINNED
+    labels = replace(labels, logits=logits, role=role, predicted_log_p=log_p)
+    table = export_table(known, labels, speaker, last_change, source.words)
     return without(table.filter(pa.array(kept)), "excluded")
 
 

@@ -4,7 +4,7 @@ Each sample has `given_label`, `predicted_label`, `label_score` (in [0, 1], lowe
 `is_label_issue`, with the names and meanings of cleanlab's Datalab, the names of the classes, and more. The
 Parquet files contain Hugging Face features, so that labels are loaded there as ClassLabel.
 
-    table = export_table(rows, logits, predicted_by, pinned, last_change, words)      # one row per sample
+    table = export_table(rows, labels, predicted_by, last_change, words)           # one row per sample
     data = parquet_bytes(table, words.class_names)
     digest(table)                                  # of the labels, whichever night exported them
 """
@@ -21,10 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pencil_scale.method.decisions import UNLABELLED, decide, label_distribution
+from pencil_scale.labels.published import LabelRows
+from pencil_scale.method.decisions import UNLABELLED, label_distribution
 
-# Where a predicted label comes from: a person, the learned labels, the network, or only the shard.
-PERSON, LABELS, MODEL, GIVEN = "person", "labels", "model", "given"
+# Where a predicted label comes from: a person, what was learned of the sample, a network that was never
+# trained on the sample though it has a label, the network for a sample without one, or only the shard.
+PERSON, LABELS, WATCHED, MODEL, GIVEN = "person", "labels", "watched", "model", "given"
+JUDGED = (PERSON, LABELS, WATCHED)  # may contradict the given label
 LAST_CHANGE = (
     "epoch of the run, counted from 0 (the console counts from 1), in which the label last changed its "
     "class; null: it never changed, was never trained on, or no history was kept"
@@ -69,25 +72,24 @@ class Words:
 
 def export_table(
     rows: pa.Table,
-    logits: npt.NDArray[np.float32],
+    labels: LabelRows,
     predicted_by: npt.NDArray[np.object_],
-    pinned: npt.NDArray[np.bool_],
     last_change: npt.NDArray[np.int32],
     words: Words,
 ) -> pa.Table:
     """Put what is known about some rows of the catalogue into the columns of an export.
 
-    `predicted_by` is PERSON, LABELS, MODEL, GIVEN, or None if there is no prediction; `logits` [B, C] count
-    for the first three. `last_change` is an epoch, from 0; -1: never, or unknown.
+    `predicted_by` is PERSON, LABELS, WATCHED, MODEL, GIVEN, or None if there is no prediction; `labels`, in
+    the classes of the rows, count for the first four. `last_change` is an epoch, from 0, or -1 if unknown.
     """
     given = rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-    scored = np.isin(predicted_by.astype(str), (PERSON, LABELS, MODEL))
-    found = decide(logits[scored], given[scored])
+    scored = np.isin(predicted_by.astype(str), (PERSON, LABELS, WATCHED, MODEL))
+    found = labels.decide()
     predicted = np.where(predicted_by == GIVEN, given, UNLABELLED)
-    predicted[scored] = found.corrected_class
-    issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, (PERSON, LABELS))
-    top_labels, top_shares = _top(logits[scored], found.corrected_class, words.top_k)
-    in_scored = pa.array(np.cumsum(scored) - 1, mask=~scored)  # null for the other rows
+    predicted[scored] = found.corrected_class[scored]
+    issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, JUDGED)
+    top_labels, top_shares = _top(labels, found.corrected_class, words.top_k)
+    if_scored = pa.array(np.arange(len(given)), mask=~scored)  # null for the other rows
     columns = {
         "row": rows["row"],
         "sample_id": rows["sample_id"],
@@ -95,16 +97,16 @@ def export_table(
         "key": rows["key"],
         "given_label": pa.array(given, mask=given == UNLABELLED),
         "predicted_label": pa.array(predicted, mask=predicted == UNLABELLED),
-        "label_score": pa.array(found.score, from_pandas=True).take(in_scored),
+        "label_score": pa.array(found.score, from_pandas=True).take(if_scored),
         "is_label_issue": pa.array(issue),
         "given_class": _named(words.class_names, given),
         "predicted_class": _named(words.class_names, predicted),
-        "confidence": pa.array(found.confidence, from_pandas=True).take(in_scored),
-        "margin": pa.array(found.margin, from_pandas=True).take(in_scored),
-        "top_labels": _lists(top_labels).take(in_scored),
-        "top_shares": _lists(top_shares).take(in_scored),
+        "confidence": pa.array(found.confidence, from_pandas=True).take(if_scored),
+        "margin": pa.array(found.margin, from_pandas=True).take(if_scored),
+        "top_labels": _lists(top_labels).take(if_scored),
+        "top_shares": _lists(top_shares).take(if_scored),
         "last_change_epoch": pa.array(last_change, mask=last_change < 0),
-        "pinned": pa.array(pinned),
+        "pinned": pa.array(labels.pinned),
         "status": rows["status"],
         "predicted_by": pa.array(predicted_by, pa.string()),
         "catalogue_version": pa.array(np.full(len(given), words.catalogue_version, np.int32)),
@@ -123,7 +125,7 @@ def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
         given, score = alias["noisy_class"], entry["label_score"]
         if given != entry["given_label"]:  # the table has only the shares of the first few classes
             score = dict(zip(entry["top_labels"] or [], entry["top_shares"] or [], strict=True)).get(given)
-        judged = given is not None and entry["predicted_by"] in (PERSON, LABELS)
+        judged = given is not None and entry["predicted_by"] in JUDGED
         entries.append(
             entry
             | {
@@ -163,9 +165,26 @@ def without(table: pa.Table, status: str) -> pa.Table:
 
 
 def _top(
+    labels: LabelRows, first: npt.NDArray[np.int64], top_k: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The largest shares of each label in descending order; in a tie the decided class is first.
+
+    Where there is evidence, these are the most likely classes. Then there are at most as many of them, for
+    every label, as a prediction keeps.
+    """
+    if labels.noise is None:
+        return _top_of_logits(labels.logits, first, top_k)
+    predictions, some = labels.predictions(), labels.has_evidence
+    likely = predictions.classes[:, :top_k]
+    found, shares = _top_of_logits(labels.logits, first, likely.shape[1])
+    found[some] = likely[some]
+    shares[some] = predictions.at(labels.noise.temperature)[0][some, :top_k]
+    return found, shares
+
+
+def _top_of_logits(
     logits: npt.NDArray[np.float32], first: npt.NDArray[np.int64], top_k: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The largest shares of each label in descending order; in a tie the decided class is first."""
     shares = label_distribution(logits) if len(logits) else logits
     falling = -shares
     falling[np.arange(len(falling)), first] = -2.0

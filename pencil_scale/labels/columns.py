@@ -2,11 +2,11 @@
 
 A part is a record batch of consecutive rows. Nothing in it is compressed, null or variable in length, so the
 labels of a row are found by arithmetic and can be changed in place. A part is stored as two files: its labels
-and its ledger, the last epoch in which each row was visited.
+and its ledger, the last epoch in which each row was visited and what the network predicted then.
 
     layout = Layout.of(num_rows=100_000_000, num_classes=14)
     layout.rows_of(3)                                       # range(49152, 65536)
-    batch = to_batch(LEDGER_SCHEMA, {"last_epoch": epochs})
+    batch = new_ledger(num_rows=16384, num_classes=14)      # never visited, never predicted
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,51 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pencil_scale.method.evidence import TOP
+
 PART_ROWS = 16_384  # 100 million rows make 6,104 parts, of 1.4 MB each with 14 classes
 MAX_PART_BYTES = 64 * 2**20  # with more than 1,016 classes a part has fewer rows
-NARROW_BYTES = 8 + 16 + 4 + 1  # row, sample_key, noisy_class, pinned
+NARROW_BYTES = 8 + 16 + 4 + 1  # row, sample_key, noisy_class, role
+# The role of a row. A pinned label never moves. A planted error is trained like a free row. A watched row is
+# not trained on: the network predicts it.
+FREE, PINNED, PLANTED, WATCHED = range(4)
 Int64s: TypeAlias = npt.NDArray[np.int64]
 KeyBytes: TypeAlias = npt.NDArray[np.uint8]  # [N, 16]
 Keys: TypeAlias = pa.Array | pa.ChunkedArray  # of binary(16)
 
-LEDGER_SCHEMA = pa.schema([pa.field("last_epoch", pa.int32(), nullable=False)])
-
 
 def labels_schema(num_classes: int) -> pa.Schema:
     """The columns of the labels."""
-    logits = pa.list_(pa.field("item", pa.float32(), nullable=False), num_classes)
     columns = [("row", pa.int64()), ("sample_key", pa.binary(16)), ("noisy_class", pa.int32())]
-    columns += [("pinned", pa.uint8()), ("label_logits", logits)]
+    columns += [("role", pa.uint8()), ("label_logits", _list(pa.float32(), num_classes))]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def ledger_schema(num_classes: int) -> pa.Schema:
+    """The columns of the ledger: the last visit, and the most likely classes then."""
+    number = pa.uint16() if num_classes <= 2**16 else pa.uint32()
+    top = min(TOP, num_classes)
+    columns = [("last_epoch", pa.int32()), ("predicted_class", _list(number, top))]
+    columns += [("predicted_log_p", _list(pa.float16(), top))]
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
+
+
+def _list(kind: pa.DataType, size: int) -> pa.DataType:
+    return pa.list_(pa.field("item", kind, nullable=False), size)
+
+
+def prediction_width(num_classes: int) -> int:
+    """How many numbers a prediction has: K classes, and their log-probabilities."""
+    return 2 * min(TOP, num_classes)
+
+
+def new_ledger(num_rows: int, num_classes: int) -> pa.RecordBatch:
+    """The ledger of rows that were never visited; a prediction that is missing is NaN."""
+    schema, shape = ledger_schema(num_classes), (num_rows, min(TOP, num_classes))
+    classes = np.zeros(shape, schema.field("predicted_class").type.value_type.to_pandas_dtype())
+    missing = np.full(shape, np.nan, np.float16)
+    columns = (np.zeros(num_rows, np.int32), classes, missing)
+    return to_batch(schema, dict(zip(schema.names, columns, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,17 @@ def to_batch(schema: pa.Schema, columns: Mapping[str, npt.NDArray[Any]]) -> pa.R
         else:
             arrays.append(pa.Array.from_buffers(kind, len(values), [None, buffer]))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def to_columns(batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+    """View each column of a batch as an array, [B] or [B, width]."""
+    found = {}
+    for name, kind, column in zip(batch.schema.names, batch.schema.types, batch.columns, strict=True):
+        if pa.types.is_fixed_size_list(kind):
+            found[name] = column.flatten().to_numpy().reshape(len(column), kind.list_size)
+        else:
+            found[name] = key_bytes(column) if pa.types.is_fixed_size_binary(kind) else column.to_numpy()
+    return found
 
 
 def key_bytes(keys: Keys) -> KeyBytes:

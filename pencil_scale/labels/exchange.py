@@ -1,10 +1,10 @@
 """Exchange: one round of label traffic between all ranks.
 
-In a round every rank asks the owners of some rows for their labels, and sends the owners of other rows the
-labels it has moved. That takes three collectives: sizes, row numbers, and labels. A row occurs once per
-epoch, so no round asks for a row that it also moves, and their order inside a round does not matter.
+In a round every rank asks the owners of some rows for their labels, and sends the owners of other rows their
+predictions and moved labels. That takes three collectives: sizes, row numbers, and labels. A row occurs once
+per epoch, so no round asks for a row that it also writes, and their order inside a round does not matter.
 
-    logits, noisy_class = Exchange(table, world, group).round(Outgoing(asked, written, logits, epoch=7))
+    logits, noisy_class = Exchange(table, world, group).round(Outgoing(asked, written, values, epoch=7))
 
 Every rank takes part in every round, and all drain in the same round; ranks that are not in step are refused.
 
@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pencil_scale.labels.columns import Int64s
+from pencil_scale.labels.columns import Int64s, prediction_width
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 
@@ -47,7 +47,8 @@ class Outgoing:
 
     asked: Int64s
     written: Int64s
-    logits: Float32s | None  # of the rows written, [B, C]; None where they are only marked
+    values: Float32s  # of the rows written: moved logits [B, C], if they move, and predictions [B, 2 K]
+    moves: bool
     epoch: int  # of the rows written
     drains: bool = False  # nothing more is sent until every rank has drained
 
@@ -58,13 +59,14 @@ class Exchange:
     def __init__(self, table: LabelTable, world: int, group: dist.ProcessGroup | None):
         self._table, self._world, self._group = table, world, group
         self._one_each = np.ones(world, np.int64)
+        self._num_classes = table.layout.num_classes
 
     def round(self, out: Outgoing) -> tuple[Float32s, npt.NDArray[np.int32]]:
         """Ask and write as a rank, answer and apply writes as an owner; return the labels asked for."""
         if self._world == 1:
             # One rank needs no notes: they would slow down a small network of hundreds of steps per second.
             answers = self._table.read(out.asked), self._table.read(out.asked, "noisy_class")
-            self._write(out.written, out.logits, out.epoch)
+            self._write(out.written, out.values, out.moves, out.epoch)
             return answers
         # Group by owner. The sort is stable: each owner gets what is asked first, then what is written.
         rows, num_asked = np.concatenate([out.asked, out.written]), len(out.asked)
@@ -74,20 +76,17 @@ class Exchange:
         written = np.bincount(owners[num_asked:], minlength=self._world)
         their_asked, their_written, epoch, moves = self._swap_sizes(out, asked, written)
         their_rows = self._swap(rows[order], asked + written, their_asked + their_written)
-        is_asked = _alternate(their_asked, their_written)
+        rows_asked, rows_written = _unbraid(their_rows, their_asked, their_written)
 
-        # Now the labels: to each rank the answers to its questions, then the logits that were moved.
-        moved, their_moved = written * moves, their_written * moves
-        is_answer = _alternate(their_asked, moved)
-        labels = np.zeros((len(is_answer), self._table.layout.num_classes + 1), np.float32)
-        labels[is_answer] = self._answers(their_rows[is_asked])
-        if out.logits is not None:
-            labels[~is_answer, :-1] = out.logits[order[order >= num_asked] - num_asked]
-        arrived = self._swap(labels, their_asked + moved, asked + their_moved)
-        is_answer = _alternate(asked, their_moved)
-        self._write(their_rows[~is_asked], arrived[~is_answer, :-1] if moves else None, epoch)
-        found = np.empty((num_asked, labels.shape[1]), np.float32)
-        found[order[order < num_asked]] = arrived[is_answer]
+        # Now the labels: to each rank the answers to its questions, then what it shall write.
+        answer, write = self._num_classes + 1, prediction_width(self._num_classes) + self._num_classes * moves
+        values = out.values[order[order >= num_asked] - num_asked]
+        sent = _braid(self._answers(rows_asked), their_asked, values, written)
+        sizes = their_asked * answer + written * write, asked * answer + their_written * write
+        labels, their_values = _unbraid(self._swap(sent, *sizes), asked * answer, their_written * write)
+        self._write(rows_written, their_values.reshape(-1, write), moves, epoch)
+        found = np.empty((num_asked, answer), np.float32)
+        found[order[order < num_asked]] = labels.reshape(-1, answer)
         return found[:, :-1], found.view(np.int32)[:, -1]
 
     def farewell(self) -> None:
@@ -97,7 +96,7 @@ class Exchange:
 
     def _swap_sizes(self, out: Outgoing, asked: Int64s, written: Int64s) -> tuple[Int64s, Int64s, int, bool]:
         """How many rows each rank asks this one for, and writes here; the epoch, and whether labels move."""
-        state = [out.epoch if len(out.written) else -1, out.logits is not None, out.drains]
+        state = [out.epoch if len(out.written) else -1, out.moves, out.drains]
         sizes = np.array([[*pair, *state] for pair in zip(asked, written, strict=True)])
         heard = self._swap(sizes, self._one_each, self._one_each)
         for rank in np.flatnonzero(heard[:, 0] == FAILED):
@@ -119,11 +118,11 @@ class Exchange:
         packed.view(np.int32)[:, -1] = self._table.read(rows, "noisy_class")
         return packed
 
-    def _write(self, rows: Int64s, logits: Float32s | None, epoch: int) -> None:
-        if len(rows) and logits is not None:
-            self._table.write(rows, logits, epoch)
+    def _write(self, rows: Int64s, values: Float32s, moves: bool, epoch: int) -> None:
+        if len(rows) and moves:
+            self._table.write(rows, values[:, : self._num_classes], values[:, self._num_classes :], epoch)
         elif len(rows):
-            self._table.mark(rows, epoch)
+            self._table.mark(rows, values, epoch)
 
     def _swap(self, sent: npt.NDArray[Any], leaving: Int64s, arriving: Int64s) -> npt.NDArray[Any]:
         """Send each rank its `leaving` rows, in the order of ranks, and take `arriving` rows from each."""
@@ -133,9 +132,16 @@ class Exchange:
         return received
 
 
-def _alternate(first: Int64s, second: Int64s) -> npt.NDArray[np.bool_]:
-    """True for each rank's `first` rows and False for its `second`, in the order of ranks."""
-    return np.repeat(np.tile([True, False], len(first)), np.stack([first, second], axis=1).ravel())
+def _braid(first: Float32s, num_first: Int64s, second: Float32s, num_second: Int64s) -> Float32s:
+    """For each rank its rows of `first`, then its rows of `second`, as one run of numbers."""
+    firsts, seconds = np.split(first, num_first.cumsum()[:-1]), np.split(second, num_second.cumsum()[:-1])
+    return np.concatenate([rows.ravel() for pair in zip(firsts, seconds, strict=True) for rows in pair])
+
+
+def _unbraid(both: npt.NDArray[Any], num_first: Int64s, num_second: Int64s) -> list[npt.NDArray[Any]]:
+    """Separate what each rank sent first from what it sent second."""
+    pieces = np.split(both, np.stack([num_first, num_second], axis=1).cumsum()[:-1])
+    return [np.concatenate(pieces[which::2]) for which in (0, 1)]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Manifests: a label table as it was at one moment, as content hashes over immutable files.
 
 A part of the table is two files, named by the sha256 of their bytes under the id of the run that wrote them:
-`parts/<run id>/<sha256>.arrow` has its labels, `ledger/<run id>/<sha256>.arrow` the epochs of the same rows.
+`parts/<run id>/<sha256>.arrow` has its labels, `ledger/<run id>/<sha256>.arrow` the epochs and predictions of
+the same rows.
 They are written first, the manifest last, so what a manifest names is complete. A part that did not change is
 named again, not written again.
 
@@ -27,14 +28,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.labels.columns import LEDGER_SCHEMA, Layout, labels_schema
+from pencil_scale.labels.columns import Layout, labels_schema, ledger_schema
 from pencil_scale.storage.errors import DamagedError, PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 KIND = "pencil_scale labels"
-VERSION = 3
+VERSION = 4
 LABELS, LEDGER = "parts", "ledger"  # the folders of a store
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
@@ -79,6 +80,7 @@ class Manifest:
     parts: Mapping[int, StoredPart]
     attempt: int = 0  # which start of the run wrote it; 0: the run had not started to train
     catalogue: str = ""  # id of the catalogue whose rows these are
+    noise: dict[str, float] | None = None  # fields of a NoiseModel: decide by predictions, not by logits
 
     @classmethod
     def empty(
@@ -183,7 +185,7 @@ def file_name(folder: str, file: StoredFile) -> str:
 
 def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> StoredFile:
     """Write labels or a ledger under the run's id and the hash of their content, unless stored already."""
-    # A ledger is mostly runs of one number and compresses to almost nothing; logits do not compress at all.
+    # Epochs and classes of a ledger compress well; logits do not compress at all.
     options = pa.ipc.IpcWriteOptions(compression="zstd" if folder == LEDGER else None)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema.remove_metadata(), options=options) as writer:
@@ -208,7 +210,7 @@ def get_part(manifest: Manifest, part: int, folder: str) -> pa.RecordBatch:
             f"{file.num_bytes:,} bytes with {file.sha256[:12]}; fetch it again, or restore another manifest"
         )
     reader = pa.ipc.open_file(pa.py_buffer(data))
-    schema = labels_schema(manifest.layout.num_classes) if folder == LABELS else LEDGER_SCHEMA
+    schema = (labels_schema if folder == LABELS else ledger_schema)(manifest.layout.num_classes)
     batch, num_rows = reader.get_batch(0), len(manifest.layout.rows_of(part))
     if not reader.schema.equals(schema) or batch.num_rows != num_rows:
         raise DamagedError(

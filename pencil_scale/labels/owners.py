@@ -6,7 +6,7 @@ rows back and forth, so the training thread finds the labels of its next batches
     owners = Owners(table, rank, world)
     for batch in owners.with_labels(batches, epoch):            # label_logits and noisy_class are filled in
         result = stepper.step(batch, stage)
-        owners.move(batch.rows, result.label_logits, epoch)     # returns at once; applied a few steps behind
+        owners.move(batch.rows, result.label_logits, result.predicted, epoch)   # returns at once
     owners.drain()                                              # every rank: now all moves are applied
 
 The ranks are in step: all have the same number of batches, empty ones where rows ran out, and all drain after
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pencil_scale.labels.columns import Int64s
+from pencil_scale.labels.columns import Int64s, prediction_width
 from pencil_scale.labels.exchange import Exchange, Outgoing, OwnersError, introduce
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
@@ -94,7 +94,7 @@ class _Write:
     """Rows to send to their owners once their step is done."""
 
     rows: Int64s
-    logits: HostCopy  # float32 [B, C], there once the step is done; empty where rows are only marked
+    values: HostCopy  # float32, there once the step is done: moved logits, if any, and predictions
     moves: bool
     epoch: int
 
@@ -113,9 +113,10 @@ class _Round:
     def run(self, exchange: Exchange) -> None:
         """Wait for the steps whose labels go out, and exchange."""
         rows = np.concatenate([NO_ROWS, *(write.rows for write in self.writes)])
-        copies = [write.logits.read().numpy() for write in self.writes]
+        copies = [write.values.read().numpy() for write in self.writes]
         moves, epoch = (self.writes[0].moves, self.writes[0].epoch) if self.writes else (False, 0)
-        out = Outgoing(self.asked, rows, np.concatenate(copies) if moves else None, epoch, self.drains)
+        values = np.concatenate(copies) if copies else np.zeros((0, 0), np.float32)
+        out = Outgoing(self.asked, rows, values, moves, epoch, self.drains)
         self.label_logits.numpy()[:], self.noisy_class.numpy()[:] = exchange.round(out)
 
 
@@ -180,17 +181,18 @@ class Owners:
         while coming:
             yield self._hand_over(*coming.popleft())
 
-    def move(self, rows: Tensor, logits: Tensor, epoch: int) -> None:
+    def move(self, rows: Tensor, logits: Tensor, predicted: Tensor, epoch: int) -> None:
         """Send these rows to their owners with new logits, and mark them as visited; returns at once."""
-        expected = len(rows), self.table.layout.num_classes
-        if logits.shape != expected:
-            raise OwnersError(f"label logits of shape {tuple(logits.shape)}; expected {expected}")
-        self._write(_Write(_host_rows(rows), HostCopy(logits.float()), True, epoch))
+        num_classes = self.table.layout.num_classes
+        _require_shape("label logits", logits, len(rows), num_classes)
+        _require_shape("predictions", predicted, len(rows), prediction_width(num_classes))
+        both = torch.cat([logits.float(), predicted], dim=1)
+        self._write(_Write(_host_rows(rows), HostCopy(both), True, epoch))
 
-    def mark(self, rows: Tensor, epoch: int) -> None:
+    def mark(self, rows: Tensor, predicted: Tensor, epoch: int) -> None:
         """Mark these rows as visited, where a stage moves no labels; returns at once."""
-        nothing = HostCopy(torch.empty(0, device=self._device))
-        self._write(_Write(_host_rows(rows), nothing, False, epoch))
+        _require_shape("predictions", predicted, len(rows), prediction_width(self.table.layout.num_classes))
+        self._write(_Write(_host_rows(rows), HostCopy(predicted), False, epoch))
 
     def drain(self) -> None:
         """Wait until every rank drains and every row that any of them sent is written."""
@@ -226,7 +228,7 @@ class Owners:
         # Limit the steps in the device's queue; the wait for them is counted apart from that for labels.
         if len(self._under_way) == self._under_way.maxlen:
             asked = time.perf_counter()
-            self._under_way[0].logits.read()
+            self._under_way[0].values.read()
             self.device_s += time.perf_counter() - asked
         self._wait(fetched)
         self._step += 1
@@ -280,6 +282,11 @@ class Owners:
             f"labels could not be exchanged in {epoch}, step {self._step}: {what}; the ranks are "
             f"{', '.join(map(str, self.peers))}; check which one ended, and restart from the last checkpoint"
         )
+
+
+def _require_shape(what: str, values: Tensor, *expected: int) -> None:
+    if values.shape != expected:
+        raise OwnersError(f"{what} of shape {tuple(values.shape)}; expected {expected}")
 
 
 def _host_rows(rows: Tensor) -> Int64s:

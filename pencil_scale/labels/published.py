@@ -8,24 +8,36 @@ gets an error that says why they are held.
 
     published = find_published("s3://lake/clothing1m", "night-12")
     labels = PublishedLabels(published.manifest)
-    labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, pinned, sample_key
+    labels.rows(range(0, 100)).decide()             # the class of each row, how sure, changed or not
+    labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, role, predictions()
     labels.last_epoch(range(0, 100))                # int32 [100]; 0: never trained on
     for some in labels.batches():                   # every row, one label part at a time
         ...
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import key_bytes, labels_schema
+from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.labels.columns import (
+    FREE,
+    PINNED,
+    key_bytes,
+    labels_schema,
+    new_ledger,
+    to_columns,
+)
 from pencil_scale.labels.manifest import LABELS, LEDGER, Manifest, get_parts
 from pencil_scale.labels.run_record import read_record, why_held
+from pencil_scale.method.decisions import UNLABELLED, Decisions, decide, decide_by_evidence
+from pencil_scale.method.evidence import NoiseModel, Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
 
@@ -43,21 +55,66 @@ class Published:
 
 @dataclass(frozen=True)
 class LabelRows:
-    """The labels of consecutive rows."""
+    """The labels of consecutive rows, and what the network predicted when it last saw each."""
 
     rows: range
+    noise: NoiseModel | None
     logits: npt.NDArray[np.float32]  # [B, C]
     noisy_class: npt.NDArray[np.int32]  # as given, or pinned to; -1 where a row has no usable label
-    pinned: npt.NDArray[np.bool_]
+    role: npt.NDArray[np.uint8]
     sample_key: npt.NDArray[np.uint8]  # [B, 16]: the 128-bit keys; zeros in a table made without keys
+    last_epoch: npt.NDArray[np.int32]
+    predicted_class: npt.NDArray[np.integer]  # [B, K], the most likely first
+    predicted_log_p: npt.NDArray[np.float16]  # [B, K]; NaN: never predicted
 
     @classmethod
-    def of(cls, first_row: int, batch: pa.RecordBatch) -> "LabelRows":
-        """View a batch that starts at this row."""
-        rows = range(first_row, first_row + batch.num_rows)
-        logits = batch["label_logits"].flatten().to_numpy().reshape(len(rows), -1)
-        noisy_class, pinned = batch["noisy_class"].to_numpy(), batch["pinned"].to_numpy() != 0
-        return cls(rows, logits, noisy_class, pinned, key_bytes(batch["sample_key"]))
+    def of(cls, first_row: int, labels: pa.RecordBatch, ledger: pa.RecordBatch, noise: Any) -> "LabelRows":
+        """View the batches of both files that start at this row."""
+        columns = to_columns(labels.drop_columns(["row"])) | to_columns(ledger)
+        rows = range(first_row, first_row + labels.num_rows)
+        noise = None if noise is None else NoiseModel(**noise)
+        return cls(rows, noise, columns.pop("label_logits"), **columns)
+
+    @classmethod
+    def unseen(cls, rows: range, num_classes: int) -> "LabelRows":
+        """Rows that are newer than the labels."""
+        logits, keys = np.zeros((len(rows), num_classes), np.float32), np.zeros((len(rows), 16), np.uint8)
+        classes, role = np.full(len(rows), UNLABELLED, np.int32), np.full(len(rows), FREE, np.uint8)
+        return cls(rows, None, logits, classes, role, keys, **to_columns(new_ledger(len(rows), num_classes)))
+
+    @property
+    def pinned(self) -> npt.NDArray[np.bool_]:
+        """Whether a person decided the label."""
+        found: npt.NDArray[np.bool_] = self.role == PINNED
+        return found
+
+    @property
+    def has_evidence(self) -> npt.NDArray[np.bool_]:
+        """Whether the label is decided by its prediction."""
+        known = ~np.isnan(self.predicted_log_p[:, 0]) & (self.noisy_class != UNLABELLED) & ~self.pinned
+        return known if self.noise is not None else np.zeros(len(known), np.bool_)
+
+    def predictions(self, some: Any = slice(None)) -> Predictions:
+        """What the network predicted when it last saw each row, or some of them; NaN: never."""
+        classes, log_p = self.predicted_class[some], self.predicted_log_p[some]
+        return Predictions(classes.astype(np.int64), log_p.astype(np.float64), self.logits.shape[1])
+
+    def decide(self) -> Decisions:
+        """Decide the class of every row by its prediction, if there is evidence, else by its logits."""
+        found, some = decide(self.logits, self.noisy_class), self.has_evidence
+        if self.noise is None or not some.any():
+            return found
+        judged = decide_by_evidence(self.predictions(some), self.noisy_class[some], self.noise)
+        return found.but(some, judged)
+
+    def under(self, order: ClassOrder, given: npt.NDArray[np.integer]) -> "LabelRows":
+        """The same rows with the class numbers of another list, and with other given classes of that list."""
+        return replace(
+            self,
+            logits=order.logits(self.logits),
+            noisy_class=given.astype(np.int32),
+            predicted_class=order.classes(self.predicted_class),
+        )
 
 
 class PublishedLabels:
@@ -69,19 +126,29 @@ class PublishedLabels:
 
     def rows(self, rows: range) -> LabelRows:
         """Read the labels of these rows, as far as the table has them."""
-        none = pa.RecordBatch.from_pylist([], labels_schema(self._layout.num_classes))
-        batch = pa.concat_batches([none, *(batch for _, batch in self._read(rows, LABELS))])
-        return LabelRows.of(rows.start, batch)
+        num_classes = self._layout.num_classes
+        labels, ledger = (
+            pa.concat_batches([none, *(batch for _, batch in self._read(rows, folder))])
+            for folder, none in (
+                (LABELS, pa.RecordBatch.from_pylist([], labels_schema(num_classes))),
+                (LEDGER, new_ledger(0, num_classes)),
+            )
+        )
+        return LabelRows.of(rows.start, labels, ledger, self.manifest.noise)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""
-        return (LabelRows.of(first, batch) for first, batch in self._read(rows, LABELS))
+        both = zip(self._read(rows, LABELS), self._read(rows, LEDGER), strict=True)
+        return (
+            LabelRows.of(first, labels, ledger, self.manifest.noise) for (first, labels), (_, ledger) in both
+        )
 
     def parts_with(self, rows: npt.NDArray[np.int64]) -> Iterator[LabelRows]:
         """Read the complete parts that hold any of these rows."""
         parts = np.unique(rows[rows < self._layout.num_rows] >> self._layout.shift).tolist()
-        for part, batch in zip(parts, get_parts(self.manifest, parts, LABELS), strict=True):
-            yield LabelRows.of(self._layout.rows_of(part).start, batch)
+        both = (get_parts(self.manifest, parts, folder) for folder in (LABELS, LEDGER))
+        for part, labels, ledger in zip(parts, *both, strict=True):
+            yield LabelRows.of(self._layout.rows_of(part).start, labels, ledger, self.manifest.noise)
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
         """Read the last epoch of the table's life in which each row was trained on; 0: never."""

@@ -32,10 +32,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import Int64s, Layout
+from pencil_scale.labels.columns import PLANTED, WATCHED, Int64s, Layout
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import Published, PublishedLabels
-from pencil_scale.method.decisions import decide, label_distribution
+from pencil_scale.method.decisions import label_distribution
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
@@ -126,10 +126,13 @@ def study_labels(
     parts = labels.batches() if members is None or history is not None else labels.parts_with(members)
     for part in parts:
         rows, logits = part.rows, part.logits
-        found = decide(logits, part.noisy_class)
+        found = part.decide()
         columns = catalogue.read(rows.start, rows.stop, ["noisy_class", "true_class", "status"])
         given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
         on = pa.compute.equal(columns["status"], "ok").to_numpy() & (given >= 0)
+        on &= part.role != PLANTED  # wrong on purpose
+        if part.noise is None:
+            on &= part.role != WATCHED  # not decided yet
         if members is not None:
             first, last = np.searchsorted(members, [rows.start, rows.stop])
             on &= np.isin(np.arange(rows.start, rows.stop), members[first:last])

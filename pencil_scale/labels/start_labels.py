@@ -7,6 +7,7 @@ every other row of those, stay as they are.
 
     manifest = grow(manifest, catalogue)
     manifest = regive(manifest, rows, classes)
+    manifest = set_roles(manifest, (planted_rows, wrong_classes), watched_rows)
     manifest = pin(manifest, read_pins(storage).resolve(class_names))
 
 Another class list changes every row. The mapping names, for every new class, the old classes it is made of,
@@ -31,12 +32,17 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.columns import (
-    LEDGER_SCHEMA,
+    FREE,
+    PINNED,
+    PLANTED,
+    WATCHED,
     Int64s,
     Keys,
     Layout,
     key_bytes,
     labels_schema,
+    ledger_schema,
+    new_ledger,
     scaled_one_hot,
     to_batch,
 )
@@ -51,6 +57,7 @@ from pencil_scale.labels.manifest import (
 )
 from pencil_scale.labels.pins import Pinned, require_same_samples
 from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.method.evidence import Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -58,33 +65,49 @@ from pencil_scale.storage.storage import Storage
 log = logging.getLogger(__name__)
 STRETCH = 1 << 18  # rows of the catalogue in memory at a time: a multiple of the rows of a part
 Classes = npt.NDArray[np.int32]
+Roles = npt.NDArray[np.uint8]
+Planted = tuple[Int64s, Classes]  # rows, in rising order, and their wrong classes
 Mapping = Sequence[Sequence[int]]
 
 
 def start_labels(
-    catalogue: Catalogue, storage: str, scale: float, pins: Pinned | None = None, run: str | None = None
+    catalogue: Catalogue,
+    storage: str,
+    scale: float,
+    pins: Pinned | None = None,
+    run: str | None = None,
+    planted: Planted | None = None,
+    watched: Int64s | None = None,
 ) -> Manifest:
     """Put a fresh table over all rows of the catalogue into the label store.
 
     A row without a usable class has logits too, with no class preferred: rows keep their numbers. Pinned rows
-    start, and stay, as people decided.
+    start, and stay, as people decided, even if they are among the planted or watched rows.
     """
     store = Storage(storage).path(Storage.labels)
     empty = Manifest.empty(store, catalogue.class_names, scale, run)
-    manifest = grow(replace(empty, catalogue=catalogue.id), catalogue)
+    manifest = grow(replace(empty, catalogue=catalogue.id), catalogue, planted, watched)
     return manifest if pins is None else pin(manifest, pins)
 
 
-def grow(manifest: Manifest, catalogue: Catalogue) -> Manifest:
+def grow(
+    manifest: Manifest, catalogue: Catalogue, planted: Planted | None = None, watched: Int64s | None = None
+) -> Manifest:
     """Append the rows that the catalogue has beyond those of the manifest."""
     while (first := manifest.layout.num_rows) < catalogue.num_rows:
         stop = min((first // STRETCH + 1) * STRETCH, catalogue.num_rows)
         rows = catalogue.read(first, stop, ["noisy_class", "sample_key"])
-        manifest = append(manifest, rows["noisy_class"].fill_null(-1).to_numpy(), rows["sample_key"])
+        classes = rows["noisy_class"].fill_null(-1).to_numpy().copy()
+        role = _roles(range(first, stop), planted, watched)
+        if planted is not None:
+            classes[role == PLANTED] = planted[1][_within(planted[0], range(first, stop))]
+        manifest = append(manifest, classes, rows["sample_key"], role)
     return manifest
 
 
-def append(manifest: Manifest, noisy_class: npt.ArrayLike, sample_keys: Keys | None = None) -> Manifest:
+def append(
+    manifest: Manifest, noisy_class: npt.ArrayLike, sample_keys: Keys | None = None, role: Roles | None = None
+) -> Manifest:
     """Append rows at scale * one-hot of their given class; -1: no usable label. Without keys, keys are zeros.
 
     Of the old parts only the last is written again, if it is short.
@@ -98,13 +121,15 @@ def append(manifest: Manifest, noisy_class: npt.ArrayLike, sample_keys: Keys | N
     if len(keys) != len(classes):
         raise PencilError(f"{len(keys):,} sample keys for {len(classes):,} rows; give one per row")
 
+    role = np.full(len(classes), FREE, np.uint8) if role is None else role
+
     def put(part: int) -> StoredPart:
         rows = layout.rows_of(part)
         rows = range(max(rows.start, old.num_rows), rows.stop)
         new = slice(rows.start - old.num_rows, rows.stop - old.num_rows)
         logits = scaled_one_hot(classes[new], old.num_classes, manifest.scale)
-        labels = _labels(rows, keys[new], classes[new], np.zeros(len(rows), np.bool_), logits)
-        ledger = to_batch(LEDGER_SCHEMA, {"last_epoch": np.zeros(len(rows), np.int32)})
+        labels = _labels(rows, keys[new], classes[new], role[new], logits)
+        ledger = new_ledger(len(rows), old.num_classes)
         if part in manifest.parts:
             labels = pa.concat_batches([get_part(manifest, part, LABELS), labels])
             ledger = pa.concat_batches([get_part(manifest, part, LEDGER), ledger])
@@ -118,12 +143,12 @@ def append(manifest: Manifest, noisy_class: npt.ArrayLike, sample_keys: Keys | N
 
 def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
     """Restart rows, in rising order, at their new given class; -1: no usable label. Pinned rows stay."""
-    return _set(manifest, rows, classes, lambda labels, slots, to: ~labels.pinned[slots], pinned=False)
+    return _set(manifest, rows, classes, lambda labels, slots, to: ~labels.pinned[slots], FREE)
 
 
 def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
     """Give pinned rows their given class back: their pins are void. Rows that are not pinned stay."""
-    return _set(manifest, rows, classes, lambda labels, slots, to: labels.pinned[slots], pinned=False)
+    return _set(manifest, rows, classes, lambda labels, slots, to: labels.pinned[slots], FREE)
 
 
 def pin(manifest: Manifest, pins: Pinned) -> Manifest:
@@ -133,32 +158,64 @@ def pin(manifest: Manifest, pins: Pinned) -> Manifest:
         require_same_samples(pins.between(labels.rows), labels.sample_key[slots])
         return ~labels.pinned[slots] | (labels.noisy_class[slots] != to)
 
-    return _set(manifest, pins.rows, pins.classes, changes, pinned=True)
+    return _set(manifest, pins.rows, pins.classes, changes, PINNED)
+
+
+def set_roles(manifest: Manifest, planted: Planted | None, watched: Int64s | None) -> Manifest:
+    """Plant errors, and watch rows; all other rows but the pinned ones are free. Row numbers rise."""
+    if planted is not None:
+        manifest = _set(manifest, *planted, lambda labels, slots, to: ~labels.pinned[slots], PLANTED)
+    store, parts = Folder(manifest.store), dict(manifest.parts)
+    for part, labels in enumerate(PublishedLabels(manifest).batches()):
+        role = np.where(labels.pinned, np.uint8(PINNED), _roles(labels.rows, planted, watched))
+        if (role != labels.role).any():
+            batch = _labels(labels.rows, labels.sample_key, labels.noisy_class, role, labels.logits)
+            parts[part] = replace(parts[part], labels=put_batch(store, LABELS, batch, manifest.run))
+    return replace(manifest, parts=parts)
+
+
+def _roles(rows: range, planted: Planted | None, watched: Int64s | None) -> Roles:
+    role = np.full(len(rows), FREE, np.uint8)
+    for some, kind in ((watched, WATCHED), (planted and planted[0], PLANTED)):
+        if some is not None:
+            role[some[_within(some, rows)] - rows.start] = kind
+    return role
+
+
+def _within(some: Int64s, rows: range) -> slice:
+    """Which of some rows, in rising order, are in this range."""
+    return slice(*np.searchsorted(some, [rows.start, rows.stop]).tolist())
 
 
 def _set(
-    manifest: Manifest, rows: Int64s, classes: Classes, changes: Callable[..., Any], pinned: bool
+    manifest: Manifest, rows: Int64s, classes: Classes, changes: Callable[..., Any], role: int
 ) -> Manifest:
-    """Set rows to classes, pinned or not, where `changes(labels, slots, classes)` says so."""
+    """Give rows a class and a role where `changes(labels, slots, classes)` says so."""
     within = rows < manifest.layout.num_rows  # labels may be older than the newest pins
     rows, classes = rows[within], classes[within]
-    _checked(classes, rows, manifest.layout.num_classes, lowest=0 if pinned else -1)
-    store, parts = Folder(manifest.store), dict(manifest.parts)
+    _checked(classes, rows, manifest.layout.num_classes, lowest=0 if role == PINNED else -1)
+    parts = dict(manifest.parts)
     for labels in PublishedLabels(manifest).parts_with(rows):
-        here = slice(*np.searchsorted(rows, [labels.rows.start, labels.rows.stop]).tolist())
+        here = _within(rows, labels.rows)
         slots = rows[here] - labels.rows.start
         changed = changes(labels, slots, classes[here])
-        if not changed.any():
-            continue
-        slots, wanted = slots[changed], classes[here][changed]
-        columns = labels.noisy_class.copy(), labels.pinned.copy(), labels.logits.copy()
-        scaled = scaled_one_hot(wanted, manifest.layout.num_classes, manifest.scale)
-        for column, values in zip(columns, (wanted, pinned, scaled), strict=True):
-            column[slots] = values
-        batch = _labels(labels.rows, labels.sample_key, *columns)
-        part = labels.rows.start >> manifest.layout.shift
-        parts[part] = replace(parts[part], labels=put_batch(store, LABELS, batch, manifest.run))
+        if changed.any():
+            part = labels.rows.start >> manifest.layout.shift
+            to = slots[changed], classes[here][changed], role
+            parts[part] = _restarted(manifest, parts[part], labels, *to)
     return replace(manifest, parts=parts)
+
+
+def _restarted(
+    manifest: Manifest, stored: StoredPart, labels: LabelRows, slots: Int64s, classes: Classes, role: int
+) -> StoredPart:
+    """Store a part with some rows at the start of their class; their predictions stay."""
+    columns: list[Any] = [labels.noisy_class.copy(), labels.role.copy(), labels.logits.copy()]
+    scaled = scaled_one_hot(classes, manifest.layout.num_classes, manifest.scale)
+    for column, values in zip(columns, (classes, role, scaled), strict=True):
+        column[slots] = values
+    batch = _labels(labels.rows, labels.sample_key, *columns)
+    return replace(stored, labels=put_batch(Folder(manifest.store), LABELS, batch, manifest.run))
 
 
 def remap(manifest: Manifest, mapping: Mapping, class_names: Sequence[str]) -> tuple[Manifest, Int64s]:
@@ -172,8 +229,9 @@ def remap(manifest: Manifest, mapping: Mapping, class_names: Sequence[str]) -> t
 
     def put(part: int) -> tuple[StoredPart, Int64s]:
         rows = layout.rows_of(part)
-        labels, freed = _remapped(published.rows(rows), mapping, manifest)
-        ledger = to_batch(LEDGER_SCHEMA, {"last_epoch": published.last_epoch(rows)})
+        old = published.rows(rows)
+        labels, freed = _remapped(old, mapping, manifest)
+        ledger = _remapped_ledger(old, mapping)
         files = put_batch(store, LABELS, labels, run), put_batch(store, LEDGER, ledger, run)
         return StoredPart(*files), freed
 
@@ -194,26 +252,45 @@ def _remapped(old: LabelRows, mapping: Mapping, manifest: Manifest) -> tuple[pa.
     if lost:
         first, last = old.rows[0], old.rows[-1]
         log.warning("rows %d to %d: %d had a class that was dropped; it is -1 now", first, last, lost)
-    pinned, logits = old.pinned & (noisy_class >= 0), np.zeros((len(old.rows), len(mapping)), np.float32)
+    freed = old.pinned & (noisy_class < 0)
+    role, logits = np.where(freed, FREE, old.role), np.zeros((len(old.rows), len(mapping)), np.float32)
     for new, olds in enumerate(mapping):
         if len(olds) == 1:
             logits[:, new] = old.logits[:, olds[0]]
         elif olds:
             logits[:, new] = np.logaddexp.reduce(old.logits[:, list(olds)].astype(np.float64), axis=1)
+    pinned = role == PINNED
     logits[pinned] = scaled_one_hot(noisy_class[pinned], len(mapping), manifest.scale)
-    freed = old.rows.start + np.flatnonzero(old.pinned & ~pinned)
-    return _labels(old.rows, old.sample_key, noisy_class, pinned, logits), freed
+    labels = _labels(old.rows, old.sample_key, noisy_class, role, logits)
+    return labels, old.rows.start + np.flatnonzero(freed)
+
+
+def _remapped_ledger(old: LabelRows, mapping: Mapping) -> pa.RecordBatch:
+    """The ledger over new classes; a class that was not kept has an even share of what the others leave."""
+    top, num_classes = old.predictions(), old.logits.shape[1]
+    known = ~np.isnan(top.log_p[:, :1])
+    kept = np.where(known, np.exp(top.log_p), 0.0)
+    left = np.clip(1 - kept.sum(axis=1), 0, None) / max(num_classes - kept.shape[1], 1)
+    shares = np.repeat(left[:, None], num_classes, axis=1)
+    np.put_along_axis(shares, top.classes, kept, axis=1)
+    shares = np.stack([shares[:, list(olds)].sum(axis=1) for olds in mapping], axis=1)
+    found = Predictions.from_logits(np.log(np.maximum(shares, 1e-12)))
+    log_p = np.where(known, found.log_p, np.nan)
+    schema, columns = ledger_schema(len(mapping)), (old.last_epoch, found.classes, log_p)
+    kinds = [getattr(kind, "value_type", kind).to_pandas_dtype() for kind in schema.types]
+    cast = (values.astype(kind) for values, kind in zip(columns, kinds, strict=True))
+    return to_batch(schema, dict(zip(schema.names, cast, strict=True)))
 
 
 def _labels(
     rows: range,
     keys: npt.NDArray[np.uint8],
     classes: Classes,
-    pinned: npt.NDArray[np.bool_],
+    role: Roles,
     logits: npt.NDArray[np.float32],
 ) -> pa.RecordBatch:
     schema, numbers = labels_schema(logits.shape[1]), np.arange(rows.start, rows.stop)
-    columns = (numbers, keys, classes, pinned.astype(np.uint8), logits)
+    columns = (numbers, keys, classes, role.astype(np.uint8), logits)
     return to_batch(schema, dict(zip(schema.names, columns, strict=True)))
 
 

@@ -7,7 +7,7 @@ not visited keep their logits. A new column needs only a place in a schema of `c
     table = LabelTable.restore(manifest, folder, parts=[0, 3])
     logits = table.read(rows)                 # float32 [B, C]
     table.read(rows, "noisy_class")           # or any other column
-    table.write(rows, moved, epoch=7)         # in place; the ledger remembers epoch 7
+    table.write(rows, moved, predicted, epoch=7)    # in place; the ledger remembers epoch 7 and predictions
     manifest = table.snapshot()               # complete and hashed, or not there at all
 
 The ledger counts epochs over the table's life, from 1; `epoch` in every call here counts from 0 in the
@@ -27,7 +27,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.catalogue.class_names import difference
-from pencil_scale.labels.columns import LEDGER_SCHEMA, Int64s, labels_schema
+from pencil_scale.labels.columns import (
+    PINNED,
+    WATCHED,
+    Int64s,
+    labels_schema,
+    ledger_schema,
+    prediction_width,
+)
 from pencil_scale.labels.manifest import (
     LABELS,
     LEDGER,
@@ -100,7 +107,8 @@ class LabelTable:
         for part in set(chosen) - set(manifest.parts):
             raise PencilError(f"manifest over {manifest.store}: has no part {part} to restore")
         stored = (get_parts(manifest, chosen, LABELS), get_parts(manifest, chosen, LEDGER))
-        schema = pa.schema([*labels_schema(manifest.layout.num_classes), *LEDGER_SCHEMA])
+        num_classes = manifest.layout.num_classes
+        schema = pa.schema([*labels_schema(num_classes), *ledger_schema(num_classes)])
         # Every block is written, so a full disk fails here. A hole in the file would fail later, as a SIGBUS
         # in the first process that touches it.
         with written_beside(Path(folder) / LABELS_FILE, durable=False) as beside, beside.open("wb") as sink:
@@ -127,12 +135,15 @@ class LabelTable:
         """The values of these rows, in their order: [B], or [B, width]."""
         return self._columns[column].get(*self._find(rows))
 
-    def write(self, rows: npt.ArrayLike, logits: npt.ArrayLike, epoch: int) -> None:
+    def write(
+        self, rows: npt.ArrayLike, logits: npt.ArrayLike, predicted: npt.ArrayLike | None, epoch: int
+    ) -> None:
         """Move these rows to new logits and mark them as visited; pinned rows are marked and stay.
 
         All rows are checked before any is written. Logits go first: a row marked with the epoch has moved.
         """
         rows, parts = self._find(rows)
+        packed = self._packed(rows, predicted)
         with np.errstate(over="ignore"):  # a number too large becomes infinite, and is refused
             values = np.asarray(logits, np.float32)
         expected = (len(rows), self.layout.num_classes)
@@ -143,20 +154,29 @@ class LabelTable:
             self._refuse(rows[~finite.all(axis=1)], "given logits that are not finite numbers of 32 bits")
         with self._lock:
             self._require_unvisited(rows, parts, epoch)
-            moved, moved_parts = rows, parts
-            free = self._columns["pinned"].get(rows, parts) == 0
+            moved, moved_parts, role = rows, parts, self._columns["role"].get(rows, parts)
+            if np.count_nonzero(role == WATCHED):
+                self._refuse(rows[role == WATCHED], "watched, so its label does not move; mark it instead")
+            free = role != PINNED
             if np.count_nonzero(free) < len(rows):
                 moved, moved_parts, values = rows[free], parts[free], values[free]
             self._labels_moved[moved_parts] = True
             self._columns["label_logits"].set(moved, moved_parts, values)
+            self._predict(rows, parts, packed)
             self._mark(rows, parts, epoch)
 
-    def mark(self, rows: npt.ArrayLike, epoch: int) -> None:
-        """Mark these rows as visited, leaving their labels alone."""
+    def mark(self, rows: npt.ArrayLike, predicted: npt.ArrayLike | None, epoch: int) -> None:
+        """Mark these rows as visited, leaving their labels alone.
+
+        Watched rows only get their prediction: they are never trained on, and may be predicted repeatedly.
+        """
         rows, parts = self._find(rows)
+        packed = self._packed(rows, predicted)
         with self._lock:
-            self._require_unvisited(rows, parts, epoch)
-            self._mark(rows, parts, epoch)
+            trained = self._columns["role"].get(rows, parts) != WATCHED
+            self._require_unvisited(rows[trained], parts[trained], epoch)
+            self._predict(rows, parts, packed)
+            self._mark(rows[trained], parts[trained], epoch)
 
     def count_visited(self, epoch: int) -> int:
         """How many rows of the parts here were last visited in this epoch."""
@@ -186,7 +206,7 @@ class LabelTable:
             labels = batch.select(labels_schema(self.layout.num_classes).names)
             stored = replace(stored, labels=put_batch(store, LABELS, labels, run))
         if self._ledger_moved[part]:
-            ledger = batch.select(LEDGER_SCHEMA.names)
+            ledger = batch.select(ledger_schema(self.layout.num_classes).names)
             stored = replace(stored, ledger=put_batch(store, LEDGER, ledger, run))
         return stored
 
@@ -215,6 +235,28 @@ class LabelTable:
             self._refuse(
                 rows[seen], f"visited in epoch {last + 1} already, written again in epoch {epoch + 1}"
             )
+
+    def _packed(self, rows: Int64s, predicted: npt.ArrayLike | None) -> npt.NDArray[np.float32]:
+        """Predictions as [B, 2 K]: K classes, and their log-probabilities.
+
+        NaN, or None for all, keeps the prediction that a row has.
+        """
+        expected = (len(rows), prediction_width(self.layout.num_classes))
+        if predicted is None:
+            return np.full(expected, np.nan, np.float32)
+        packed = np.asarray(predicted, np.float32)
+        if packed.shape != expected:
+            raise PencilError(f"{self.folder}: predictions of shape {packed.shape}; expected {expected}")
+        return packed
+
+    def _predict(self, rows: Int64s, parts: Int64s, packed: npt.NDArray[np.float32]) -> None:
+        top = packed.shape[1] // 2
+        known = ~np.isnan(packed[:, top])
+        if np.count_nonzero(known) < len(rows):
+            rows, parts, packed = rows[known], parts[known], packed[known]
+        self._ledger_moved[parts] = True
+        self._columns["predicted_class"].set(rows, parts, packed[:, :top])
+        self._columns["predicted_log_p"].set(rows, parts, packed[:, top:])
 
     def _mark(self, rows: Int64s, parts: Int64s, epoch: int) -> None:
         self._ledger_moved[parts] = True

@@ -1,10 +1,12 @@
-"""From learned label logits to decisions: which class, how sure, changed or not.
+"""From learned label logits, or from predictions, to decisions: which class, how sure, changed or not.
 
     decisions = decide(label_logits, noisy_class)
+    decisions = decisions.but(some, decide_by_evidence(predictions, noisy_class[some], noise))
     decisions.corrected_class, decisions.confidence, decisions.changed
 
 A label keeps its given class unless another class is strictly ahead. A row without a given class
-(`noisy_class` -1) has a corrected class and counts as unchanged.
+(`noisy_class` -1) has a corrected class and counts as unchanged. Published labels are decided by one method,
+`LabelRows.decide`.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pencil_scale.method.evidence import NoiseModel, Predictions, judge
 from pencil_scale.storage.errors import PencilError
 
 UNLABELLED = -1
@@ -19,7 +22,7 @@ UNLABELLED = -1
 
 @dataclass(frozen=True)
 class Decisions:
-    """One entry per row."""
+    """One entry per row. By evidence, a share is the probability that the class is right."""
 
     corrected_class: npt.NDArray[np.int64]
     confidence: npt.NDArray[np.float32]  # share of the label on the corrected class
@@ -30,6 +33,13 @@ class Decisions:
     @property
     def num_changed(self) -> int:
         return int(self.changed.sum())
+
+    def but(self, some: npt.NDArray[np.bool_], others: "Decisions") -> "Decisions":
+        """These decisions, with others for some rows."""
+        columns = {name: values.copy() for name, values in vars(self).items()}
+        for name, values in columns.items():
+            values[some] = getattr(others, name)
+        return Decisions(**columns)
 
 
 def label_distribution(label_logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -62,6 +72,24 @@ def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.in
         margin=confidence - _runner_up(shares, corrected),
         score=np.where(labelled, on_given, np.float32("nan")),
         changed=labelled & (corrected != given),
+    )
+
+
+def decide_by_evidence(
+    predictions: Predictions, noisy_class: npt.NDArray[np.integer], noise: NoiseModel
+) -> Decisions:
+    """Decide between the given class and the most likely other one, by the odds."""
+    given = np.asarray(noisy_class, dtype=np.int64)
+    judged = judge(predictions, given, noise)
+    changed = judged.log_odds > noise.min_log_odds
+    confidence = np.where(changed, judged.rival_right, judged.given_right)
+    other = np.where(changed, judged.given_right, judged.rival_right)
+    return Decisions(
+        corrected_class=np.where(changed, judged.rival, given),
+        confidence=confidence.astype(np.float32),
+        margin=(confidence - other).astype(np.float32),
+        score=judged.given_right.astype(np.float32),
+        changed=changed,
     )
 
 

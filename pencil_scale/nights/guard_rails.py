@@ -19,7 +19,6 @@ import numpy.typing as npt
 from pencil_scale.config.settings import NightlyJob
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.method.decisions import decide
 from pencil_scale.nights.crawl import Crawl, archive_counts
 from pencil_scale.nights.start import Prepared
 
@@ -68,7 +67,7 @@ def count_moves(
         some = slice(*np.searchsorted(rows, [after.rows.start, after.rows.stop]).tolist())
         slots = rows[some] - after.rows.start
         given = before.noisy_class[slots]
-        was, now = (decide(one.logits[slots], given).corrected_class for one in (before, after))
+        was, now = (one.decide().corrected_class[slots] for one in (before, after))
         found.append(np.stack([given, was, now, is_new[some]])[:, ~before.pinned[slots]])
     given, was, now, new = np.concatenate(found, axis=1)
     changed = (new == 0) & (was != now)

@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.export.rows import Source, export_tables
-from pencil_scale.export.table import LABELS, PERSON, SCHEMA
+from pencil_scale.export.table import JUDGED, PERSON, SCHEMA
 from pencil_scale.labels.published import Published, PublishedLabels
-from pencil_scale.method.decisions import UNLABELLED, decide
+from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.review.audit import draw
 
 DOUBT = 0.5  # an unchanged label is in doubt below this margin over the second class
@@ -102,7 +102,7 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
     if rules.since is not None:
         manifest, name = rules.since.manifest, f"labels {rules.since.name}"
         for labels in PublishedLabels(manifest).batches(rows):
-            found = decide(labels.logits, labels.noisy_class).corrected_class
+            found = labels.decide().corrected_class
             before[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
         before = ClassOrder.between(manifest.class_names, source.words.class_names, name).classes(before)
     tallies = []
@@ -139,8 +139,8 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
 def _of_table(table: pa.Table, rules: Rules) -> Tally:
     speaker = table["predicted_by"].fill_null("").to_numpy(zero_copy_only=False)
     given, now, before = (_numbers(table[name]) for name in ("given_label", "predicted_label", "before"))
-    judged = np.isin(speaker, (LABELS, PERSON)) & (given != UNLABELLED)
-    changed, learned = judged & (given != now), judged & (speaker == LABELS)
+    judged = np.isin(speaker, JUDGED) & (given != UNLABELLED)
+    changed, learned = judged & (given != now), judged & (speaker != PERSON)
     moved = judged & (before != UNLABELLED) & (before != now)
     counts = Counter(
         rows=len(table),

@@ -32,7 +32,7 @@ from pencil_scale.labels.published import (
 )
 from pencil_scale.labels.report import read_traces
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.method.decisions import UNLABELLED, decide
+from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.nights.record import NightFiles
 from pencil_scale.review.thumbnails import make_thumbnails
 from pencil_scale.storage.errors import PencilError, sample_key
@@ -171,8 +171,7 @@ def _label_lines(storage: Storage, row: int) -> Iterator[str]:
 def _result(published: Published, row: int) -> Iterator[str]:
     labels, here = PublishedLabels(published.manifest), range(row, row + 1)
     label, names = labels.rows(here), published.manifest.class_names
-    found = decide(label.logits, label.noisy_class)
-    is_visited, is_pinned = labels.last_epoch(here)[0] > 0, label.pinned[0]
+    found, is_visited, is_pinned = label.decide(), label.last_epoch[0] > 0, label.pinned[0]
     if not is_visited and not is_pinned and label.noisy_class[0] == UNLABELLED:
         # The logits of such a row are all equal, and do not say anything about its class.
         yield "  result     no class: none was given, and no run trained on the sample"
@@ -189,6 +188,9 @@ def _result(published: Published, row: int) -> Iterator[str]:
     how = f"with {found.confidence[0]:.2f} of the label"
     if is_pinned:
         how = "pinned"
+    elif label.has_evidence[0]:
+        how = f"right with a probability of {found.confidence[0]:.2f}"
+        how += "" if is_visited else ": watched, predicted by a network that was never trained on it"
     elif not is_visited:
         how = "as given: no run trained on the sample"
     yield f"  result     {names[found.corrected_class[0]]}, {how}"

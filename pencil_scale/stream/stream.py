@@ -33,7 +33,7 @@ from pencil_scale.labels.owners import Batch
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, mixed_key, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
-from pencil_scale.stream.window_reader import ReadSpec, Selection, common_size, read_pieces
+from pencil_scale.stream.window_reader import LeftOut, ReadSpec, Selection, common_size, read_pieces
 
 Item = TypeVar("Item")
 
@@ -60,6 +60,7 @@ class StreamSpec:
     decode: Literal["cpu", "gpu"] = "cpu"
     shuffle: bool = True
     subset: Int64s | None = field(default=None, repr=False, compare=False)  # row numbers
+    left_out: LeftOut | None = field(default=None, repr=False, compare=False)  # watched, not trained on
     num_epochs: int = 0  # of the run: while one epoch ends, the next is already being read
     worker_cpus: float = 0.0  # reserved by every rank; the other CPUs are for reading
 
@@ -81,10 +82,17 @@ class StreamSpec:
             worker_cpus=config.workers.cpus,
         )
         if clean_set:
-            most = min(4 * batch, CLEAN_PIXELS // config.images.crop**2)
-            return replace(spec, batch=max(batch, most), shuffle=False)
+            return spec.for_evaluation(config)
         num_epochs = sum(stage.epochs for _, stage in config.stages)
         return replace(spec, decode=config.images.decode, num_epochs=num_epochs)
+
+    def for_evaluation(self, config: Config, subset: Int64s | None = None) -> "StreamSpec":
+        """The same rows, or others of the same catalogue, in order and in larger batches."""
+        most = min(4 * self.batch, CLEAN_PIXELS // config.images.crop**2)
+        batch, rows = max(self.batch, most), self.subset if subset is None else subset
+        return replace(
+            self, batch=batch, subset=rows, left_out=None, shuffle=False, decode="cpu", num_epochs=0
+        )
 
 
 class Stream:
@@ -94,7 +102,7 @@ class Stream:
         self.spec, self.rank, self.world = spec, rank, world
         block_bytes = min(BLOCK_BYTES, max(1 << 20, (spec.window_mb << 20) // 2))
         read = ReadSpec(spec.storage, spec.version, block_bytes, spec.clean_set, spec.resize)
-        self._selection = Selection(read.catalogue(), spec.subset)
+        self._selection = Selection(read.catalogue(), spec.subset, spec.left_out)
         self.num_rows = self._selection.num_rows  # of a complete epoch, over all ranks
         if self.num_rows == 0:
             raise PencilError(f"{spec.storage}: no row to read; see the report of pipelines.index_shards")

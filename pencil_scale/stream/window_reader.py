@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -65,10 +66,19 @@ class ReadSpec:
         return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
 
 
-class Selection:
-    """The rows an epoch visits: the ok rows of a catalogue, or those of them in a subset."""
+class LeftOut(NamedTuple):
+    """Rows of a selection that are not visited, and the bytes of their images."""
 
-    def __init__(self, catalogue: Catalogue, subset: Int64s | None = None) -> None:
+    rows: Int64s
+    num_bytes: Int64s
+
+
+class Selection:
+    """The rows an epoch visits: the ok rows of a catalogue, or those of them in a subset; some left out."""
+
+    def __init__(
+        self, catalogue: Catalogue, subset: Int64s | None = None, left_out: LeftOut | None = None
+    ) -> None:
         self._catalogue = catalogue
         self.chunks, self.mask = catalogue.chunks(), None
         if subset is not None:
@@ -84,6 +94,12 @@ class Selection:
                 table = self.table(chunk)
                 self.chunks.num_ok[chunk] = len(table)
                 self.chunks.ok_bytes[chunk] = pc.sum(table["image_bytes"]).as_py() or 0
+        if left_out is not None:
+            self.mask = np.ones(catalogue.num_rows, np.bool_) if self.mask is None else self.mask
+            self.mask[left_out.rows] = False
+            self.chunks = Chunks(self.chunks.num_ok.copy(), self.chunks.ok_bytes.copy())
+            np.subtract.at(self.chunks.num_ok, left_out.rows // CHUNK_ROWS, 1)
+            np.subtract.at(self.chunks.ok_bytes, left_out.rows // CHUNK_ROWS, left_out.num_bytes)
 
     @property
     def num_rows(self) -> int:

@@ -30,7 +30,7 @@ from pencil_scale.catalogue.class_names import ClassOrder
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.method.decisions import UNLABELLED, decide
+from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import GOLDEN, splitmix64
 from pencil_scale.subset.files import MEMBERS
@@ -166,7 +166,7 @@ def _read(rule: Rule, rows: range) -> tuple[pa.Table, Classes]:
         order = ClassOrder.between(rule.labels.class_names, rule.catalogue.class_names, "subset.labels")
         for labels in PublishedLabels(rule.labels).batches(rows):
             here = slice(labels.rows.start - rows.start, labels.rows.stop - rows.start)
-            found = decide(order.logits(labels.logits), classes[here])
+            found = labels.under(order, classes[here]).decide()
             share = found.confidence if rule.corrected else found.score
             allowed[here] &= share >= rule.min_confidence
             if rule.corrected:

@@ -1,9 +1,9 @@
 """Gate: whether the labels of a run may be published, or have to wait for a person.
 
-A run is held if its network is not clearly better than chance, if a class lost most of its samples, or if
-the labels got worse where the truth is known.
+A run is held if its network is not clearly better than chance, if its repair does not clearly gain more than
+it loses, if a class lost most of its samples, or if the labels got worse where the truth is known.
 
-    reasons = judge(figures, report, class_names, max_class_loss=0.5, num_clean={"test": 10_000})
+    reasons = judge(figures, report, class_names, 0.5, {"test": 10_000}, assessment)
     reasons                            # none: publish
 
 Chance among C classes is 1/C. To be clearly better, a figure has to exceed it by three standard deviations
@@ -19,10 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.report import LabelReport
 
 SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
+LEAST_POWER = 0.2
+ADVICE = (
+    "a weak network and heavy noise cannot be told apart: use pretrained weights, more epochs or larger "
+    "images, or review the labels and release them with pipelines.promote"
+)
 
 Epoch = Mapping[str, Any]  # its figures
 
@@ -33,24 +39,28 @@ def judge(
     class_names: Sequence[str],
     max_class_loss: float,
     num_clean: Mapping[str, int],
+    found: Assessment | None = None,
 ) -> tuple[str, ...]:
     """Give the reasons why labels must wait for a person; none if they can be published.
 
     `figures` are those of every epoch, `report` describes the labels after the last one, and `num_clean`
-    is the number of samples of the clean sets ("validation", "test"). A missing figure is not a reason.
+    is the number of samples of the clean sets ("validation", "test"). `found` is what the watched samples
+    and the planted errors say. A missing figure is not a reason.
     """
-    found = [
+    reasons = [
         _guesses(figures, report),
         _guesses_clean(figures[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
+        _declined(figures),
+        _no_gain(found),
     ]
     given, corrected = report.given_right, report.corrected_right
     if corrected.num < given.num:
-        found.append(
+        reasons.append(
             f"the labels got worse: of {given.of:,} whose truth is known, {given.num:,} were right as given "
             f"and {corrected.num:,} are right now (data.truth)"
         )
-    return tuple(reason for reason in found if reason)
+    return tuple(reason for reason in reasons if reason)
 
 
 def needed(num_classes: int, deviation: float) -> float:
@@ -94,6 +104,44 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
         f"the network is not clearly better than chance: {what} {found:.3f}; more than {least:.3f} was "
         f"expected among {num_classes} classes; train longer or with another rate (stages.backbone), or from "
         "pretrained weights (model.weights)"
+    )
+
+
+def _no_gain(found: Assessment | None) -> str:
+    """Doubt a repair that is not clearly a gain, and one by a network that could not have found errors."""
+    if found is None or found.gain is None or found.power is None:
+        return ""
+    gain, power = found.gain, found.power
+    measured = f"{gain.found:.0%} of {gain.num_planted:,} errors planted on purpose were found"
+    if gain.changed == 0:
+        if power >= LEAST_POWER:
+            return ""  # there was nothing to repair
+        return (
+            f"no label changed, and the network is too weak to find wrong ones: it would find {power:.0%} of "
+            f"the errors planted on purpose if 10 % of the labels were wrong; {ADVICE}"
+        )
+    if gain.low > 0:
+        return ""
+    return (
+        f"the repair is not clearly a gain: it changed {gain.changed:.1%} of the labels, and the share of "
+        f"right labels is estimated to change by {gain.gain:+.1%} ({gain.low:+.1%} to {gain.high:+.1%}); "
+        f"{measured}; {ADVICE}"
+    )
+
+
+def _declined(figures: Sequence[Epoch]) -> str:
+    """Doubt a network that agrees less with the labels of watched samples than before labels moved."""
+    name = "watch_agreement_judged"
+    before = [epoch for epoch in figures if epoch["stage"] == "backbone" and name in epoch][-1:]
+    if not before or name not in figures[-1]:
+        return ""
+    was, now, num = before[0][name], figures[-1][name], max(figures[-1]["watched_judged"], 1)
+    error = SURELY * math.sqrt((was * (1 - was) + now * (1 - now)) / num)
+    if now >= was - error:
+        return ""
+    return (
+        f"the network got worse while labels moved: on {num:,.0f} watched samples its agreement with the "
+        f"given labels fell from {was:.3f} to {now:.3f}; use a lower stages.pencil.lambda"
     )
 
 

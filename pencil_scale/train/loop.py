@@ -155,10 +155,11 @@ class Loop:
             self._limit_unreadable(self._num_unreadable, num_rows, self._unreadable, progress.epoch)
         result = self.stepper.step(prepared, stage, nth, num_steps)
         self._tally.add(result)
+        label_logits, predicted = result.label_logits[: len(batch.rows)], result.predicted[: len(batch.rows)]
         if stage.moves_labels:
-            self.owners.move(batch.rows, result.label_logits[: len(batch.rows)], progress.epoch)
+            self.owners.move(batch.rows, label_logits, predicted, progress.epoch)
         else:
-            self.owners.mark(batch.rows, progress.epoch)
+            self.owners.mark(batch.rows, predicted, progress.epoch)
 
     def _report(self, stage: Stage, progress: Progress) -> None:
         """Start to copy the loss, and report it a few steps later, at the same steps on all ranks."""

@@ -32,13 +32,18 @@ from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.columns import NARROW_BYTES
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.roles import ALL, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pencil_scale.stream.stream import Stream, StreamSpec
+from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
 from pencil_scale.train.preparation import Preparation, build_network
@@ -47,6 +52,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
 REMEDY = "run pipelines.index_shards again with this config, or undo the change"
 TRIAL_S = 30.0
+ROLES = "roles.npz"
 FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
 WAIT_EVERY = 4  # steps
 
@@ -61,16 +67,22 @@ class RunPlan:
     catalogue: Catalogue
     stream: StreamSpec
     clean: dict[str, StreamSpec]  # "validation", "test"
-    num_samples: int
+    roles: Roles  # samples that are watched or have a planted error
+    num_samples: int  # to train on
     weight_bytes: int  # of the network
     lines: list[str]
 
 
-def make_plan(config: Config, version: int | None = None, record: RunRecord | None = None) -> RunPlan:
+def make_plan(
+    config: Config,
+    version: int | None = None,
+    record: RunRecord | None = None,
+    parent: Manifest | None = None,
+) -> RunPlan:
     """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogues.
 
     A run that resumes has a `record`, whose catalogue versions and weights count. Otherwise `version` is the
-    catalogue version to start with; None is the newest.
+    catalogue version to start with (None is the newest), and `parent` the labels that the run continues.
     """
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
@@ -104,10 +116,37 @@ def make_plan(config: Config, version: int | None = None, record: RunRecord | No
     ]
     if num_taken_down:
         lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
-    stream = StreamSpec.from_config(config, catalogue.version, subset=subset)
+    roles = _roles(config, catalogue, subset, record, parent)
+    if len(roles.watched) + len(roles.planted):
+        num_samples -= len(roles.watched)
+        lines.append(
+            f"evidence: {len(roles.watched):,} samples are watched instead of trained on, "
+            f"{len(roles.planted):,} labels are wrong on purpose while the run trains"
+        )
+    left_out = LeftOut(roles.watched, roles.watched_bytes) if len(roles.watched) else None
+    stream = replace(StreamSpec.from_config(config, catalogue.version, subset=subset), left_out=left_out)
     clean = _check_clean(config, record, names)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return RunPlan(config, names, schedule, catalogue, stream, clean, num_samples, weight_bytes, lines)
+    return RunPlan(config, names, schedule, catalogue, stream, clean, roles, num_samples, weight_bytes, lines)
+
+
+def _roles(
+    config: Config,
+    catalogue: Catalogue,
+    subset: Rows | None,
+    record: RunRecord | None,
+    parent: Manifest | None,
+) -> Roles:
+    """Choose the samples that measure the run; a run that resumes has those it started with."""
+    storage = Storage(config.run.storage)
+    if record is not None:
+        stored = storage.find(storage.run(record.name, ROLES))
+        return Roles.none() if stored is None else Roles.decode(stored)
+    highest = ALL
+    if parent is not None:  # its network has seen every sample that was not watched
+        highest = int(parent.noise["watched_below"]) if parent.noise else 0
+    pins = read_pins(storage.url).resolve(catalogue.class_names, config.nightly.remap)
+    return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, highest)
 
 
 def _check_clean(

@@ -40,7 +40,7 @@ from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.stream.stream import Prefetch, Stream, StreamSpec
-from pencil_scale.train.step import StepGraph, Stepper
+from pencil_scale.train.step import StepGraph, Stepper, top_predictions
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
 DECODED_AHEAD = 2  # batches, each of which is hundreds of photos in the GPU's memory
@@ -227,3 +227,19 @@ def count_right(
         seen += readable.sum()
     model.train(training)
     return int(right), int(seen)
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the rows of readable images, what the network predicts for them, and their given classes."""
+    training, _ = model.training, model.eval()
+    for batch in batches:
+        images = centre(batch.images.to(device, non_blocking=True), recipe)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            class_logits = model(images)
+        readable = batch.weight > 0
+        predicted = top_predictions(class_logits)
+        yield batch.rows[readable], predicted[readable.to(device)], batch.noisy_class[readable]
+    model.train(training)

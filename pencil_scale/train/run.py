@@ -19,7 +19,7 @@ from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord, find_record, write_record
-from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_name
@@ -31,7 +31,7 @@ from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, start_control
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
+from pencil_scale.train.plan import ROLES, RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 from pencil_scale.train.worker import Job
 
@@ -122,7 +122,9 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
     if config.data.subset is not None:  # it may be redrawn under the same name
         settings["data.subset members"] = fingerprint(config.data.subset)
     record = find_record(config.run.storage, config.run.name, settings)
-    plan = make_plan(config, start.catalogue_version if start else None, record)
+    plan = make_plan(
+        config, start.catalogue_version if start else None, record, start.labels if start else None
+    )
     say("\n".join(plan.lines))
     ensure_ray()
     require_room(config.workers)
@@ -140,8 +142,20 @@ def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], le
         pins = read_pins(storage.url).resolve(plan.class_names, config.nightly.remap)
         if warning := pins.void_warning():
             say(f"WARNING: {warning}")
-        labels = start_labels(plan.catalogue, storage.url, scale, pins, run)
+        labels = start_labels(
+            plan.catalogue,
+            storage.url,
+            scale,
+            pins,
+            run,
+            planted=(plan.roles.planted, plan.roles.planted_class),
+            watched=plan.roles.watched,
+        )
+    else:
+        labels = set_roles(labels, (plan.roles.planted, plan.roles.planted_class), plan.roles.watched)
     labels.require_whole()
+    if len(plan.roles.watched) + len(plan.roles.planted):
+        lease.put(storage.run(config.run.name, ROLES), plan.roles.encode())
     name = storage.run(config.run.name, "labels.json")
     lease.put(name, labels.encode())
     record = RunRecord(
@@ -177,7 +191,8 @@ def _job(plan: RunPlan, record: RunRecord) -> Job:
     checkpoints.remove(before=attempt)
     labels = Manifest.load(record.labels)
     require_same_rows(labels, plan.catalogue)
-    return Job(plan.config, record, plan.stream, plan.clean, labels, resume, start_control())
+    watched = plan.stream.for_evaluation(plan.config, plan.roles.watched) if len(plan.roles.watched) else None
+    return Job(plan.config, record, plan.stream, plan.clean, watched, labels, resume, start_control())
 
 
 def _tidy(storage: str, record: RunRecord) -> None:

@@ -1,7 +1,7 @@
 """One step: move the weights by a batch, then move its labels by the network's predictions.
 
     stepper = Stepper(model, optimizer)
-    result = stepper.step(batch, stage, nth, of)             # label_logits moved; loss and counts
+    result = stepper.step(batch, stage, nth, of)             # label_logits moved; predictions; loss, counts
 
 `StepGraph` takes the same steps by replaying a CUDA graph.
 """
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.labels.owners import Batch
+from pencil_scale.method.evidence import TOP
 from pencil_scale.method.schedule import Stage
 
 PLAIN_STEPS = 3  # before a graph is recorded: libraries choose their kernels, and momentum gets its memory
+LEAST_LOG_P = -60_000.0  # a label table stores 16 bits
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class StepResult:
     """The result of a step, still on the device: reading it waits for the step."""
 
     label_logits: Tensor  # [B, C], moved
+    predicted: Tensor  # [B, 2 K], of `top_predictions`; NaN where the image could not be read
     # float64 [3 + 2 C]: weighted loss, weight, labels whose move was not finite, and by given class the
     # samples and those whose prediction agrees
     sums: Tensor
@@ -104,7 +107,16 @@ def _result(
     agrees = class_logits.argmax(-1) == batch.noisy_class
     counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), (~finite).sum().double()])
-    return StepResult(moved, torch.cat([sums, counts]))
+    predicted = top_predictions(class_logits)
+    predicted = torch.where(readable[:, None], predicted, torch.nan)
+    return StepResult(moved, predicted, torch.cat([sums, counts]))
+
+
+def top_predictions(class_logits: Tensor) -> Tensor:
+    """The most likely classes, and their log-probabilities: float32 [B, 2 K]."""
+    log_p = class_logits.float().log_softmax(-1).clamp(min=LEAST_LOG_P)
+    top = log_p.topk(min(TOP, log_p.shape[-1]))
+    return torch.cat([top.indices.float(), top.values], dim=-1)
 
 
 class StepGraph:

@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.assessment import Assessment, assess
 from pencil_scale.labels.report import study_labels
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.storage.errors import DamagedError
@@ -33,6 +34,9 @@ TABLE = {
     "validation_accuracy": "validation accuracy, last epoch",
     "samples": "samples",
     "corrected": "labels changed",
+    "wrong_labels": "labels that are wrong, estimated",
+    "gain": "gain in right labels, estimated",
+    "watch_agreement": "agreement on watched samples",
     "images_per_s": "images/s",
     "epoch_s": "seconds per epoch",
     "model": "model",
@@ -84,9 +88,11 @@ def publish(
     config, storage = plan.config, Storage(plan.config.run.storage)
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
-    report = study_labels(saved.labels, plan.catalogue, plan.stream.subset)
+    found = assess(saved.labels, plan.catalogue, plan.roles)
+    saved = replace(saved, labels=found.labels)
+    report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
-    doubts = judge(saved.figures, report, plan.class_names, max_loss, num_clean)
+    doubts = judge(saved.figures, report, plan.class_names, max_loss, num_clean, found)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
@@ -96,6 +102,9 @@ def publish(
     _save(saved, storage.model(record.name), labels, lease)
     facts = {
         **_facts(saved.figures),
+        **report.figures(),
+        "corrected": report.num_corrected,
+        **_evidence(found, report.num_rows),
         "run": record.name,
         "warnings": warnings,
         "model": storage.path(storage.model(record.name)),
@@ -114,6 +123,18 @@ def publish(
         tracker.set_tag("labels.held_because", "; ".join(doubts))
     tracker.log_model(config.model.backbone, saved.weights, plan.class_names, config.images.crop, alias)
     return Summary(facts)
+
+
+def _evidence(found: Assessment, num_rows: int) -> dict[str, float]:
+    """What was measured without clean data."""
+    facts: dict[str, float] = {}
+    if found.noise is not None:
+        wrong = {"": found.noise.wrong, "_low": found.noise.wrong_low, "_high": found.noise.wrong_high}
+        facts |= {f"wrong_labels{bound}": round(share * num_rows) for bound, share in wrong.items()}
+    if found.gain is not None:
+        facts |= {"gain": found.gain.gain, "gain_low": found.gain.low, "gain_high": found.gain.high}
+        facts |= {"planted_found": found.gain.found, "planted_restored": found.gain.restored}
+    return facts
 
 
 def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) -> None:
@@ -141,14 +162,13 @@ def _save(saved: Saved, model: str, labels: str, lease: Lease) -> None:
 def _facts(figures: list[dict[str, Any]]) -> dict[str, Any]:
     """The final figures, and the typical ones of an epoch."""
     last = figures[-1]
-    facts = {key: last[key] for key in last if key.endswith("_accuracy") or key.startswith("corrected")}
+    facts = {key: last[key] for key in last if key.endswith("_accuracy")}
     for key in ("test_accuracy", "validation_accuracy"):
         if key in last:
             facts[f"{key}_best"] = max(epoch[key] for epoch in figures)
-    facts |= {key: last[key] for key in ("label_accuracy_n", "label_entropy") if key in last}
+    facts |= {key: last[key] for key in ("watch_agreement",) if key in last}
     facts |= {
         "samples": last["rows_planned"],
-        "corrected": int(last["corrected"]),
         "epochs": len(figures),
         # The share of the epoch's rows that was trained; rows taken down during it count on neither side.
         "coverage": [min(epoch["rows_visited"] / max(epoch["rows_planned"], 1), 1.0) for epoch in figures],

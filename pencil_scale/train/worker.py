@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -25,6 +26,7 @@ from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
+from pencil_scale.labels.roles import judges
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
@@ -38,6 +40,7 @@ from pencil_scale.train.preparation import (
     build_network,
     claim_scratch,
     count_right,
+    predict,
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
@@ -55,6 +58,7 @@ class Job:
     record: RunRecord  # of this attempt
     stream: StreamSpec
     clean: dict[str, StreamSpec]  # "validation", "test"
+    watched: StreamSpec | None
     labels: Manifest  # the labels to start from, unless there is a checkpoint
     resume: str | None  # a checkpoint that an earlier attempt left
     control: Any  # the actor of `pencil_scale.train.driver`
@@ -114,6 +118,9 @@ class Worker:
         for name, spec in job.clean.items():
             self.clean[name] = CleanSet(spec, rank, world, local)
             opened.callback(self.clean[name].close)
+        self.watched = None if job.watched is None else CleanSet(job.watched, rank, world, local)
+        if self.watched is not None:
+            opened.callback(self.watched.close)
         self.study = LabelStudy(
             config.run.storage,
             job.record.catalogue_version,
@@ -180,6 +187,8 @@ class Worker:
             counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
             right, seen = (self.ranks.total(count) for count in counts)
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
+        if self.watched is not None:
+            figures |= self._watch(self.watched, epoch)
         manifest = self._snapshot()
         if self.ranks.rank == 0:
             before = self.figures[-1] if self.figures else {}
@@ -187,6 +196,30 @@ class Worker:
             self.figures.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.report("epoch", progress=progress, figures=self.figures[-1], found=found)
         self._save_pair(progress, manifest)
+
+    def _watch(self, watched: CleanSet, epoch: int) -> dict[str, float]:
+        """Predict the watched samples; return how often the predictions agree with the given labels.
+
+        One half of the samples selects what is published; the other half only judges it.
+        """
+        config, agreed = self.job.config, np.zeros((2, 2))
+        bf16 = config.optimizer.precision == "bf16"
+        for rows, predicted, given in predict(
+            self.model, watched.batches(), config.images, self.device, bf16
+        ):
+            self.owners.mark(rows, predicted, epoch)
+            agrees = predicted[:, 0].cpu().numpy() == given.numpy()
+            half = judges(rows.numpy()).astype(np.int64)
+            agreed += np.stack([np.bincount(half, agrees, 2), np.bincount(half, minlength=2)])
+        self.owners.drain()
+        (select, judge), (num_select, num_judge) = (
+            [self.ranks.total(value) for value in row] for row in agreed
+        )
+        return {
+            "watch_agreement": select / max(num_select, 1),
+            "watch_agreement_judged": judge / max(num_judge, 1),
+            "watched_judged": num_judge,
+        }
 
     def report(self, kind: str, **what: Any) -> None:
         """Report an event to the driver; only rank 0 does."""

@@ -14,7 +14,7 @@ from pencil_scale.storage.errors import PencilError
 def trained(tmp_path: Path, num_rows: int) -> tuple[Manifest, np.ndarray]:
     table = new_table(tmp_path / "old", np.arange(num_rows) % 3, names(3), tmp_path / "store")
     logits = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
-    table.write(np.arange(num_rows), logits, epoch=0)
+    table.write(np.arange(num_rows), logits, None, epoch=0)
     return table.snapshot(), logits
 
 

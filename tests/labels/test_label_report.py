@@ -36,7 +36,7 @@ def snapshot(folder: Path, learned: list[int], pins: dict[int, int] | None = Non
     """Labels that have all moved to the classes in `learned`."""
     table = new_table(folder / "table", GIVEN, names(3), folder / "store", pins)
     logits = 20 * np.eye(3, dtype=np.float32)[learned]
-    table.write(range(6), logits, epoch=0)
+    table.write(range(6), logits, None, epoch=0)
     return table.snapshot()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from label_making import names, new_labels, new_table
+from label_making import names, new_labels, new_table, predicted
 
 from pencil_scale.labels.manifest import Manifest, remove_unnamed
 from pencil_scale.labels.table import LabelTable
@@ -44,6 +44,15 @@ def state_after(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     return logits, np.where(done, epoch + 1, epoch)
 
 
+def predictions_after(last_epoch: np.ndarray) -> np.ndarray:
+    """The log-probability of the last class kept of each row, at the last epoch of its ledger."""
+    found = np.full(NUM_ROWS, np.nan, np.float16)
+    for epoch in np.unique(last_epoch[last_epoch > 0]):
+        rows = np.flatnonzero(last_epoch == epoch)
+        found[rows] = predicted(rows, NUM_CLASSES, epoch - 1)[:, -1]
+    return found
+
+
 def write_and_snapshot_for_ever(folder: Path, manifest_path: Path, seed: int) -> None:
     """Resume from the last snapshot, as a restarted run would, with a snapshot every few steps."""
     manifest = Manifest.load(manifest_path)
@@ -52,7 +61,7 @@ def write_and_snapshot_for_ever(folder: Path, manifest_path: Path, seed: int) ->
     for num_steps in range(int(manifest_path.stem) + 1, 10**9):
         epoch, step = divmod(num_steps - 1, STEPS)
         rows = np.arange(step * BATCH, (step + 1) * BATCH)
-        table.write(rows, value(rows, epoch), epoch)
+        table.write(rows, value(rows, epoch), predicted(rows, NUM_CLASSES, epoch), epoch)
         if rng.random() < 0.3:
             table.snapshot().save(folder / "manifests" / f"{num_steps:08d}.json")
 
@@ -89,6 +98,8 @@ def test_a_writer_killed_fifty_times_always_leaves_a_complete_snapshot(tmp_path:
         logits, last_epoch = state_after(int(newest.stem))
         assert np.array_equal(restored.read(np.arange(NUM_ROWS)), logits)
         assert np.array_equal(restored.read(np.arange(NUM_ROWS), "last_epoch"), last_epoch)
+        last_log_p = restored.read(np.arange(NUM_ROWS), "predicted_log_p")[:, -1]
+        assert np.array_equal(last_log_p, predictions_after(last_epoch), equal_nan=True)
 
         # Files that no manifest names are what a snapshot had written when it was killed.
         killed_inside += bool(
@@ -142,12 +153,12 @@ print(files())
 table = LabelTable.restore(new_labels(disk + "/store", np.zeros(6_000, int), "abcde"), disk + "/small")
 try:
     for epoch in range(9):
-        table.write(np.arange(6_000), np.full((6_000, 5), epoch, np.float32), epoch)
+        table.write(np.arange(6_000), np.full((6_000, 5), epoch, np.float32), None, epoch)
         table.snapshot()
 except PencilError as error:
     print(error)
 assert not [name for name in files() if "unfinished" in name]
-table.write([5], np.ones((1, 5), np.float32), epoch=9)
+table.write([5], np.ones((1, 5), np.float32), None, epoch=9)
 print(table.read([5]).tolist())
 """
 
@@ -169,7 +180,7 @@ from label_making import new_labels, new_table
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import PencilError
 table = new_table(Path(disk + "-elsewhere"), np.arange(3000) % 5, "abcde", disk + "/store")
-table.write([7], np.ones((1, 5), np.float32), epoch=0)
+table.write([7], np.ones((1, 5), np.float32), None, epoch=0)
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 for attempt in (
     lambda: new_labels(disk + "/another", np.zeros(10, int), "abcde"),

@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from label_making import names, new_labels
+from label_making import names, new_labels, predicted
 
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import AHEAD, Batch, Owners, owned_parts
+from pencil_scale.labels.start_labels import set_roles
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import TOP
 from pencil_scale.method.pencil import move_labels
 from pencil_scale.storage.errors import PencilError
 
-NUM_ROWS, NUM_CLASSES = 6000, 5  # six parts: fewer than the largest world
+NUM_ROWS, NUM_CLASSES = 6000, TOP + 1  # six parts: fewer than the largest world
 TIMEOUT_S = 60.0
 
 # Importing torch takes seconds; every rank is forked from one server that has done it.
@@ -53,9 +55,9 @@ def run_rank(rank: int, world: int, folder: Path, target: Rank, timeout_s: float
 
 
 def start_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT_S) -> list[BaseProcess]:
-    new_labels(folder / "store", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES)).save(
-        folder / "start.json"
-    )
+    if not (folder / "start.json").exists():
+        given = np.arange(NUM_ROWS) % NUM_CLASSES
+        new_labels(folder / "store", given, names(NUM_CLASSES)).save(folder / "start.json")
     ranks = [
         CONTEXT.Process(target=run_rank, args=(rank, world, folder, target, timeout_s), daemon=True)
         for rank in range(world)
@@ -76,6 +78,11 @@ def run_world(world: int, folder: Path, target: Rank, timeout_s: float = TIMEOUT
 def merged(world: int, folder: Path) -> Manifest:
     paths = [folder / f"manifest-{rank}.json" for rank in range(world)]
     return merge([Manifest.decode(path.read_bytes(), str(path)) for path in paths])
+
+
+def guess(rows: torch.Tensor) -> torch.Tensor:
+    """What a network would predict, as a function of the row alone."""
+    return torch.from_numpy(predicted(rows.numpy(), NUM_CLASSES))
 
 
 def batches_of(rows: torch.Tensor, sizes: list[int]) -> Iterator[Batch]:
@@ -109,7 +116,7 @@ def train(owners: Owners, batches: Iterator[Batch], epoch: int) -> int:
     for batch in owners.with_labels(batches, epoch):
         class_logits = fixed_class_logits(batch.rows)
         moved = move_labels(class_logits, batch.label_logits, batch.noisy_class, label_rate=0.9, pull=1.0)
-        owners.move(batch.rows, moved, epoch)
+        owners.move(batch.rows, moved, guess(batch.rows), epoch)
         num_batches += 1
     owners.drain()
     return num_batches
@@ -149,6 +156,41 @@ def test_the_labels_are_the_same_for_any_world(tmp_path: Path, world: int) -> No
     table = LabelTable.restore(merged(world, tmp_path), tmp_path / "after")
     np.testing.assert_allclose(table.read(np.arange(NUM_ROWS)), expected_logits(2), atol=1e-6, rtol=0)
     assert set(table.read(np.arange(NUM_ROWS), "last_epoch").tolist()) == {table.manifest.first_epoch + 1}
+    assert_predicted(table, np.arange(NUM_ROWS))
+
+
+def assert_predicted(table: LabelTable, rows: np.ndarray) -> None:
+    """Each of these rows has its own prediction, no matter which rank made it."""
+    expected = guess(torch.from_numpy(rows)).numpy()
+    assert np.array_equal(table.read(rows, "predicted_class"), expected[:, :TOP])
+    assert np.array_equal(table.read(rows, "predicted_log_p"), expected[:, TOP:].astype(np.float16))
+
+
+def a_stage_of_marks(owners: Owners, folder: Path) -> int:
+    """Mark a share of the rows while labels are fetched; then predict the watched rows, twice."""
+    rows = share_of(owners.rank, owners.world)
+    trained = rows[rows % 10 != 0]
+    for batch in owners.with_labels(batches_of(trained, uneven_sizes(len(trained), owners.rank)), 0):
+        assert torch.equal(batch.noisy_class, batch.rows % NUM_CLASSES)
+        owners.mark(batch.rows, guess(batch.rows), epoch=0)
+    owners.drain()
+    watched = rows[rows % 10 == 0]
+    for predictions in (torch.zeros(len(watched), 2 * TOP), guess(watched)):
+        owners.mark(watched, predictions, epoch=0)
+        owners.drain()
+    return owners.table.count_visited(0)
+
+
+@pytest.mark.slow
+def test_predictions_of_trained_and_watched_rows_reach_their_owners(tmp_path: Path) -> None:
+    labels = new_labels(tmp_path / "store", np.arange(NUM_ROWS) % NUM_CLASSES, names(NUM_CLASSES))
+    watched = np.arange(0, NUM_ROWS, 10)
+    set_roles(labels, None, watched).save(tmp_path / "start.json")
+    assert sum(run_world(2, tmp_path, a_stage_of_marks)) == NUM_ROWS - len(watched)
+    table = LabelTable.restore(merged(2, tmp_path), tmp_path / "after")
+    assert_predicted(table, np.arange(NUM_ROWS))
+    assert np.array_equal(table.read(np.arange(NUM_ROWS)), expected_logits(0))
+    assert not table.read(watched, "last_epoch").any()
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -164,7 +206,7 @@ def others_are_slower(owners: Owners, folder: Path) -> bool:
     rows = share_of(owners.rank, owners.world)
     for batch in owners.with_labels(batches_of(rows, even_sizes(len(rows), 200))):
         time.sleep(0.02 * owners.rank)
-        owners.move(batch.rows, batch.label_logits + 1, epoch=0)
+        owners.move(batch.rows, batch.label_logits + 1, guess(batch.rows), epoch=0)
     dist.barrier()
     owners.drain()
     return True
@@ -184,7 +226,7 @@ def steps_in_lockstep(owners: Owners, folder: Path) -> bool:
     rows = share_of(owners.rank, owners.world)[: sum(sizes)]
     for batch in owners.with_labels(batches_of(rows, sizes)):
         dist.all_reduce(torch.ones(1))
-        owners.move(batch.rows, batch.label_logits + 1, epoch=0)
+        owners.move(batch.rows, batch.label_logits + 1, guess(batch.rows), epoch=0)
     owners.drain()
     return True
 
@@ -206,7 +248,7 @@ def old_passes_linger(owners: Owners, folder: Path) -> bool:
             if lingering:
                 lingering.pop().close()
             dist.all_reduce(torch.ones(1))
-            owners.move(batch.rows, batch.label_logits + 1, epoch)
+            owners.move(batch.rows, batch.label_logits + 1, guess(batch.rows), epoch)
         owners.drain()
         lingering.append(batches)
         dist.barrier()
@@ -236,7 +278,7 @@ def snapshot_half_way(owners: Owners, folder: Path) -> int:
     rows = share_of(owners.rank, owners.world)
     batches = batches_of(rows, even_sizes(len(rows), 100))
     for step, batch in enumerate(owners.with_labels(batches, epoch=0)):
-        owners.move(batch.rows, batch.label_logits + 1, epoch=0)
+        owners.move(batch.rows, batch.label_logits + 1, guess(batch.rows), epoch=0)
         if step == 6:
             owners.drain()
             part = owners.table.snapshot()
@@ -263,7 +305,7 @@ def one_dies(owners: Owners, folder: Path) -> None:
         if owners.rank == 1 and step == 5:
             (folder / "pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.Signals[(folder / "signal").read_text()])
-        owners.move(batch.rows, batch.label_logits, epoch=4)
+        owners.move(batch.rows, batch.label_logits, guess(batch.rows), epoch=4)
         time.sleep(0.02)
     owners.drain()
 
@@ -298,10 +340,11 @@ def test_a_rank_that_dies_or_hangs_is_reported_with_the_addresses_of_all(tmp_pat
 
 
 def one_is_refused(owners: Owners, folder: Path) -> None:
-    owners.move(torch.tensor([1024 + owners.rank]), torch.zeros(1, NUM_CLASSES), epoch=0)
+    rows = torch.tensor([1024 + owners.rank])
+    owners.move(rows, torch.zeros(1, NUM_CLASSES), guess(rows), epoch=0)
     owners.drain()
     rows = torch.tensor([1024]) if owners.rank == 0 else torch.tensor([5])
-    owners.move(rows, torch.zeros(1, NUM_CLASSES), epoch=0)
+    owners.move(rows, torch.zeros(1, NUM_CLASSES), guess(rows), epoch=0)
     owners.drain()
     owners.drain()
 

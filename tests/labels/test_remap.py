@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from label_making import names, new_table
 
+from pencil_scale.labels.columns import FREE, PINNED
 from pencil_scale.labels.start_labels import remap
 from pencil_scale.labels.table import LabelTable
 
@@ -13,7 +14,7 @@ MERGED = [[0], [1, 4], [3], []]  # 1 and 4 are one class now, 2 is dropped, one 
 def make_table(folder: Path) -> LabelTable:
     table = new_table(folder, [0, 1, 2, 3, 4, -1] * 400, names(5), pins={10: 4, 14: 2})
     logits = np.random.default_rng(0).normal(scale=4, size=(2400, 5)).astype(np.float32)
-    table.write(np.arange(2400), logits, epoch=2)
+    table.write(np.arange(2400), logits, None, epoch=2)
     return table
 
 
@@ -57,7 +58,7 @@ def test_renaming_and_reordering_changes_no_bit(tmp_path: Path) -> None:
 def test_classes_pins_keys_and_ledger_come_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     moved = remapped(make_table(tmp_path / "old"), MERGED, tmp_path / "new")
     assert moved.read([0, 1, 2, 3, 4, 5], "noisy_class").tolist() == [0, 1, -1, 2, 1, -1]
-    assert moved.read([10, 14], "pinned").tolist() == [True, False]  # 14 was pinned to the class that is gone
+    assert moved.read([10, 14], "role").tolist() == [PINNED, FREE]  # 14 was pinned to the class that is gone
     assert moved.read([10]).tolist() == [[0, 10, 0, 0]]
     assert moved.count_visited(2) == 2400
     assert "had a class that was dropped" in caplog.text

@@ -7,8 +7,9 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from label_making import names, new_labels, new_table
+from label_making import names, new_labels, new_table, predicted
 
+from pencil_scale.labels.columns import labels_schema, ledger_schema
 from pencil_scale.labels.manifest import Manifest, merge, remove_unnamed, visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import DamagedError, PencilError
@@ -24,8 +25,13 @@ def table(tmp_path: Path) -> LabelTable:
 
 def make_table(folder: Path, store: str | Path) -> LabelTable:
     table = new_table(folder / "work", ALL % NUM_CLASSES, names(NUM_CLASSES), store, pins={5: 1, 2999: 2})
-    table.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
+    write_a_third(table)
     return table
+
+
+def write_a_third(table: LabelTable) -> None:
+    some = ALL[::3]
+    table.write(some, random_logits(len(some), seed=0), predicted(some, NUM_CLASSES), epoch=0)
 
 
 def random_logits(num_rows: int, seed: int) -> np.ndarray:
@@ -37,8 +43,8 @@ def files_of(store: Path, folder: str) -> set[str]:
 
 
 def assert_same_table(one: LabelTable, two: LabelTable) -> None:
-    for column in ("row", "sample_key", "noisy_class", "pinned", "label_logits", "last_epoch"):
-        assert np.array_equal(one.read(ALL, column), two.read(ALL, column)), column
+    for column in [*labels_schema(NUM_CLASSES).names, *ledger_schema(NUM_CLASSES).names]:
+        assert one.read(ALL, column).tobytes() == two.read(ALL, column).tobytes(), column
 
 
 @pytest.mark.parametrize("store", ["local", "memory://labels"])
@@ -67,7 +73,7 @@ def test_a_stage_that_moves_no_labels_writes_no_logits(table: LabelTable, tmp_pa
     store = tmp_path / "store"
     table.snapshot()
     before = {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")}
-    table.mark(ALL, epoch=1)
+    table.mark(ALL, None, epoch=1)
     after = table.snapshot()
     assert {path: path.stat().st_mtime_ns for path in store.glob("parts/*/*")} == before
     assert visited(after, 1).all()
@@ -76,7 +82,7 @@ def test_a_stage_that_moves_no_labels_writes_no_logits(table: LabelTable, tmp_pa
 def test_only_the_part_that_moved_is_written(table: LabelTable, tmp_path: Path) -> None:
     first = table.snapshot()
     before = {folder: files_of(tmp_path / "store", folder) for folder in ("parts", "ledger")}
-    table.write([1500], random_logits(1, seed=1), epoch=1)
+    table.write([1500], random_logits(1, seed=1), None, epoch=1)
     second = table.snapshot()
     changed = [part for part in range(3) if first.parts[part] != second.parts[part]]
     assert changed == [1]
@@ -120,7 +126,7 @@ def test_owners_of_parts_write_partial_manifests_that_merge(table: LabelTable, t
     owners = [LabelTable.restore(whole, tmp_path / f"rank{r}", parts=range(r, 3, 2)) for r in range(2)]
     idle = LabelTable.restore(whole, tmp_path / "rank2", parts=[])  # a world larger than the number of parts
     for owner in owners:
-        owner.mark([row for row in (1, 1025, 2049) if row >> 10 in owner.parts], epoch=9)
+        owner.mark([row for row in (1, 1025, 2049) if row >> 10 in owner.parts], None, epoch=9)
     partial = [owner.snapshot() for owner in [*owners, idle]]
     with pytest.raises(PencilError, match="2 of 3 parts are missing, the first is part 0"):
         merge(partial[1:])
@@ -149,11 +155,11 @@ def test_manifests_of_different_tables_do_not_merge(table: LabelTable, tmp_path:
 
 
 def test_a_new_run_counts_from_zero_and_may_visit_every_row_again(table: LabelTable, tmp_path: Path) -> None:
-    table.mark([4], epoch=6)
+    table.mark([4], None, epoch=6)
     tonight = table.snapshot().for_new_run("tonight")
     again = LabelTable.restore(tonight, tmp_path / "again")
     assert again.count_visited(0) == 0
-    again.mark(ALL, epoch=0)
+    again.mark(ALL, None, epoch=0)
     assert visited(again.snapshot(), 0).all()
     assert again.read([4], "last_epoch").tolist() == [8]  # seven epochs were in the first run
 
@@ -183,7 +189,7 @@ def test_a_part_cut_short_in_the_store_is_written_again(table: LabelTable, tmp_p
     path = tmp_path / "store" / "parts" / manifest.run / f"{manifest.parts[1].labels.sha256}.arrow"
     path.write_bytes(path.read_bytes()[:-100])
     repeated = LabelTable.restore(before, tmp_path / "repeated")  # as after a restart
-    repeated.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
+    write_a_third(repeated)
     assert repeated.snapshot() == manifest
     assert_same_table(LabelTable.restore(manifest, tmp_path / "again"), table)
 
@@ -193,8 +199,8 @@ def test_manifests_of_another_kind_version_or_class_count_are_named(
 ) -> None:
     manifest = table.snapshot()
     found = json.loads(manifest.encode())
-    with pytest.raises(PencilError, match=r"m\.json: a manifest of version 2; this program reads version 3"):
-        Manifest.decode(json.dumps(found | {"version": 2}).encode(), "m.json")
+    with pytest.raises(PencilError, match=r"m\.json: a manifest of version 3; this program reads version 4"):
+        Manifest.decode(json.dumps(found | {"version": 3}).encode(), "m.json")
     with pytest.raises(PencilError, match=r"m\.json: JSON, but not a manifest"):
         Manifest.decode(b"{}", "m.json")
     with pytest.raises(DamagedError, match=r"m\.json: damaged manifest"):
@@ -212,9 +218,9 @@ def test_sweeping_removes_what_no_manifest_names_and_nothing_else(table: LabelTa
     store, start = tmp_path / "store", table.manifest
     remove_unnamed(store, start.run, [start])  # the parts as they were before the pins
     first = table.snapshot()
-    table.write([1500], random_logits(1, seed=1), epoch=1)
+    table.write([1500], random_logits(1, seed=1), None, epoch=1)
     table.snapshot()
-    table.write([2100], random_logits(1, seed=1), epoch=1)
+    table.write([2100], random_logits(1, seed=1), None, epoch=1)
     third = table.snapshot()
     unfinished = f"parts/{third.run}/abc.arrow.77.unfinished"
     (store / unfinished).write_bytes(b"left by a killed writer")
@@ -231,7 +237,7 @@ def test_a_deleted_remote_part_is_put_again_whatever_a_cache_remembers(tmp_path:
     files = fsspec.filesystem("memory")
     files.rm_file(f"/cached/parts/{manifest.run}/{manifest.parts[0].labels.sha256}.arrow")
     repeated = LabelTable.restore(before, tmp_path / "repeated")
-    repeated.write(ALL[::3], random_logits(len(ALL[::3]), seed=0), epoch=0)
+    write_a_third(repeated)
     assert_same_table(LabelTable.restore(repeated.snapshot(), tmp_path / "again"), table)
 
 
@@ -250,7 +256,7 @@ def test_snapshots_on_s3_are_complete_written_once_and_swept(tmp_path: Path, buc
     first.save(f"{bucket}/night-1.json")
     files = fsspec.filesystem("s3", skip_instance_cache=True)
     written = {path: files.info(path)["LastModified"] for path in files.find("lake/labels/parts")}
-    table.write([1500], random_logits(1, seed=1), epoch=1)
+    table.write([1500], random_logits(1, seed=1), None, epoch=1)
     second = table.snapshot()
     files.invalidate_cache()
     assert {path: files.info(path)["LastModified"] for path in written} == written

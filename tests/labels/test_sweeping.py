@@ -25,7 +25,7 @@ def tables(storage: Path, run: str, number: int) -> list[Manifest]:
     table = new_table(storage / f"work-{run}", [0] * 2000, names(NUM_CLASSES), storage / "labels", run=run)
     manifests = []
     for epoch in range(number):
-        table.write(np.arange(2000), np.full((2000, NUM_CLASSES), epoch, np.float32), epoch)
+        table.write(np.arange(2000), np.full((2000, NUM_CLASSES), epoch, np.float32), None, epoch)
         manifests.append(table.snapshot())
     return manifests
 

@@ -28,7 +28,7 @@ def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinne
     bench.shard("a.tar", samples(range(6)))
     carried = pin_rows(bench.labels(bench.version()), {5: 0})
     table = bench.table(carried)
-    table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), epoch=0)
+    table.write([0, 1, 4, 5], np.float32([[0, 9, 0], [0, 9, 0], [0, 0, 9], [0, 9, 0]]), None, epoch=0)
     labels = table.snapshot()
     rows, is_new = np.array([0, 1, 4, 5]), np.array([False, False, True, False])
     figures, between = count_moves(carried, labels, rows, is_new)

@@ -14,6 +14,7 @@ from night_making import Nights, pins_of, started
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.columns import FREE, PINNED
 from pencil_scale.labels.pins import add_pins, read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.run_record import RunRecord, write_record
@@ -145,7 +146,7 @@ def test_known_labels_are_carried_over_bit_for_bit_and_new_rows_start_as_given(b
     bench.shard("a.tar", samples(range(6)))
     before = bench.version()
     table = bench.table(bench.labels(before))
-    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), epoch=3)
+    table.write([1, 4], np.float32([[0.1, 0.7, -3], [5, 1e-7, 2]]), None, epoch=3)
     parent = table.snapshot()
     bench.shard("b.tar", samples(range(6, 8)))
     after = bench.version()
@@ -167,7 +168,7 @@ def test_a_row_with_a_new_given_class_starts_again_unless_it_is_pinned(bench: Ni
     add_pins(bench.storage, pins_of({1: "ant"}))
     again = pin(manifest, read_pins(bench.storage).resolve(("ant", "bee", "cat")))
     assert bench.table(again).read([1], "noisy_class").tolist() == [0]
-    assert bench.table(again).read(range(6), "pinned").tolist() == [False, True] + 4 * [False]
+    assert bench.table(again).read(range(6), "role").tolist() == [FREE, PINNED] + 4 * [FREE]
 
 
 def test_new_pins_are_applied_to_the_labels_that_are_carried_over(bench: Nights) -> None:
@@ -275,7 +276,7 @@ def test_a_sample_pinned_to_a_dropped_class_gets_its_given_class_back(
     table = bench.table(prepared.labels)
     # Cats no longer have a usable label.
     assert table.read(range(6), "noisy_class").tolist() == [1, 1, -1, 1, 0, -1]
-    assert table.read(range(6), "pinned").tolist() == [False, True, False, False, False, False]
+    assert table.read(range(6), "role").tolist() == [FREE, PINNED] + 4 * [FREE]
     assert table.read([0]).tolist() == [[0, 10]]
     ok = after.read(0, 6, ["status"])["status"].to_pylist()
     assert [status == "ok" for status in ok] == [True, True, False, True, True, False]
@@ -297,7 +298,7 @@ def test_a_void_pin_frees_the_row_that_an_older_pin_had_fixed(bench: Nights) -> 
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     table = bench.table(prepared.labels)
-    assert (table.read([1], "noisy_class").tolist(), table.read([1], "pinned").tolist()) == ([1], [False])
+    assert (table.read([1], "noisy_class").tolist(), table.read([1], "role").tolist()) == ([1], [FREE])
 
 
 def test_a_pin_follows_any_number_of_renames(bench: Nights) -> None:
@@ -314,7 +315,7 @@ def test_a_pin_follows_a_class_that_was_renamed(bench: Nights) -> None:
     prepared = prepare(config, bench.nights, started(1, "first", after.version))
     assert prepared is not None
     assert bench.table(prepared.labels).read([0], "noisy_class").tolist() == [0]
-    assert bench.table(prepared.labels).read([0], "pinned").all()
+    assert bench.table(prepared.labels).read([0], "role").tolist() == [PINNED]
 
 
 def test_nights_do_not_start_from_a_held_run(bench: Nights) -> None:

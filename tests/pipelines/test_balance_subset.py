@@ -45,7 +45,7 @@ class SubsetBench(Bench):
         shares = np.full((len(given), len(CLASSES)), 1e-6)
         shares[np.arange(len(given)), corrected] = sure
         shares += (1 - shares.sum(1, keepdims=True)) / len(CLASSES)
-        table.write(np.arange(len(given)), np.log(shares), epoch=0)
+        table.write(np.arange(len(given)), np.log(shares), None, epoch=0)
         table.snapshot().save(published_url(self.storage, name))
 
 

@@ -13,6 +13,7 @@ from catalogue_making import Bench, samples
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
+from pencil_scale.labels.columns import FREE, PINNED
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import published_url
 from pencil_scale.labels.start_labels import start_labels
@@ -94,8 +95,8 @@ def test_a_run_starts_with_the_pins_and_no_step_moves_them(bench: PinBench) -> N
     manifest = start_labels(catalogue, bench.storage, 10.0, pins)
     table = LabelTable.restore(manifest, bench.folder / "copy")
     assert table.read([0, 1], "noisy_class").tolist() == [0, 2]
-    assert table.read([0, 1], "pinned").tolist() == [False, True]
-    table.write([0, 1], np.zeros((2, 3)), epoch=0)
+    assert table.read([0, 1], "role").tolist() == [FREE, PINNED]
+    table.write([0, 1], np.zeros((2, 3)), None, epoch=0)
     assert table.read([1]).tolist() == [[0.0, 0.0, 10.0]]
 
 

@@ -1,12 +1,16 @@
 """The gate: runs that learned something pass at any noise and class count, all others are held."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pencil_scale.labels.assessment import Assessment
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import LabelReport, Share
+from pencil_scale.method.evidence import Gain
 from pencil_scale.train.gate import judge, needed
 
 NONE = Share(0, 0)
@@ -143,6 +147,41 @@ def test_labels_that_got_worse_are_held_and_those_that_stayed_as_good_are_not() 
         assert bool(judged([epoch("finetune")], labels)) is is_held
     (reason,) = judged([epoch("finetune")], report([100] * 4, given=Share(70, 100), corrected=Share(69, 100)))
     assert "of 100 whose truth is known, 70 were right as given and 69 are right now" in reason
+
+
+def assessed(gain: float, error: float, changed: float, power: float) -> Assessment:
+    found = Gain(gain, gain - error, gain + error, 0.8, 0.7, changed, 300)
+    return Assessment(Manifest.empty("store", ("a", "b"), 10.0), gain=found, power=power)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (assessed(0.05, 0.01, changed=0.1, power=0.9), ""),
+        (assessed(0.00, 0.01, changed=0.1, power=0.9), "not clearly a gain: it changed 10.0% of the labels"),
+        (
+            assessed(-0.20, 0.01, changed=0.4, power=0.9),
+            r"estimated to change by -20.0% \(-21.0% to -19.0%\)",
+        ),
+        (assessed(0.00, 0.00, changed=0.0, power=0.9), ""),  # there was nothing to repair
+        (assessed(0.00, 0.00, changed=0.0, power=0.1), "too weak to find wrong ones: it would find 10%"),
+    ],
+)
+def test_a_repair_that_is_not_clearly_a_gain_is_held(found: Assessment, reason: str) -> None:
+    figures = [epoch("backbone", balanced_agreement=0.9), epoch("finetune")]
+    reasons = judged(figures, report([1000, 1000]), found=found)
+    assert len(reasons) == bool(reason)
+    assert re.search(reason, " ".join(reasons))
+
+
+def test_a_network_that_got_worse_while_labels_moved_is_held() -> None:
+    def watched(agreement: float) -> dict[str, float]:
+        return {"watch_agreement_judged": agreement, "watched_judged": 1000}
+
+    before = epoch("backbone", balanced_agreement=0.9, **watched(0.70))
+    assert judged([before, epoch("finetune", **watched(0.67))], report([1000, 1000])) == ()
+    (reason,) = judged([before, epoch("finetune", **watched(0.50))], report([1000, 1000]))
+    assert "on 1,000 watched samples its agreement with the given labels fell from 0.700 to 0.500" in reason
 
 
 def test_every_reason_is_given() -> None:

@@ -196,6 +196,7 @@ def test_an_unreadable_image_is_visited_but_teaches_nothing(tmp_path: Path) -> N
     assert labels[0].tolist() == [10.0 * (c == 7) for c in range(10)]
     assert labels[1].tolist() == [10.0 * (c == 3) for c in range(10)]
     assert labels[2].tolist() != [10.0 * (c == 8) for c in range(10)]
+    assert np.isnan(run.table.read([7, 13, 8], "predicted_log_p")[:, 0]).tolist() == [True, True, False]
     assert run.named == [(2, ["row 13", "row 7"])] * 4
     assert [epoch["rows_unreadable"] for epoch in run.epochs] == [2] * 4
 

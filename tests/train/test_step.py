@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
+from pencil_scale.method.evidence import TOP, Predictions
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.train.ranks import Ranks, Tally
-from pencil_scale.train.step import Stepper
+from pencil_scale.train.step import Stepper, top_predictions
 
 NUM_CLASSES = 4
 STAGES = Stages.model_validate(
@@ -102,3 +103,30 @@ def test_balanced_agreement_is_the_mean_over_classes_that_occur() -> None:
 def test_a_network_that_always_says_the_most_frequent_class_agrees_no_more_than_by_chance() -> None:
     given = [0] * 97 + [1, 2, 3]
     assert agreement(given, [0] * 100, [1.0] * 100) == pytest.approx(1 / NUM_CLASSES)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4, 9])
+def test_a_prediction_is_the_top_of_the_softmax(num_classes: int) -> None:
+    class_logits = 5 * torch.randn(50, num_classes, generator=torch.Generator().manual_seed(1))
+    expected = Predictions.from_logits(class_logits.numpy())
+    found = top_predictions(class_logits)
+    top = min(TOP, num_classes)
+    assert found.dtype == torch.float32
+    assert found[:, :top].tolist() == expected.classes.tolist()
+    assert torch.allclose(found[:, top:].double(), torch.from_numpy(expected.log_p), atol=1e-5)
+
+
+def test_an_impossible_class_has_a_log_probability_of_16_bits() -> None:
+    found = top_predictions(torch.tensor([[1e5, 0.0, -1e5]]))
+    assert found.half().isfinite().all()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_step_predicts_what_the_network_said_and_nothing_of_an_unreadable_image(bf16: bool) -> None:
+    batch, model = batch_of([1, 0, 1], seed=1), linear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        class_logits = model(batch.images)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), bf16)
+    found = stepper.step(batch, STAGE, 0, 1).predicted
+    assert torch.equal(found[[0, 2]], top_predictions(class_logits)[[0, 2]])
+    assert found[1].isnan().all()

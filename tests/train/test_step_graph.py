@@ -41,13 +41,14 @@ def batches(device: str) -> list[Batch]:
 
 
 def train(stepper: Stepper | StepGraph, stages: list[Stage]) -> list[Tensor]:
-    """Train an epoch of each stage, with a rate that changes at every step; the moved labels come back."""
+    """The labels and predictions of an epoch of each stage, with a rate that changes at every step."""
     moved = []
     for stage in stages:
         for nth, batch in enumerate(batches("cuda")):
             for group in stepper.optimizer.param_groups:
                 group["lr"] = stage.learning_rate / (1 + nth)
-            moved.append(stepper.step(batch, stage, nth, len(SIZES)).label_logits.clone())
+            result = stepper.step(batch, stage, nth, len(SIZES))
+            moved.append(torch.cat([result.label_logits, result.predicted], dim=1))
     return moved
 
 

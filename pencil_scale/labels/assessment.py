@@ -1,0 +1,109 @@
+"""Assessment: what watched samples and planted errors say about a run's labels, and the labels to publish.
+
+    found = assess(manifest, catalogue, roles)
+    found.noise, found.gain, found.power          # how many labels are wrong, and what the repair gains
+    found.labels                                  # to publish: decided by evidence, without planted errors
+
+The noise is fitted to the half of the watched samples that selects. One rule, stored in the manifest, then
+decides all labels, and no more of them change than are surely wrong. Planted errors are judged by the same
+rule as all others before they get their original class back.
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.labels.columns import PINNED, PLANTED, WATCHED, Int64s
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.labels.roles import Roles, judges
+from pencil_scale.labels.start_labels import regive
+from pencil_scale.method.evidence import (
+    Gain,
+    Judged,
+    NoiseModel,
+    Predictions,
+    fit_noise,
+    judge,
+    limit_changes,
+    net_gain,
+)
+
+Mask = npt.NDArray[np.bool_]
+FEWEST = 30  # watched samples, or planted errors, below which nothing is concluded
+ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
+STRETCH = 1 << 18
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What is known about the labels of a run; None where there was too little to measure it."""
+
+    labels: Manifest
+    noise: NoiseModel | None = None
+    gain: Gain | None = None
+    power: float | None = None  # share of the planted errors found if 10 % of the labels had been replaced
+
+
+def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment:
+    """Fit the noise, decide all labels, and measure the decisions."""
+    original = _given(catalogue, roles.planted)
+    labels = regive(manifest, roles.planted, original) if len(original) else manifest
+    noise = _fit(PublishedLabels(manifest), roles)
+    if noise is None:
+        return Assessment(labels)
+    noise = replace(noise, watched_below=float(roles.threshold))
+    judged, planted = [np.zeros(0)], list[Judged]()
+    rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for part in PublishedLabels(manifest).batches():
+        usable = _predicted(part) & (part.noisy_class >= 0) & (part.role != PINNED)
+        judged.append(_judge(part, usable & (part.role != PLANTED), noise).log_odds)
+        here = usable & (part.role == PLANTED)
+        rows.append(part.rows.start + np.flatnonzero(here))
+        planted.append(_judge(part, here, noise))
+        power.append(_judge(part, here, replace(noise, replaced=max(noise.replaced, ASSUMED))).log_odds)
+    log_odds, found_rows = np.concatenate(judged), np.concatenate(rows)
+    noise = limit_changes(noise, log_odds)
+    labels = replace(labels, noise=asdict(noise))
+    if len(found_rows) < FEWEST:
+        return Assessment(labels, noise)
+    found = np.concatenate([one.log_odds for one in planted]) > noise.min_log_odds
+    rival = np.concatenate([one.rival for one in planted])
+    restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
+    changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
+    gain = net_gain(found, restored, changed, len(log_odds), noise)
+    return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()))
+
+
+def _fit(labels: PublishedLabels, roles: Roles) -> NoiseModel | None:
+    """Fit the noise to the watched samples that select."""
+    found, given = list[Predictions](), list[Int64s]()
+    for part in labels.parts_with(roles.watched):
+        rows = np.arange(part.rows.start, part.rows.stop)
+        here = (part.role == WATCHED) & ~judges(rows) & _predicted(part)
+        found.append(part.predictions(here))
+        given.append(part.noisy_class[here].astype(np.int64))
+    if sum(map(len, given)) < FEWEST:
+        return None
+    return fit_noise(Predictions.join(found), np.concatenate(given))
+
+
+def _predicted(part: LabelRows) -> Mask:
+    return ~np.isnan(part.predicted_log_p[:, 0])
+
+
+def _judge(part: LabelRows, here: Mask, noise: NoiseModel) -> Judged:
+    given = part.noisy_class[here].astype(np.int64)
+    return judge(part.predictions(here), given, noise)
+
+
+def _given(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:
+    """The classes that the catalogue gives these rows, which are in rising order."""
+    found = [np.zeros(0, np.int32)]
+    for first in (np.unique(rows // STRETCH) * STRETCH).tolist():
+        table = catalogue.read(first, min(first + STRETCH, catalogue.num_rows), ["noisy_class"])
+        here = rows[slice(*np.searchsorted(rows, [first, first + STRETCH]))] - first
+        found.append(table["noisy_class"].fill_null(-1).to_numpy()[here].astype(np.int32))
+    return np.concatenate(found)

@@ -1,0 +1,124 @@
+"""The model of label noise against labels whose truth is known."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from pencil_scale.method.evidence import (
+    NoiseModel,
+    Predictions,
+    fit_noise,
+    judge,
+    limit_changes,
+    net_gain,
+)
+
+CLASSES = 10
+
+
+class Crowd(NamedTuple):
+    """Samples with their truth, their given labels, and what a network predicts."""
+
+    true: np.ndarray
+    given: np.ndarray
+    predictions: Predictions
+
+
+def crowd(num: int, noise: float, skill: float, seed: int = 1) -> Crowd:
+    """Make samples; the network's logits favour the true class by `skill` in units of their spread."""
+    random = np.random.default_rng(seed)
+    true = random.integers(CLASSES, size=num)
+    given = np.where(random.random(num) < noise, (true + random.integers(1, CLASSES, num)) % CLASSES, true)
+    logits = random.normal(size=(num, CLASSES))
+    logits[np.arange(num), true] += skill
+    return Crowd(true, given, Predictions.from_logits(skill * logits))
+
+
+def repaired(crowd: Crowd, noise: NoiseModel) -> np.ndarray:
+    judged = judge(crowd.predictions, crowd.given, noise)
+    noise = limit_changes(noise, judged.log_odds)
+    return np.where(judged.log_odds > noise.min_log_odds, judged.rival, crowd.given)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3, 0.5])
+def test_the_share_of_wrong_labels_is_estimated(noise: float) -> None:
+    found = fit_noise(*_watched(noise, skill=4.0))
+    assert found.wrong_low <= noise <= found.wrong_high + 0.01
+    assert found.wrong == pytest.approx(noise, abs=0.02)
+
+
+def _watched(noise: float, skill: float) -> tuple[Predictions, np.ndarray]:
+    watched = crowd(4000, noise, skill, seed=2)
+    return watched.predictions, watched.given
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("skill", [0.0, 0.5, 1.0, 2.0, 4.0])
+def test_no_network_however_weak_makes_labels_worse(noise: float, skill: float) -> None:
+    model, others = fit_noise(*_watched(noise, skill)), crowd(8000, noise, skill)
+    before, after = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
+    assert after >= before - 0.002
+
+
+def test_a_good_network_repairs_most_labels() -> None:
+    model, others = fit_noise(*_watched(0.3, 4.0)), crowd(8000, 0.3, 4.0)
+    assert (repaired(others, model) == others.true).mean() > 0.95
+
+
+def test_no_more_labels_change_than_are_surely_wrong() -> None:
+    model, others = fit_noise(*_watched(0.1, 2.0)), crowd(8000, 0.1, 2.0)
+    assert (repaired(others, model) != others.given).mean() <= model.wrong_low
+
+
+@pytest.mark.parametrize(("noise", "skill"), [(0.3, 4.0), (0.3, 2.0), (0.1, 3.0)])
+def test_the_estimated_gain_is_the_gain(noise: float, skill: float) -> None:
+    model, others, planted = (
+        fit_noise(*_watched(noise, skill)),
+        crowd(8000, noise, skill),
+        crowd(2000, 1.0, skill, 3),
+    )
+    # The original labels of planted errors have the same noise as all others.
+    original = np.where(
+        np.random.default_rng(4).random(2000) < noise, (planted.true + 1) % CLASSES, planted.true
+    )
+    judged = judge(others.predictions, others.given, model)
+    model = limit_changes(model, judged.log_odds)
+    after = np.where(judged.log_odds > model.min_log_odds, judged.rival, others.given)
+    found = judge(planted.predictions, planted.given, model)
+    changes = found.log_odds > model.min_log_odds
+    gain = net_gain(changes, changes & (found.rival == original), (after != others.given).mean(), 8000, model)
+    truth = (after == others.true).mean() - (others.given == others.true).mean()
+    assert gain.gain == pytest.approx(truth, abs=0.03)
+    assert gain.low < gain.gain < gain.high
+
+
+def test_following_a_weak_network_blindly_is_estimated_as_a_loss() -> None:
+    model = fit_noise(*_watched(0.05, 1.0))
+    others, planted = crowd(8000, 0.05, 1.0), crowd(2000, 1.0, 1.0, 3)
+    best, of_planted = others.predictions.classes[:, 0], planted.predictions.classes[:, 0]
+    assert (best == others.true).mean() < (others.given == others.true).mean() - 0.3
+    changed = (best != others.given).mean()
+    gain = net_gain(of_planted != planted.given, of_planted == planted.true, changed, 8000, model)
+    assert gain.high < 0
+
+
+def test_a_prediction_keeps_its_most_likely_classes() -> None:
+    logits = np.array([[5.0, 1, 0, 0, 0, 3, 0, 2, 0, 0]])
+    kept = Predictions.from_logits(logits)
+    assert kept.classes.tolist() == [[0, 5, 7, 1, 2, 3]]
+    for temperature in (0.5, 1.0, 2.0):
+        full = np.exp(logits[0] / temperature) / np.exp(logits[0] / temperature).sum()
+        top, other = kept.at(temperature)
+        assert top[0] == pytest.approx(full[[0, 5, 7, 1, 2, 3]], rel=0.01)
+        assert other[0] == pytest.approx(full[4], rel=0.01)
+        assert kept.of_class(np.array([5]), top, other)[0] == top[0, 1]
+
+
+def test_the_probabilities_of_a_judgement_are_calibrated() -> None:
+    model, others = fit_noise(*_watched(0.3, 2.0)), crowd(20_000, 0.3, 2.0)
+    judged = judge(others.predictions, others.given, model)
+    for low in np.arange(0.0, 1.0, 0.2):
+        some = (judged.given_right >= low) & (judged.given_right < low + 0.2)
+        right = (others.given == others.true)[some].mean()
+        assert right == pytest.approx(judged.given_right[some].mean(), abs=0.06)
