@@ -132,7 +132,7 @@ def test_the_same_command_resumes_with_another_number_of_workers(battered: dict[
 def test_a_resumed_run_is_the_same_run_in_mlflow(battered: dict[str, Any]) -> None:
     data = battered["data"]
     client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name("lake").experiment_id])
     assert sorted(run.info.run_name for run in runs) == [
         "tiny",
         "tiny-backbone",
