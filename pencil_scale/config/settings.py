@@ -232,7 +232,7 @@ class ExportJob(Settings):
 
 class PinJob(Settings):
     file: str | None = key("decisions to pin: JSON, CSV or Parquet with sample_id and class", None)
-    by: str | None = key("who decided, if the file does not say", None)
+    by: str | None = key("who decided; needed unless every decision in the file says so", None)
 
 
 class ReportJob(Settings):
