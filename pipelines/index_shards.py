@@ -20,7 +20,7 @@ import ray
 from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe
-from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
+from pencil_scale.catalogue.report import held_out_alarm, summary_page, summary_text
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
@@ -29,7 +29,7 @@ from pencil_scale.catalogue.staging import check_damage, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -107,7 +107,7 @@ def index(target: Target, lease: Lease) -> Summary:
     _say_changes(target, changes, old)
     if old is not None and _is_current(old, target, changes):
         _sweep(store, lease)
-        target.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        target.say(f"nothing changed: version {old.version}, {many(old.num_rows, 'row')}")
         if alarm := held_out_alarm(old.manifest):
             target.say(f"WARNING: {alarm}")
         return Summary(old, 0, published=False)

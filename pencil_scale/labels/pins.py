@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.labels.columns import KeyBytes, key_bytes
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import open_source, version_of
@@ -75,9 +75,8 @@ class Pinned:
         entries = self.void.slice(0, 3).to_pylist()
         some = ", ".join(f"{entry['sample_id']!r} to {entry['class']!r}" for entry in entries)
         return (
-            f"{len(self.void):,} pins are void, because the class list does not have their class: {some}; "
-            "these samples have the class they were given (pin them again, or name the new class in "
-            "nightly.remap)"
+            f"{many(len(self.void), 'pin')} without effect, because the class list does not have the class: "
+            f"{some}; the sample keeps its given class (pin it again, or name the new class in nightly.remap)"
         )
 
 

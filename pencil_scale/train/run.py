@@ -20,7 +20,7 @@ from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord, find_record, write_record
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.outlook import label_scale
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, is_local
@@ -205,4 +205,4 @@ def _tidy(storage: str, record: RunRecord) -> None:
         say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
     else:
         if swept:
-            say(f"{len(swept):,} label parts removed that are not needed any more")
+            say(f"{many(len(swept), 'label part')} removed, no longer needed")

@@ -103,7 +103,7 @@ def test_every_worker_that_died_is_reported_with_its_reason(battered: dict[str, 
 def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
     battered: dict[str, Any],
 ) -> None:
-    warning = rf"1 images cannot be decoded and have weight 0: .*{SPOILT:05d}"
+    warning = rf"1 image cannot be decoded, weight set to 0: .*{SPOILT:05d}"
     assert len(re.findall(f"^WARNING: {warning}", battered["first"], re.M)) == 1, battered["first"]
     assert re.match(warning, battered["data"].summary()["warnings"]["unreadable_images"])
 
