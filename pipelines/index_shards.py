@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe
@@ -29,11 +27,10 @@ from pencil_scale.catalogue.staging import check_damage, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import PencilError, many, new_id
+from pencil_scale.storage.errors import PencilError, TaskDiedError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
-from pencil_scale.stream.ray_tasks import TaskDiedError
 from pipelines.tasks import each, is_in_memory
 
 SMALL_BYTES = 64 << 20  # read in less time than a local Ray takes to start
@@ -128,7 +125,9 @@ def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[S
         what, shared = f"indexing {target.name} shards", (store.url, target.rules)
         # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
         # an image that crashes its decoder must not crash the job.
-        has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        # Importing Ray would take longer than that.
+        ray = sys.modules.get("ray")
+        has_cluster = "RAY_ADDRESS" in os.environ or (ray is not None and ray.is_initialized())
         is_small = total_bytes <= SMALL_BYTES and not has_cluster and not target.rules.decode_images
         here = is_small or is_in_memory(store.url)
         pieces = [(shard,) for shard in shards]
