@@ -43,7 +43,7 @@ browser:
 		--no-install-recommends chromium fonts-dejavu-core; } > /dev/null \
 	|| echo 'note: apt-get could not install chromium; tests of the review page are skipped'
 
-quick: install  ## run the quick tests: no cluster, no network, seconds
+quick: install  ## run the quick tests: no cluster, no network
 	$(BIN)/pytest
 
 lint: install  ## check format, style and types
