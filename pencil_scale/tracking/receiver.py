@@ -128,8 +128,8 @@ class Receiver:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        for library in ("mlflow", "alembic"):  # they report every table of a new database
-            logging.getLogger(library).setLevel(logging.WARNING)
+        for library in ("mlflow", "alembic"):  # they report every table of a new database, and a missing pip
+            logging.getLogger(library).setLevel(logging.ERROR)
         return MlflowClient(self._uri, self._uri)
 
     def _log_metrics(self, entries: list[Entry]) -> int:
