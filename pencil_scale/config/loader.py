@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from pencil_scale.config.keys import KeyPath, Origins, brief, origin, problems, spelt, takes_text
 from pencil_scale.config.settings import Config
-from pencil_scale.config.values import Curve, Settings
+from pencil_scale.config.values import Settings
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import without_passwords
 
@@ -74,8 +74,8 @@ def _entries(section: Settings, prefix: str = "") -> Iterator[tuple[str, Any, st
 
 
 def _in_yaml(value: Any) -> str:
-    if isinstance(value, Curve):
-        return str(value)
+    if not isinstance(value, str | int | float | tuple | list | dict | None):
+        return str(value)  # such as a curve, which spells itself
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
     return text.removesuffix("...\n").strip()
 

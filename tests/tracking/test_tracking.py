@@ -247,13 +247,16 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
 
 
 @pytest.mark.slow
-def test_without_a_server_a_database_and_artifacts_are_kept_in_the_storage(tmp_path: Path) -> None:
+def test_without_a_server_a_database_and_artifacts_are_kept_in_the_storage(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tracker = tracker_of(tmp_path, None, "tracking.register_as=digits")
     tracker.log_step("pencil", 1, {"loss": 0.5})
     tracker.log_picture("transitions", b"picture")
     tracker.log_model("small_convnet", build_backbone("small_convnet", 10).state_dict(), NAMES, 8)
     tracker.log_model(f"{__name__}:choosy", {}, NAMES, 8)
     assert tracker.finish("FAILED", wait_s=100)
+    assert "INFO" not in capfd.readouterr().err  # MLflow lists the tables of a new database
     store = tmp_path / "store"
     uri = f"sqlite:///{store}/mlflow.db"
     client, runs = MlflowClient(uri, uri), tracker.state()["runs"]
