@@ -3,9 +3,10 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for found in python3 python3.12 python3.11; do \
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for found in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
+UV := $(shell command -v uv)
 
 .PHONY: help install demo test browser quick lint format bench clean
 .DEFAULT_GOAL := help
@@ -16,9 +17,12 @@ help:  ## show this page
 install: $(VENV)/installed  ## create .venv with everything in it
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11 or 3.12 found; install one, or set it: make PYTHON=...'; exit 2; }
+	@test -n '$(PYTHON)$(UV)' || { echo 'error: no Python 3.11 to 3.14 found; install one or uv, or set it: make PYTHON=...'; exit 2; }
 	@echo 'installing into $(VENV) (torch is large, so the first time takes a few minutes)'
-	@$(PYTHON) -m venv $(VENV) || { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }
+	@if test -n '$(PYTHON)'; then $(PYTHON) -m venv $(VENV) \
+		|| { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }; \
+	else echo 'no Python 3.11 to 3.14 found: uv provides one'; \
+		'$(UV)' venv --quiet --seed --allow-existing --python 3.13 $(VENV); fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
@@ -39,7 +43,7 @@ browser:
 		--no-install-recommends chromium fonts-dejavu-core; } > /dev/null \
 	|| echo 'note: apt-get could not install chromium; tests of the review page are skipped'
 
-quick: install  ## run the quick tests: no cluster, no network, seconds
+quick: install  ## run the quick tests: no cluster, no network
 	$(BIN)/pytest
 
 lint: install  ## check format, style and types

@@ -1,6 +1,6 @@
-"""Run the demo: digits with 40 % random labels, repaired on this machine in minutes.
+"""Run the demo: repair digits with 40 % random labels on this machine, and compare with cross entropy.
 
-    python -m pipelines.demo
+    python -m pipelines.demo               # takes a few minutes on two cores
 
 Makes shards of scikit-learn's digits, indexes them, trains PENCIL with two workers on a local Ray, trains
 plain cross entropy for the same number of epochs, and compares the two; exports the repaired labels, and
@@ -10,20 +10,18 @@ that the demo did not make.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pencil_scale.config.command import exit_code, refuse_lost
+from pencil_scale.config.command import exit_code, program, refuse_lost
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.train.local_ray import ensure_ray
-from pencil_scale.train.run import train
-from pipelines import export_labels, index_shards, make_shards, review_report
 
 FOLDER = Path("runs/demo")
-CONFIG = "configs/demo.yaml"
+CONFIG = os.path.relpath(Path(__file__).with_name("example_configs").resolve() / "demo.yaml")
 NOISE = "symmetric:0.4"
 RUNS = {"demo", "demo-cross-entropy"}
 THEIRS = ("nights", "subsets", "labels/pins")  # made by people with the demo's config
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo, and return its exit code."""
     # The demo has no arguments, but --help must not rebuild runs/demo.
     argparse.ArgumentParser(
-        prog="python -m pipelines.demo",
+        prog=program("pipelines.demo"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
@@ -48,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> dict[str, object]:
     """Make shards, index, train twice, export, make the review page, compare."""
+    # Imported here because Ray, torch and MLflow take seconds; --help answers at once.
+    from pencil_scale.train.local_ray import ensure_ray
+    from pencil_scale.train.run import train
+    from pipelines import export_labels, index_shards, make_shards, review_report
+
     refuse_lost("the demo, which is for one machine", str(FOLDER))
     clear(FOLDER)
     ensure_ray()
@@ -77,9 +80,10 @@ def run() -> dict[str, object]:
     print(f"\nOpen the review page in a browser, and check the repairs:\n  {page}")
     print(f"The labels for other tools are in {export.folder}. See also {FOLDER}/summary.json and")
     print(f"{FOLDER}/catalogue/summary.html. To see the story of one sample:")
-    print(f"  .venv/bin/python -m pipelines.why {CONFIG} digit-0555")
+    python = os.path.relpath(sys.executable)
+    print(f"  {python} -m pipelines.why {CONFIG} digit-0555")
     print("To see all metrics:")
-    print(f"  .venv/bin/mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
+    print(f"  {python} -m mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
     return summary
 
 

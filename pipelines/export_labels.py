@@ -30,7 +30,7 @@ from pencil_scale.export.files import (
 from pencil_scale.export.rows import Source, find_source, predict, stretches
 from pencil_scale.export.tar_rewrite import Rewritten
 from pencil_scale.labels.published import find_published
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -155,14 +155,14 @@ def print_summary(summary: Summary) -> None:
     manifest = summary.manifest
     rows = {"samples": f"{manifest.num_samples:,}", "label issues": f"{manifest.num_label_issues:,}"}
     rows |= {f"  predicted by: {name}": f"{num:,}" for name, num in summary.predicted_by.items()}
-    rows["table"] = f"{len(manifest.table):,} files, {summary.num_written('table'):,} written now"
+    rows["table"] = f"{many(len(manifest.table), 'file')}, {summary.num_written('table'):,} written now"
     rows["sidecars"] = f"{len(manifest.sidecars):,}, {summary.num_written('sidecars'):,} written now"
     if manifest.shards:
         rows["corrected shards"] = f"{len(manifest.shards):,}, {summary.num_written('shards'):,} written now"
         rows["  labels replaced"] = f"{sum(one.num_replaced for one in summary.rewritten):,}"
         rows["  samples left out"] = f"{sum(one.num_left_out for one in summary.rewritten):,}"
         rows["  damaged byte ranges"] = f"{sum(one.num_damaged for one in summary.rewritten):,}"
-    rows["outdated, removed"] = f"{len(summary.removed):,} files"
+    rows["outdated, removed"] = many(len(summary.removed), "file")
     num_lost = sum(name.startswith("shards/") for name in summary.removed)
     if num_lost and not manifest.shards:
         rows["  of corrected shards"] = f"{num_lost:,}; export.corrected_shards=true writes them again"

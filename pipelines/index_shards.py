@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe
-from pencil_scale.catalogue.report import held_out_alarm, many, summary_page, summary_text
+from pencil_scale.catalogue.report import held_out_alarm, summary_page, summary_text
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
@@ -29,11 +27,10 @@ from pencil_scale.catalogue.staging import check_damage, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, TaskDiedError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
-from pencil_scale.stream.ray_tasks import TaskDiedError
 from pipelines.tasks import each, is_in_memory
 
 SMALL_BYTES = 64 << 20  # read in less time than a local Ray takes to start
@@ -107,7 +104,7 @@ def index(target: Target, lease: Lease) -> Summary:
     _say_changes(target, changes, old)
     if old is not None and _is_current(old, target, changes):
         _sweep(store, lease)
-        target.say(f"nothing changed: version {old.version}, {old.num_rows:,} rows")
+        target.say(f"nothing changed: version {old.version}, {many(old.num_rows, 'row')}")
         if alarm := held_out_alarm(old.manifest):
             target.say(f"WARNING: {alarm}")
         return Summary(old, 0, published=False)
@@ -128,7 +125,9 @@ def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[S
         what, shared = f"indexing {target.name} shards", (store.url, target.rules)
         # A small job runs here: one core needs about a second. Images are always decoded in tasks, because
         # an image that crashes its decoder must not crash the job.
-        has_cluster = ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        # Importing Ray would take longer than that.
+        ray = sys.modules.get("ray")
+        has_cluster = "RAY_ADDRESS" in os.environ or (ray is not None and ray.is_initialized())
         is_small = total_bytes <= SMALL_BYTES and not has_cluster and not target.rules.decode_images
         here = is_small or is_in_memory(store.url)
         pieces = [(shard,) for shard in shards]

@@ -28,7 +28,7 @@ from pencil_scale.method.noise import (
     next_class_flips,
     symmetric_noise,
 )
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pipelines.shard_making.options import NoiseSpec, ShardJob, jobs_of, parse_arguments
@@ -228,11 +228,11 @@ def print_summary(summary: Summary) -> None:
         made, asked = f"{summary.noise.rate_made:.4f} of the labels changed", summary.noise.rate_asked
         rows["noise"] = f"{made} (requested rate {asked})"
     elif source.true_class is not None:
-        rows["noise"] = f"{num_differing(source):,} given labels differ from the true class"
+        rows["noise"] = f"{many(num_differing(source), 'given label')} not the true class"
     if summary.num_unrecognised:
-        rows["unknown format"] = f"{summary.num_unrecognised:,} images, copied unchanged"
+        rows["unknown format"] = f"{many(summary.num_unrecognised, 'image')}, copied unchanged"
     if source.ignored:
-        rows["ignored"] = f"{len(source.ignored):,} files that are not images: {source.ignored[0]} ..."
+        rows["ignored, not images"] = f"{many(len(source.ignored), 'file')}, such as {source.ignored[0]}"
     counts = np.bincount(source.given_class, minlength=len(source.classes)).tolist()
     first = list(zip(source.classes, counts, strict=True))[:MOST_CLASSES]
     rows |= {f"class {name}": f"{count:,}" for name, count in first}

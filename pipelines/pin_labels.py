@@ -3,8 +3,9 @@
     python -m pipelines.pin_labels configs/demo.yaml pin.file=decisions.json pin.by=ada
 
 Reads the file that the review page saves, or a CSV or Parquet table with `sample_id` and `class`. If an id or
-a class is unknown, nothing is pinned. The newest decision on a sample wins. Several people may pin at the
-same time. A running training ignores new pins; the next one uses them, and so does every export.
+a class is unknown, nothing is pinned; entries without a class are dropped, and counted by reason. The newest
+decision on a sample wins. Several people may pin at the same time. A running training ignores new pins; the
+next one uses them, and so does every export.
 """
 
 import sys
@@ -18,11 +19,12 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.config.command import run_job
+from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (
     PINS,
     Decision,
+    Decisions,
     add_pins,
     check_pins,
     now,
@@ -45,7 +47,7 @@ class Summary:
     num_pins: int
     num_new: int
     num_changed: int  # pinned before, to another class
-    num_undecided: int
+    num_dropped: int  # entries without a class
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +63,12 @@ def run(config: Config) -> Summary:
     catalogue = Catalogue.open(storage)
     classes = read_label_classes(config.data.classes, config.data.aliases)
     decisions = read_decisions(config.pin.file, classes)
+    nameless = [decision.sample_id for decision in decisions.known if not (decision.by or config.pin.by)]
+    if nameless:
+        raise PencilError(
+            f"{config.pin.file}: {len(nameless):,} of {len(decisions.known):,} decisions do not say who made "
+            f"them, such as {nameless[0]!r}; nothing was pinned: set pin.by=NAME"
+        )
     found = _find_rows(catalogue, decisions.known, config.pin.file)
     pins_before = read_pins(storage)
     check_pins(pins_before, catalogue)
@@ -83,17 +91,27 @@ def run(config: Config) -> Summary:
         add_pins(storage, pins.take(pa.array(fresh, pa.int64())))
     num_new = sum(row not in before for row, _ in news)
     num_pins = len(read_pins(storage).table)
-    summary = Summary(
-        Storage(storage).path(Storage.pins), num_pins, num_new, len(fresh) - num_new, decisions.num_undecided
-    )
+    num_dropped = sum(map(len, decisions.dropped.values()))
+    num_changed = len(fresh) - num_new
+    summary = Summary(Storage(storage).path(Storage.pins), num_pins, num_new, num_changed, num_dropped)
+    print_summary(summary, decisions, len(known) - len(fresh))
+    return summary
+
+
+def print_summary(summary: Summary, decisions: Decisions, num_known: int) -> None:
+    """Print the summary table, what was dropped and why, and what to run next."""
     shown = {
         "new pins": f"{summary.num_new:,}",
         "pins with a new class": f"{summary.num_changed:,}",
-        "entries without a class": f"{summary.num_undecided:,}",
+        "pinned before": f"{num_known:,}",
+        "dropped": f"{summary.num_dropped:,}",
         "all pins": f"{summary.num_pins:,}",
     }
     print_table(f"pins {without_passwords(summary.folder)}", shown)
-    return summary
+    for reason, ids in decisions.dropped.items():
+        say(f"dropped: {len(ids):,} {reason}, such as {', '.join(map(repr, ids[:SHOWN]))}")
+    say("The next training run or night starts from these pins. To write them now, run export_labels again:")
+    say("  python -m pipelines.export_labels CONFIG")
 
 
 def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> pa.Table:

@@ -43,7 +43,7 @@ from pencil_scale.nights.start import (
     resumable,
     run_facts,
 )
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pipelines import index_shards
@@ -197,7 +197,7 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared 
         what, labels = "all samples", None
         if prepared is not None:
             fresh, labels = len(prepared.crawl.fresh), prepared.labels
-            what = f"{len(prepared.rows):,} rows, {fresh:,} new"
+            what = f"{many(len(prepared.rows), 'row')}, {fresh:,} new"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
         start = Start(night.id, night.catalogue_version, labels)
         train(night_config(config, night, prepared), start, alias=None, hold=False)

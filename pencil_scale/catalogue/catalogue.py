@@ -10,6 +10,7 @@ versions stay readable.
     table = catalogue.read(0, 5000, ["row", "sample_id", "status"])
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,11 @@ class Catalogue:
             which = "" if version is None else f" of version {version}"
             raise PencilError(f"{folder}: no catalogue{which}; run pipelines.index_shards first")
         return cls(folder, manifest)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the manifest, which differs for every version."""
+        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:32]
 
     # -- rows ---------------------------------------------------------------------------------------
 

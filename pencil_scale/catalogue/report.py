@@ -9,6 +9,7 @@ import jinja2
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import ADVICE, DAMAGED_STATUSES, UNCLEAR_IMAGE, extensions_line
+from pencil_scale.storage.errors import many
 from pencil_scale.storage.urls import without_passwords
 
 DAMAGE_SHOWN = 200
@@ -119,14 +120,14 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
     others = manifest["num_duplicates_of_other_content"]
     if others:
         found.append(
-            f"{others:,} duplicates have the id of a different image; is data.identity "
+            f"{many(others, 'duplicate')} with the id of a different image; is data.identity "
             f"{manifest['identity']} right? (try shard_key)"
         )
     equal = manifest["equal_content"]
     if equal["num_proven_wrong"]:
         found.append(
-            f"{equal['num_conflicting_images']:,} images occur with different labels: at least "
-            f"{equal['num_proven_wrong']:,} labels ({equal['proven_noise']:.2%}) are wrong"
+            f"{many(equal['num_conflicting_images'], 'image')} with different labels: at least "
+            f"{many(equal['num_proven_wrong'], 'wrong label')} ({equal['proven_noise']:.2%})"
         )
     if manifest["window"]["num_chunks"] > 1:
         least = f"set data.window_mb to at least {_window_mb(manifest):,}"
@@ -150,11 +151,6 @@ def held_out_alarm(manifest: dict[str, Any]) -> str | None:
     )
 
 
-def many(number: int, thing: str) -> str:
-    """Format a number of things, as in `1 shard` or `2 shards`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
 def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     states = [shard["state"] for shard in manifest["shards"]]
     vanished = states.count("vanished")
@@ -174,7 +170,9 @@ def _facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
         ]
     truth = manifest["truth"]
     if truth["num_known"]:
-        facts.append(("true classes", f"{truth['num_known']:,} known, {truth['num_wrong']:,} labels differ"))
+        facts.append(
+            ("true classes", f"{truth['num_known']:,} known, {many(truth['num_wrong'], 'label')} wrong")
+        )
     odd = {**manifest["oddities"], **{f"{kind} member": n for kind, n in manifest["skipped_members"].items()}}
     return [*facts, *((f"unusual: {kind}", f"{count:,}") for kind, count in odd.items())]
 

@@ -1,4 +1,4 @@
-"""The command line of every job: `python -m MODULE CONFIG [key=value ...]`.
+"""The command line of every job: `python -m MODULE CONFIG [key=value ...]`, or `pencil-scale JOB ...`.
 
 Bad input ends with one line per problem on stderr and exit code 2, never with a traceback. Any other failure
 is a bug, and keeps its traceback. A job stops at its start if Python, Ray or MLflow is outside the tested
@@ -22,7 +22,8 @@ from pencil_scale.config.loader import load_config, masked
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import without_passwords
 
-PYTHON = ">=3.11,<3.13"
+PROGRAM = "pencil-scale"
+PYTHON = ">=3.11,<3.15"
 RAY = ">=2.60,<3"
 MLFLOW = ">=3.17,<4"  # client and server
 HELD = 3  # the exit code of a job whose labels wait for a person
@@ -45,7 +46,7 @@ def run_job(
     becomes --dry-run. The job receives both as keyword arguments.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=program(module),
         description=what,
         epilog=help_page(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,6 +72,12 @@ def run_job(
             raise PencilError(masked(str(error), config)) from error
 
     return exit_code(work)
+
+
+def program(module: str) -> str:
+    """How this process was started: as `pencil-scale JOB`, or with the name of a module."""
+    is_script = Path(sys.argv[0]).name == PROGRAM
+    return f"{PROGRAM} {module.rpartition('.')[2]}" if is_script else f"python -m {module}"
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
 """Reads a YAML file and dotted overrides into a frozen `Config`, or reports every problem in one line each.
 
     config = load_config("configs/demo.yaml", ["stages.pencil.epochs=2", "data.shards=@list.txt"])
-    describe(config)["stages.pencil.epochs"]       # "2"; the value of a ${VARIABLE} is never shown
+    describe(config)["workers.count"]              # "[1, 1]"; the value of a ${VARIABLE} is never shown
 
 Scalars follow YAML 1.2 (`1e-3` is a number, `010` and `1:30` are not, `yes` and `off` are text), and a
 duplicate key is an error. Every value may contain `${VARIABLE}`; the type of the key decides how the result
@@ -46,12 +46,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         written: Any = tree
         while isinstance(inner := getattr(section, str(at[0]), None), Settings):
             section, written, at = inner, written[at[0]], at[1:]
-        section._written[at[0]] = str(without_passwords(written[at[0]]))
+        section._written[at[0]] = without_passwords(written[at[0]])
     return config
 
 
 def describe(config: Settings) -> dict[str, str]:
-    """Give every key and its value as text that may be logged."""
+    """Give every key and its value in YAML, as text that may be logged."""
     return {dotted: shown for dotted, _, shown in _entries(config)}
 
 
@@ -70,7 +70,14 @@ def _entries(section: Settings, prefix: str = "") -> Iterator[tuple[str, Any, st
         if isinstance(value, Settings):
             yield from _entries(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value, str(shown)
+            yield f"{prefix}{name}", value, _in_yaml(shown)
+
+
+def _in_yaml(value: Any) -> str:
+    if not isinstance(value, str | int | float | tuple | list | dict | None):
+        return str(value)  # such as a curve, which spells itself
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
 
 
 # --- reading -----------------------------------------------------------------------------------------

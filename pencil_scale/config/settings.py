@@ -189,7 +189,7 @@ class Checkpoint(Settings):
 
 class Tracking(Settings):
     uri: str | None = key("MLflow server; null: MLFLOW_TRACKING_URI, or SQLite in a local storage", None)
-    experiment: str | None = key("MLflow experiment; null: the run's name", None)
+    experiment: str | None = key("MLflow experiment; null: the name of the storage's folder", None)
     register_as: str | None = key("register the trained model under this name", None)
 
 
@@ -249,7 +249,7 @@ class ExportJob(Settings):
 
 class PinJob(Settings):
     file: str | None = key("decisions to pin: JSON, CSV or Parquet with sample_id and class", None)
-    by: str | None = key("who decided, if the file does not say", None)
+    by: str | None = key("who decided; needed unless every decision in the file says so", None)
 
 
 class ReportJob(Settings):

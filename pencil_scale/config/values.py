@@ -81,7 +81,7 @@ class Settings(BaseModel):
     """One section of a config. Its repr shows variables as written, never their values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    _written: dict[str, str] = PrivateAttr(default_factory=dict)  # the keys that had a variable
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)  # the keys that had a variable
 
     def entries(self) -> Iterator[tuple[str, Any, Any]]:
         """Give every key with its value, and as it may be shown: with variables, without passwords."""

@@ -13,7 +13,7 @@ objects, or an object with that list under `decisions`; CSV and Parquet have a h
 
     decisions = read_decisions("decisions.json", classes)
     decisions.known                # one Decision per sample: sample_id, class, by, note
-    decisions.num_undecided        # entries without a class
+    decisions.dropped              # ids of entries without a class, by the reason
 """
 
 import csv
@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import LabelClasses
 from pencil_scale.labels.columns import KeyBytes, key_bytes
-from pencil_scale.storage.errors import PencilError, new_id
+from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import BESIDE, Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import open_source, version_of
@@ -49,6 +49,9 @@ PINS = pa.schema(
         pa.field("note", pa.string()),
     ]
 )
+
+# Verdicts of the review page that name no class.
+WITHOUT_CLASS = {"reject": "judged wrong, no other class chosen", "none": "judged to be none of the classes"}
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,8 @@ class Pinned:
         entries = self.void.slice(0, 3).to_pylist()
         some = ", ".join(f"{entry['sample_id']!r} to {entry['class']!r}" for entry in entries)
         return (
-            f"{len(self.void):,} pins are void, because the class list does not have their class: {some}; "
-            "these samples have the class they were given (pin them again, or name the new class in "
-            "nightly.remap)"
+            f"{many(len(self.void), 'pin')} without effect, because the class list does not have the class: "
+            f"{some}; the sample keeps its given class (pin it again, or name the new class in nightly.remap)"
         )
 
 
@@ -170,20 +172,21 @@ class Decisions:
     """The decisions of a file, one per sample."""
 
     known: tuple[Decision, ...]
-    num_undecided: int
+    dropped: Mapping[str, Sequence[str]]  # the ids of entries without a class, by the reason
 
 
 def read_decisions(url: str, classes: LabelClasses) -> Decisions:
     """Read a file of decisions; refuse all of it if one entry cannot be understood."""
     found: dict[str, Decision] = {}
-    num_undecided = 0
+    dropped: dict[str, list[str]] = {}
     for nth, entry in enumerate(_entries(url), 1):
         if not isinstance(entry, dict) or not isinstance(entry.get("sample_id"), str):
             raise PencilError(
                 f"{url}: entry {nth:,} has no text under sample_id; columns sample_id, class expected"
             )
         if entry.get("class") in (None, ""):
-            num_undecided += 1
+            reason = WITHOUT_CLASS.get(str(entry.get("verdict")), "no class given")
+            dropped.setdefault(reason, []).append(entry["sample_id"])
             continue
         number, _ = classes.classify(entry["class"])
         if number is None:
@@ -198,7 +201,7 @@ def read_decisions(url: str, classes: LabelClasses) -> Decisions:
                 f"{url}: sample {before.sample_id!r} is decided twice, as {classes.names[before.number]!r} "
                 f"and as {classes.names[number]!r}; keep one"
             )
-    return Decisions(tuple(found.values()), num_undecided)
+    return Decisions(tuple(found.values()), dropped)
 
 
 def _entries(url: str) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
@@ -81,7 +81,7 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
     changed = [key for key in keys if record.settings.get(key) != settings.get(key)]
     if changed:
         was, now = record.settings.get(changed[0]), settings.get(changed[0])
-        more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
+        more = f" and {many(len(changed) - 1, 'more key')}" if len(changed) > 1 else ""
         raise PencilError(
             f"run {name} was started with {changed[0]}={was}, now it is {now}{more}; "
             "set it back to resume, or choose another run.name"

@@ -204,10 +204,7 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
 
 def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
     """The config that a night trains with: its own name, rows and weights."""
-    changes: dict[str, dict[str, Any]] = {
-        "run": {"name": night.name},
-        "tracking": {"experiment": config.tracking.experiment or config.run.name},
-    }
+    changes: dict[str, dict[str, Any]] = {"run": {"name": night.name}}
     if prepared is None:
         stages, epochs = ("backbone", "pencil", "finetune"), config.nightly.first_epochs or ()
         changes["stages"] = {

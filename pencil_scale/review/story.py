@@ -83,7 +83,7 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
     pinned = pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()
     for pin in pinned:  # at most one
         note = f" ({pin['note']})" if pin["note"] else ""
-        yield f"pin          {pin['class']}, by {pin['by'] or 'an unnamed person'}, at {pin['at']}{note}"
+        yield f"pin          {pin['class']}, by {pin['by']}, at {pin['at']}{note}"
     if not pinned:
         yield "pin          none: the label may change"
     shard = catalogue.shards[row["shard"]].url

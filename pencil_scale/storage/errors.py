@@ -1,4 +1,4 @@
-"""What every room shares: the error a person can act on, the key of a sample, and random ids."""
+"""What every room shares: the error a person can act on, plurals, the key of a sample, and random ids."""
 
 import hashlib
 import uuid
@@ -14,6 +14,20 @@ class PencilError(Exception):
 
 class DamagedError(PencilError):
     """A stored file is missing, cut short, or not what its name promises."""
+
+
+class TaskDiedError(PencilError):
+    """The process of a task died in every attempt; `number` says which piece it worked on."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        self.number, self.kind = number, type(error).__name__
+        what = f"task {number}: its process died in every attempt ({self.kind})"
+        super().__init__(f"{what}; start Ray with more memory or fewer CPUs")
+
+
+def many(number: int, thing: str) -> str:
+    """Format a number of things, as in `1 shard` or `2 shards`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def sample_key(sample_id: str) -> bytes:

@@ -16,6 +16,7 @@ only rises: a released lease is kept, marked as free.
 
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -52,6 +53,12 @@ def command_name() -> str:
     """The module or script of this process, without its arguments: they may hold passwords."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     return main.name.removesuffix(".__main__") if main else PurePath(sys.argv[0] or "python").name
+
+
+def command_line() -> str:
+    """The command of this process, to be run again."""
+    script = getattr(sys.modules.get("__main__"), "__spec__", None) is None
+    return f"{'' if script else 'python -m '}{command_name()} {shlex.join(sys.argv[1:])}"
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,12 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
 
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, TaskDiedError
 from pencil_scale.storage.urls import without_passwords
 
 Result = TypeVar("Result")
 
 LONGEST = 400  # characters of a reason
-
-
-class TaskDiedError(PencilError):
-    """The process of a task died in every attempt; `number` says which piece it worked on."""
-
-    def __init__(self, number: int, error: RayError) -> None:
-        self.number, self.kind = number, type(error).__name__
-        what = f"task {number}: its process died in every attempt ({self.kind})"
-        super().__init__(f"{what}; start Ray with more memory or fewer CPUs")
 
 
 def run_tasks(

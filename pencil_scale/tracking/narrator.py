@@ -22,6 +22,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
+from pencil_scale.storage.errors import many
 from pencil_scale.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,16 @@ class Narrator:
         class_names: tuple[str, ...],
         tracker: Tracker,
         say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_epochs, self._class_names = num_epochs, class_names
-        self._tracker, self._say = tracker, say
+        self._tracker, self._say, self._clock = tracker, say, clock
         self._harmless = Harmless()
         self._epochs: list[dict[str, Any]] = []  # the figures of all epochs
-        self._said_at = time.monotonic()
+        self._said_at = clock()
+        self._epoch_s: list[float] = []  # of the last epochs, with their evaluation and saving
+        self._epoch_since: float | None = None  # None: the workers resumed in the middle of an epoch
+        self._is_first = True  # since the workers started
         self.warnings: dict[str, str] = {}
 
     def hear(self, event: dict[str, Any]) -> None:
@@ -78,8 +83,10 @@ class Narrator:
 
     def _started(self, progress: Any, record: list[dict[str, Any]], world: int, **_: Any) -> None:
         at = f"epoch {progress.epoch + 1}, step {progress.step}" if progress.all_steps else "the start"
-        self._line(f"training with {world} worker{'s' if world > 1 else ''} from {at}")
+        self._line(f"training with {many(world, 'worker')} from {at}")
         self._epochs = list(record)
+        self._epoch_s = [figures["epoch_s"] for figures in record]
+        self._epoch_since, self._is_first = None if progress.step else self._clock(), True
         for figures in record:  # which a driver that died may not have reported
             self._track_epoch(figures)
 
@@ -89,12 +96,13 @@ class Narrator:
 
     def _step(self, stage: str, progress: Any, figures: dict[str, float], **_: Any) -> None:
         self._tracker.log_step(stage, progress.all_steps, figures)
-        if time.monotonic() - self._said_at > LINE_EVERY_S:
+        if self._clock() - self._said_at > LINE_EVERY_S:
             epoch = f"epoch {progress.epoch + 1}/{self._num_epochs}"
             self._line(f"{stage:<9} {epoch}   step {progress.step}   loss {figures['loss']:.4f}")
 
     def _epoch(self, figures: dict[str, Any], found: Any, **_: Any) -> None:
         self._epochs.append(figures)
+        self._time_epoch(figures)
         self._line(self._epoch_line(figures))
         self._track_epoch(figures)
         for name, text in found.warnings.items():
@@ -115,7 +123,7 @@ class Narrator:
 
     def _unreadable(self, num: int, names: list[str], **_: Any) -> None:
         more = f"; and {num - len(names):,} more" if num > len(names) else ""
-        text = f"{num:,} images cannot be decoded and have weight 0: {'; '.join(names)}{more}"
+        text = f"{many(num, 'image')} cannot be decoded, weight set to 0: {'; '.join(names)}{more}"
         self._warn("unreadable_images", text)
 
     def _warn(self, name: str, text: str) -> None:
@@ -139,13 +147,21 @@ class Narrator:
         columns += [f"{word} {figures[name]:.3f}" for name, word in SHOWN.items() if name in figures]
         if "corrected_share" in figures:
             columns.append(f"changed {figures['corrected_share']:.1%}")
-        # The median of the last epochs: the first one may have compiled the network.
-        epoch_s = median_low(figures["epoch_s"] for figures in self._epochs[-5:])
-        remaining = timedelta(seconds=round(epoch_s * (self._num_epochs - number)))
-        return "   ".join([*columns, f"ETA {remaining}"])
+        if self._epoch_s:
+            remaining_s = median_low(self._epoch_s[-5:]) * (self._num_epochs - number)
+            columns.append(f"ETA {timedelta(seconds=round(remaining_s))}")
+        return "   ".join(columns)
+
+    def _time_epoch(self, figures: dict[str, Any]) -> None:
+        """Note how long an epoch took, without what the workers' start added to the first one."""
+        now = self._clock()
+        if self._epoch_since is not None:
+            start_s = figures["start_s"] if self._is_first else 0.0  # readers start, the network compiles
+            self._epoch_s.append(max(now - self._epoch_since - start_s, 0.0))
+        self._epoch_since, self._is_first = now, False
 
     def _line(self, text: str) -> None:
-        self._said_at = time.monotonic()
+        self._said_at = self._clock()
         self._say(text)
 
 

@@ -13,6 +13,7 @@ one step: values at or before the last step that MLflow has of their series are 
 """
 
 import io
+import json
 import logging
 import os
 import tempfile
@@ -24,7 +25,18 @@ import mlflow.pytorch
 import numpy as np
 import torch
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag, ViewType
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModel,
+    LoggedModelOutput,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+    ViewType,
+)
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, infer_signature
 from mlflow.utils.credentials import get_default_host_creds
@@ -40,6 +52,7 @@ from pencil_scale.tracking.journal import AwayError, Entry
 log = logging.getLogger(__name__)
 
 PARENT = "parent"  # the run above those of the stages
+RESUMABLE = "SCHEDULED"  # MLflow shows KILLED in red, like FAILED; a stopped run waits to be resumed
 
 # MLflow's limits for one request and for one value.
 MOST_METRICS = 1000
@@ -100,6 +113,10 @@ class Receiver:
             self._log_model(run_id, entry)
         elif entry.kind == "alias":
             self._move_alias(run_id, body["register_as"], body["alias"])
+        elif entry.kind == "dataset":
+            client.log_inputs(run_id, [_dataset_input(**body)])
+        elif body["status"] == RESUMABLE:
+            client.update_run(run_id, RESUMABLE)
         else:
             client.set_terminated(run_id, body["status"], body["time"])
         return 1
@@ -111,6 +128,8 @@ class Receiver:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        for library in ("mlflow", "alembic"):  # they report every table of a new database, and a missing pip
+            logging.getLogger(library).setLevel(logging.ERROR)
         return MlflowClient(self._uri, self._uri)
 
     def _log_metrics(self, entries: list[Entry]) -> int:
@@ -256,6 +275,15 @@ class Receiver:
     def _versions(self, run_id: str, name: str) -> list[Any]:
         made = self._client.search_model_versions(f"run_id = '{run_id}'")
         return [version for version in made if version.name == name]
+
+
+def _dataset_input(
+    name: str, use: str, digest: str, url: str, known: dict[str, int], **_: Any
+) -> DatasetInput:
+    kind = url.partition("://")[0] if "://" in url else "local"
+    dataset = Dataset(name, digest, kind, json.dumps({"uri": url}), profile=json.dumps(known))
+    version = InputTag("catalogue_version", str(known["catalogue_version"]))
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", use), version])
 
 
 def _portions(items: list[Any], most: int) -> list[list[Any]]:

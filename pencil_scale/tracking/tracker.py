@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from pencil_scale import __version__
+from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError
@@ -86,9 +87,12 @@ class Tracker:
         """Start the run, or resume it. `params` are its settings, if the config has others by now."""
         self._name, self._register_as = config.run.name, config.tracking.register_as
         self._stage: str | None = None  # the stage that is running
+        self.about: list[str] = []  # the first paragraphs of its description
         params = dict(params or describe(config))
         uri, artifacts = find_server(config)
-        self._where = {"run_id": run_id, "experiment": config.tracking.experiment or self._name}
+        # All runs of a storage are in one experiment, where MLflow can compare them.
+        self._project = filesystem_of(config.run.storage)[1].rpartition("/")[2] or self._name
+        self._where = {"run_id": run_id, "experiment": config.tracking.experiment or self._project}
         self._receiver = Receiver(uri, **self._where, artifacts=artifacts)
         storage = Storage(config.run.storage)
         self._journal = Journal(storage.path(storage.run(self._name, f"journal/{run_id}")), every_s)
@@ -134,6 +138,18 @@ class Tracker:
         """Tag the run."""
         self._add("tag", PARENT, name=_allowed(name), value=text)
 
+    def describe(self, *results: str) -> None:
+        """Set the description of the run: what it is `about`, and what came of it so far."""
+        text = "\n\n".join([*self.about, *results])  # Markdown
+        self.set_tag("mlflow.note.content", without_passwords(text))
+
+    def log_dataset(self, use: str, catalogue: Catalogue) -> None:
+        """Report data that the run reads as an input: for training, validation or test."""
+        url, counted = without_passwords(catalogue.folder), {"num_samples": catalogue.num_ok}
+        known = {"catalogue_version": catalogue.version, **counted, "num_classes": catalogue.num_classes}
+        name = f"{self._project} {use}"
+        self._add("dataset", PARENT, name=name, use=use, digest=catalogue.digest, url=url, known=known)
+
     def log_picture(self, name: str, png: bytes) -> None:
         """Keep a picture with the run, as `pictures/NAME.png`."""
         self._add("file", PARENT, png, path=f"pictures/{name}.png")
@@ -173,7 +189,7 @@ class Tracker:
     def finish(self, status: str = "FINISHED", wait_s: float = 60.0) -> bool:
         """End the runs, wait for the server for this long at most; return whether all was delivered.
 
-        A status of MLflow: FINISHED, FAILED or KILLED.
+        A status of MLflow: FINISHED, FAILED, or SCHEDULED for a run that was stopped and can be resumed.
         """
         for stage in filter(None, (self._stage, PARENT)):
             self._add("end", stage, status=status)

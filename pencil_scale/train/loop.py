@@ -54,6 +54,7 @@ class Clock:
         self._owners, self._device_s = owners, owners.device_s
         self._started = time.perf_counter()
         self._waited_s = {"data": 0.0, "labels": 0.0}
+        self._half_s = self._start_s = 0.0
         self.num_images = 0
 
     def wait_for(self, what: str, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -67,12 +68,22 @@ class Clock:
                 return
             yield batch
 
+    def count_step(self, num_done: int, num_steps: int, num_images: int) -> None:
+        """Count a step that was done."""
+        self.num_images += num_images
+        now, half = time.perf_counter() - self._started, num_steps // 2
+        if num_done == half:
+            self._half_s = now
+        elif num_done == num_steps and half:
+            self._start_s = max(self._half_s - (now - self._half_s) * half / (num_steps - half), 0.0)
+
     def figures(self) -> dict[str, float]:
         seconds = max(time.perf_counter() - self._started, 1e-9)
         # The owners wait for the stream and for the device while the loop waits for them.
         data_s, device_s = self._waited_s["data"], self._owners.device_s - self._device_s
         return {
             "epoch_s": seconds,
+            "start_s": self._start_s,  # what its first half took longer than its second
             "images_per_s": self.num_images / seconds,
             "data_wait_share": data_s / seconds,
             "label_wait_share": (self._waited_s["labels"] - data_s - device_s) / seconds,
@@ -127,8 +138,8 @@ class Loop:
         # Counted from here, not from the start of the epoch: progress is saved only between groups of
         # batches, so a group starts here, whatever the size of earlier groups.
         for num_done, batch in enumerate(clock.wait_for("labels", batches), 1):
-            clock.num_images += len(batch.rows)
             self._step(batch, stage, progress, num_done - 1, num_steps)
+            clock.count_step(num_done, num_steps, len(batch.rows))
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
             self._report(stage, progress)
             if num_done == num_steps or num_done % accumulation:

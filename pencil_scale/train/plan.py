@@ -39,7 +39,7 @@ from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pencil_scale.stream.stream import Stream, StreamSpec
@@ -105,17 +105,17 @@ def make_plan(
         )
     subset, num_taken_down = _rows_to_read(config, catalogue, config.data.subset)
     num_samples = catalogue.num_ok if subset is None else len(subset)
-    samples = f"{num_samples:,} samples"
+    samples = many(num_samples, "sample")
     if subset is not None:
         named = f" ({config.data.subset})" if config.data.subset else ""
         samples += f"{named} out of {catalogue.num_ok:,}"
     lines = [
         f"run {config.run.name}: {samples} of {len(names)} classes, {network}",
-        "stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages),
+        "stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in config.stages),
         outlook,
     ]
     if num_taken_down:
-        lines.append(f"data.exclude: {num_taken_down:,} more samples were taken down and are left out")
+        lines.append(f"data.exclude: left out {many(num_taken_down, 'more sample')}, taken down since")
     roles = _roles(config, catalogue, subset, record, parent)
     if len(roles.watched) + len(roles.planted):
         num_samples -= len(roles.watched)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pencil_scale.labels.owners import HostCopy
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.step import StepResult
 
@@ -122,7 +122,7 @@ def mean_loss(sums: Tensor) -> float:
 
 def problems_of(sums: Tensor) -> list[str]:
     """Name what is not finite in the sums of some steps."""
-    labels = [f"the labels of {float(sums[2]):,.0f} samples"] if sums[2] else []
+    labels = [f"the labels of {many(round(float(sums[2])), 'sample')}"] if sums[2] else []
     return ([] if sums[0].isfinite() else ["the loss"]) + labels
 
 

@@ -5,13 +5,12 @@ dry_run(config)                        # only says what it will take
 """
 
 import hashlib
-import shlex
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 
+from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
@@ -21,12 +20,13 @@ from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord, find_record, write_record
 from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.method.outlook import label_scale
-from pencil_scale.storage.errors import PencilError, new_id
-from pencil_scale.storage.lease import Lease, LeaseLostError, command_name
+from pencil_scale.storage.errors import PencilError, many, new_id
+from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, is_local
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
+from pencil_scale.tracking.receiver import RESUMABLE
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, start_control
@@ -65,25 +65,29 @@ def train(
     what = f"run {name} is being trained"
     with Lease.hold(storage.url, storage.run(name, "lease"), what=what) as lease:
         plan, record = _start_or_resume(config, start, lease)
-        tracker = Tracker(config, record.catalogue_version, record.id)
+        tracker = _track(plan, record)
         record = write_record(storage.url, record, lease, status="running", tracking=tracker.state())
         narrator = Narrator(plan.schedule.epochs, plan.class_names, tracker, say=say)
         try:
             checkpoint = drive(_job(plan, record), narrator.hear, lease)
         except LeaseLostError:
             raise  # the run has not failed: another command continues it, also in MLflow
-        except BaseException:
-            tracker.finish("FAILED", wait_s=5)
+        except BaseException as error:
+            failed = isinstance(error, Exception)  # a repeated Ctrl-C is not: the run can be resumed
+            tracker.describe(f"failed: {error}" if failed else "stopped without saving")
+            tracker.finish("FAILED" if failed else RESUMABLE, wait_s=5)
             raise
         if checkpoint is None:
             write_record(storage.url, record, lease, status="stopped", tracking=tracker.state())
-            tracker.finish("KILLED")
             saved = "stopped and saved; to resume:"
             if config.workers.in_process:
                 saved = "stopped; a run with workers.in_process saves nothing; to start it again:"
-            say(f"{saved} python -m {command_name()} {shlex.join(sys.argv[1:])}")
+            tracker.describe(f"{saved} {command_line()}")
+            tracker.finish(RESUMABLE)
+            say(f"{saved} {command_line()}")
             raise SystemExit(STOPPED)
         summary = publish(plan, record, checkpoint, narrator.warnings, tracker, lease, alias, hold)
+        tracker.describe(*summary.last_lines(), f"```\n{summary.table()}\n```")
         tracker.finish()
         status, reasons = summary.facts["status"], summary.facts["held_because"] if summary.held else ()
         write_record(
@@ -133,6 +137,18 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
     return plan, record or _new_record(plan, start, settings, lease)
 
 
+def _track(plan: RunPlan, record: RunRecord) -> Tracker:
+    """Report to MLflow what the run is, and which data it reads."""
+    storage = plan.config.run.storage
+    tracker = Tracker(plan.config, record.catalogue_version, record.id)
+    tracker.about = [*plan.lines, f"storage: {storage}"]
+    tracker.describe()
+    tracker.log_dataset("training", plan.catalogue)
+    for clean_set, spec in plan.clean.items():
+        tracker.log_dataset(clean_set, Catalogue.open(storage, spec.version, clean_set))
+    return tracker
+
+
 def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], lease: Lease) -> RunRecord:
     """Make the labels that a new run starts with, then record everything it starts with."""
     config, storage = plan.config, Storage(plan.config.run.storage)
@@ -151,7 +167,7 @@ def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], le
             planted=(plan.roles.planted, plan.roles.planted_class),
             watched=plan.roles.watched,
         )
-    else:
+    elif len(plan.roles.watched) + len(plan.roles.planted) or labels.noise is not None:
         labels = set_roles(labels, (plan.roles.planted, plan.roles.planted_class), plan.roles.watched)
     labels.require_whole()
     if len(plan.roles.watched) + len(plan.roles.planted):
@@ -204,4 +220,4 @@ def _tidy(storage: str, record: RunRecord) -> None:
         say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
     else:
         if swept:
-            say(f"{len(swept):,} label parts removed that are not needed any more")
+            say(f"{many(len(swept), 'label part')} removed, no longer needed")

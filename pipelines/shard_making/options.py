@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pencil_scale.config.command import program
 from pencil_scale.storage.errors import PencilError
 from pipelines.shard_making.files import CLOTHING1M_SPLITS, read_clothing1m, read_digits, read_folder
 from pipelines.shard_making.samples import Classes, Source, absolute_url
@@ -66,7 +67,7 @@ class ShardJob:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; argparse prints one line and exits with code 2 if it is invalid."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelines.make_shards",
+        prog=program("pipelines.make_shards"),
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -246,6 +246,17 @@ def test_the_help_page_lists_every_key(good: Path) -> None:
     assert set(describe(load_config(good))) <= set(KEYS)
 
 
+def test_settings_are_described_in_yaml_that_gives_the_same_config(good: Path) -> None:
+    lists = ["data.shards=[a*.tar, '@list']", "workers.count=[1, 4]", "nightly.remap={a: null, 'b: c': d}"]
+    config = load_config(
+        good, [*lists, "stages.pencil.lambda=[[0, 3000], [5, 500]]", "tracking.uri=http://a"]
+    )
+    described = describe(config)
+    assert described["workers.count"] == "[1, 4]"
+    assert (described["workers.gpu"], described["data.truth"]) == ("false", "null")
+    assert load_config(good, [f"{key}={value}" for key, value in described.items()]) == config
+
+
 @pytest.mark.slow
 @given(st.text())
 def test_any_override_gives_a_config_or_a_config_error(text: str) -> None:

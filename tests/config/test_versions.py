@@ -1,10 +1,12 @@
 """Versions outside the tested range are refused in one line, before a job does anything."""
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from pencil_scale import __version__
 from pencil_scale.config import command as versions
@@ -41,13 +43,16 @@ def test_a_job_stops_at_its_start_if_a_version_is_not_supported(
     assert len(said.err.splitlines()) == 1
 
 
-def test_the_package_and_the_readme_state_the_same_ranges() -> None:
+def test_the_package_the_makefile_and_the_readme_state_the_same_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
     assert str(needs["ray"]) == str(Requirement(f"ray{versions.RAY}").specifier)
     assert str(needs["mlflow"]) == str(Requirement(f"mlflow{versions.MLFLOW}").specifier)
     assert project["requires-python"] == versions.PYTHON
     assert project["version"] == __version__
+    first, last = re.findall(r"\((3, \d+)\)", (ROOT / "Makefile").read_text())
+    minors = [minor for minor in range(30) if SpecifierSet(versions.PYTHON).contains(f"3.{minor}")]
+    assert (first, last) == (f"3, {minors[0]}", f"3, {minors[-1]}")
     readme = (ROOT / "README.md").read_text()
     for supported in (versions.PYTHON, versions.RAY, versions.MLFLOW):
         assert supported in readme

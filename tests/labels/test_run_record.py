@@ -46,7 +46,7 @@ def test_a_run_may_resume_with_another_number_of_workers(storage: str) -> None:
 def test_a_name_started_with_other_settings_is_refused(storage: str) -> None:
     other = {**SETTINGS, "stages.pencil.epochs": "5", "run.seed": "2"}
     with pytest.raises(
-        PencilError, match=r"started with run.seed=1, now it is 2 and 1 more keys; set it back"
+        PencilError, match=r"started with run.seed=1, now it is 2 and 1 more key; set it back"
     ):
         find_record(storage, "night", other)
 

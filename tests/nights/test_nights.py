@@ -280,7 +280,7 @@ def test_a_sample_pinned_to_a_dropped_class_gets_its_given_class_back(
     assert table.read([0]).tolist() == [[0, 10]]
     ok = after.read(0, 6, ["status"])["status"].to_pylist()
     assert [status == "ok" for status in ok] == [True, True, False, True, True, False]
-    assert "1 pins are void" in capsys.readouterr().out
+    assert "1 pin without effect" in capsys.readouterr().out
 
 
 def test_labels_follow_a_class_that_is_renamed_in_place(bench: Nights) -> None:

@@ -106,7 +106,7 @@ def test_webdataset_reads_back_what_the_job_wrote(
     assert (tmp_path / "out" / "classes.txt").read_text() == "cat\ndog\nowl\n"
     said = capsys.readouterr().out
     assert "5 (5 written now, 0 from before)" in said
-    assert "1 files that are not images: notes.txt" in said
+    assert "1 file, such as notes.txt" in said
 
 
 @pytest.mark.ray

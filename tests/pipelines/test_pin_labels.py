@@ -55,7 +55,7 @@ def test_json_csv_and_parquet_give_the_same_pins(bench: PinBench, tmp_path: Path
 def test_the_newest_decision_wins_and_entries_without_a_class_are_counted(bench: PinBench) -> None:
     assert bench.pin("a.csv", "sample_id,class\n000001,ant\n000002,bee\n").num_new == 2
     again = bench.pin("b.csv", "sample_id,class\n000001,cat\n000003,\n")
-    assert (again.num_new, again.num_changed, again.num_undecided, again.num_pins) == (0, 1, 1, 2)
+    assert (again.num_new, again.num_changed, again.num_dropped, again.num_pins) == (0, 1, 1, 2)
     assert bench.pins() == [(1, "cat", "ada"), (2, "bee", "ada")]
 
 
@@ -75,6 +75,25 @@ def test_a_file_with_one_bad_entry_pins_nothing(bench: PinBench, content: str, s
     with pytest.raises(PencilError, match=said):
         bench.pin("d.csv", content)
     assert bench.pins() == []
+
+
+def test_a_decision_that_nobody_signed_is_refused(bench: PinBench) -> None:
+    (bench.folder / "d.csv").write_text("sample_id,class,by\n000001,ant,bob\n000002,bee,\n")
+    with pytest.raises(PencilError, match=r"1 of 2 decisions do not say who .* '000002'; .* set pin.by=NAME"):
+        run(load_config(bench.folder / "config.yaml", [f"pin.file={bench.folder}/d.csv"]))
+    assert bench.pins() == []
+
+
+def test_what_was_dropped_and_what_to_run_next_are_printed(
+    bench: PinBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [{"sample_id": f"00000{n}", "class": None, "verdict": "none"} for n in range(2)]
+    entries += [{"sample_id": "000002", "class": None, "verdict": "reject"}]
+    assert bench.pin("d.json", json.dumps([*entries, {"sample_id": "000003", "class": "ant"}])).num_pins == 1
+    said = capsys.readouterr().out
+    assert "dropped: 2 judged to be none of the classes, such as '000000', '000001'\n" in said
+    assert "dropped: 1 judged wrong, no other class chosen, such as '000002'\n" in said
+    assert said.endswith("run export_labels again:\n  python -m pipelines.export_labels CONFIG\n")
 
 
 def test_damaged_json_ends_with_one_line(bench: PinBench, capsys: pytest.CaptureFixture[str]) -> None:

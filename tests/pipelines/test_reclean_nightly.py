@@ -67,7 +67,7 @@ class Week:
 
         uri = f"sqlite:///{self.crawl.folder}/lake/mlflow.db"
         client = MlflowClient(uri, uri)
-        experiment = client.get_experiment_by_name("nightly")
+        experiment = client.get_experiment_by_name("lake")
         assert experiment is not None
         runs = client.search_runs([experiment.experiment_id])
         self.tags = {str(run.info.run_name): dict(run.data.tags) for run in runs}

@@ -91,7 +91,7 @@ def test_pinned_labels_are_counted_but_not_shown_for_review(bench: ReviewBench) 
     from pipelines import pin_labels
 
     (bench.folder / "d.csv").write_text("sample_id,class\n000001,ant\n")
-    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv", "pin.by=ada"]))
     summary = bench.report()
     assert (summary.counts["pinned"], summary.counts["changed"], summary.num_listed) == (1, 2, 1)
     assert "000001" not in bench.shown()["samples"]["id"]

@@ -62,7 +62,7 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     keys = ["export.labels=night-0002", "export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.config, keys))
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")
-    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv", "pin.by=ada"]))
     lines = bench.why("000001", capsys)
     text = "\n".join(lines)
     assert lines[0] == "sample 000001"
@@ -133,7 +133,7 @@ def test_an_untrained_sample_without_a_given_class_has_no_class(
     assert "  result     no class: none was given, and no run trained on the sample" in lines
     assert not any("ant" in line.split() for line in lines)  # class 0, which is not its class
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\nbare,cat,ada,\n")
-    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv"]))
+    pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv", "pin.by=ada"]))
     assert any(line.startswith("pin          cat, by ada") for line in bench.why("bare", capsys))
 
 

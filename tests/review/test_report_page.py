@@ -129,8 +129,8 @@ def test_the_saved_file_pins_exactly_what_was_judged_with_keys(reader: Reader, b
     entries = json.loads(reader.save(bench.folder).read_text())["decisions"]
     assert {entry["sample_id"] for entry in entries} == set(judged)
     path = bench.folder / "decisions-t.json"
-    summary = pin_labels.run(load_config(bench.config, [f"pin.file={path}"]))
-    assert (summary.num_new, summary.num_undecided) == (3, 0)
+    summary = pin_labels.run(load_config(bench.config, [f"pin.file={path}", "pin.by=ada"]))
+    assert (summary.num_new, summary.num_dropped) == (3, 0)
     shown = shown_in(bench.page)["samples"]["id"]
     pins = {
         pin["sample_id"]: (pin["class"], pin["note"]) for pin in read_pins(bench.storage).table.to_pylist()

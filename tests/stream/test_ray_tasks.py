@@ -8,8 +8,8 @@ import pytest
 from ray.exceptions import RayTaskError
 from ray.train import WorkerGroupError
 
-from pencil_scale.storage.errors import DamagedError, PencilError
-from pencil_scale.stream.ray_tasks import TaskDiedError, cause_of, num_processors, reason_of, run_tasks
+from pencil_scale.storage.errors import DamagedError, PencilError, TaskDiedError
+from pencil_scale.stream.ray_tasks import cause_of, num_processors, reason_of, run_tasks
 
 
 def multiplied(factor: int, number: int) -> int:

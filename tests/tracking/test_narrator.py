@@ -13,6 +13,7 @@ FIGURES = {
     "stage": "pencil",
     "epoch": 11,
     "epoch_s": 3.0,
+    "start_s": 0.0,
     "loss": 0.12345,
     "images_per_s": 1830.4,
     "test_accuracy": 0.9615,
@@ -34,9 +35,10 @@ class Listener:
         return lambda *given: self.calls.append((name, given))
 
 
-def narrator(tracker: Any = None) -> tuple[Narrator, list[str]]:
+def narrator(tracker: Any = None, clock: Any = None) -> tuple[Narrator, list[str]]:
     said: list[str] = []
-    return Narrator(40, ("ant", "bee"), tracker or Listener(), say=said.append), said
+    clock = clock or (lambda: 0.0)
+    return Narrator(40, ("ant", "bee"), tracker or Listener(), say=said.append, clock=clock), said
 
 
 def epoch(**found: Any) -> dict[str, Any]:
@@ -45,12 +47,42 @@ def epoch(**found: Any) -> dict[str, Any]:
 
 
 def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_remaining_time() -> None:
-    reporting, said = narrator()
+    now = [100.0]
+    reporting, said = narrator(clock=lambda: now[0])
+    started(reporting, epoch=11, record=[])
+    now[0] += 3
     reporting.hear(epoch())
-    assert said == [
+    assert said[1:] == [
         "pencil    epoch 12/40   loss 0.1235   1,830 images/s   test 0.962   labels right 0.931   "
         "changed 34.5%   ETA 0:01:24"
     ]
+
+
+def started(reporting: Narrator, epoch: int = 0, step: int = 0, record: Any = ()) -> None:
+    reporting.hear({"kind": "started", "progress": Progress(epoch, step), "record": record, "world": 2})
+
+
+def test_the_first_estimate_leaves_out_what_starting_the_workers_took() -> None:
+    now = [100.0]
+    reporting, said = narrator(clock=lambda: now[0])
+    started(reporting)
+    for seconds, start_s in ((50.0, 47.0), (4.0, 0.5), (4.0, 0.5)):  # with evaluation and saving
+        now[0] += seconds
+        news = epoch()
+        reporting.hear({**news, "figures": {**FIGURES, "epoch": 0, "start_s": start_s}})
+    estimates = [line.rpartition("ETA ")[2] for line in said[1:]]
+    assert estimates == ["0:01:57", "0:01:57", "0:02:36"]  # 39 times 3 s, 3 s and 4 s
+
+
+def test_no_time_is_estimated_from_a_part_of_an_epoch() -> None:
+    now = [100.0]
+    reporting, said = narrator(clock=lambda: now[0])
+    started(reporting, step=7)
+    reporting.hear(epoch())
+    now[0] += 2
+    reporting.hear(epoch())
+    assert "ETA" not in said[1]
+    assert said[2].endswith("ETA 0:00:56")
 
 
 def test_a_warning_is_printed_once_and_tracked_every_time() -> None:
@@ -102,7 +134,7 @@ def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary()
     reporting, said = narrator()
     for _ in range(2):
         reporting.hear({"kind": "unreadable", "num": 3, "names": ["00.tar: 'a'", "00.tar: 'b'"]})
-    text = "3 images cannot be decoded and have weight 0: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
+    text = "3 images cannot be decoded, weight set to 0: 00.tar: 'a'; 00.tar: 'b'; and 1 more"
     assert said == [f"WARNING: {text}"]
     assert reporting.warnings == {"unreadable_images": text}
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import mlflow
 import pytest
 import torch
+from catalogue_making import Bench, samples
 from mlflow import MlflowClient
 from mlflow_server import NAMES, Server, config_of, journal_of, steps_of, tracker_of, wait_for
 
 from pencil_scale.config.loader import describe
 from pencil_scale.method.backbones import build_backbone
-from pencil_scale.tracking.receiver import check_server
-from pencil_scale.tracking.tracker import git_commit
+from pencil_scale.tracking.receiver import RESUMABLE, check_server
+from pencil_scale.tracking.tracker import Tracker, git_commit
 
 pytestmark = pytest.mark.usefixtures("mlflow_of_tests")
 
@@ -91,23 +92,58 @@ def test_a_resumed_job_continues_in_the_same_runs_and_repeats_no_step(
     first = tracker_of(tmp_path, real_server)
     for step in range(20):
         first.log_step("pencil", step, {"loss": float(step)})
-    assert first.finish("KILLED", wait_s=60)
-    state = first.state()
+    assert first.finish(RESUMABLE, wait_s=60)
+    state, client = first.state(), MlflowClient(real_server.uri)
+    for run_id in state["runs"].values():  # not FAILED or KILLED, which MLflow shows in red
+        waiting = client.get_run(run_id).info
+        assert (waiting.status, waiting.end_time) == ("SCHEDULED", None)
 
     second = tracker_of(tmp_path, real_server, "workers.count=2")
     for step in range(10, 30):  # the checkpoint was older than the last step
         second.log_step("pencil", step, {"loss": float(step)})
     second.log_step("finetune", 30, {"loss": 30.0})
     assert second.finish(wait_s=60)
-    client, runs = MlflowClient(real_server.uri), second.state()["runs"]
+    runs = second.state()["runs"]
     assert runs["pencil"] == state["runs"]["pencil"]
     assert runs["parent"] == state["runs"]["parent"]
     assert steps_of(client, runs["pencil"], "step/loss") == [(step, float(step)) for step in range(30)]
     parent = client.get_run(runs["parent"])
     assert parent.info.status == "FINISHED"
-    assert parent.data.params["workers.count"] == "(1, 1)"
-    assert parent.data.tags["changed.workers.count"] == "(2, 2)"
+    assert parent.data.params["workers.count"] == "[1, 1]"
+    assert parent.data.tags["changed.workers.count"] == "[2, 2]"
     assert len(client.search_runs([parent.info.experiment_id])) == 3
+
+
+@pytest.mark.slow
+def test_a_run_names_its_data_describes_itself_and_shares_the_experiment_of_its_storage(
+    real_server: Server, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(6)))
+    catalogue = bench.index().catalogue
+    found = []
+    for name in ("first", "second"):
+        config = config_of(tmp_path, f"run.name={name}", f"tracking.uri={real_server.uri}")
+        tracker = Tracker(config, catalogue.version, run_id=name, every_s=0.1)
+        tracker.about = ["run first: 6 samples", "storage: s3://key:hush@lake"]
+        tracker.describe("labels right 0.98")
+        for _ in range(2):  # as after a crash
+            tracker.log_dataset("training", catalogue)
+        assert tracker.finish(wait_s=60)
+        found.append(MlflowClient(real_server.uri).get_run(tracker.state()["runs"]["parent"]))
+    first, second = found
+    assert first.info.experiment_id == second.info.experiment_id
+    experiment = MlflowClient(real_server.uri).get_experiment(first.info.experiment_id)
+    assert experiment.name == "store"  # the folder of config_of
+    note = "run first: 6 samples\n\nstorage: s3://key:***@lake\n\nlabels right 0.98"
+    assert first.data.tags["mlflow.note.content"] == note
+    (read,) = first.inputs.dataset_inputs
+    assert (read.dataset.name, read.dataset.digest) == ("store training", catalogue.digest)
+    tags = {tag.key: tag.value for tag in read.tags}
+    assert tags == {"mlflow.data.context": "training", "catalogue_version": "1"}
+    assert json.loads(read.dataset.profile)["num_samples"] == 6
+    assert json.loads(read.dataset.source)["uri"] == catalogue.folder
+    assert second.inputs.dataset_inputs[0].dataset.digest == read.dataset.digest
 
 
 @pytest.mark.slow
@@ -211,13 +247,16 @@ def test_a_registered_model_loads_back_by_its_alias_and_computes_the_same(
 
 
 @pytest.mark.slow
-def test_without_a_server_a_database_and_artifacts_are_kept_in_the_storage(tmp_path: Path) -> None:
+def test_without_a_server_a_database_and_artifacts_are_kept_in_the_storage(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tracker = tracker_of(tmp_path, None, "tracking.register_as=digits")
     tracker.log_step("pencil", 1, {"loss": 0.5})
     tracker.log_picture("transitions", b"picture")
     tracker.log_model("small_convnet", build_backbone("small_convnet", 10).state_dict(), NAMES, 8)
     tracker.log_model(f"{__name__}:choosy", {}, NAMES, 8)
     assert tracker.finish("FAILED", wait_s=100)
+    assert "INFO" not in capfd.readouterr().err  # MLflow lists the tables of a new database
     store = tmp_path / "store"
     uri = f"sqlite:///{store}/mlflow.db"
     client, runs = MlflowClient(uri, uri), tracker.state()["runs"]

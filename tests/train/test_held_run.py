@@ -60,7 +60,7 @@ class Story:
             for path in sorted((storage / "labels" / folder).glob("*.json"))
         ]
         client = mlflow.MlflowClient(f"sqlite:///{storage}/mlflow.db", f"sqlite:///{storage}/mlflow.db")
-        experiment = client.get_experiment_by_name("tiny")
+        experiment = client.get_experiment_by_name("lake")
         assert experiment is not None
         runs = client.search_runs([experiment.experiment_id])
         (self.tags[step],) = [dict(run.data.tags) for run in runs if run.info.run_name == "tiny"]

@@ -138,7 +138,7 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: Ch
     plan = make_plan(config, record=STARTED)
     assert plan.stream.subset is not None
     assert plan.stream.subset.tolist() == [0, 1, 3, 4, 5]
-    assert "1 more samples were taken down" in plan.lines[-1]
+    assert "left out 1 more sample, taken down since" in plan.lines[-1]
     clean = plan.clean["test"]
     assert clean.subset is not None
     assert clean.subset.tolist() == [0, 2, 3, 4, 5]

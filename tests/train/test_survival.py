@@ -44,6 +44,11 @@ def require_complete(data: TinyData, name: str = "tiny", but: int | None = None)
     assert data.scratch_folders() == []
 
 
+def mlflow_runs(data: TinyData) -> tuple[mlflow.MlflowClient, list[Any]]:
+    client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
+    return client, client.search_runs([client.get_experiment_by_name("lake").experiment_id])
+
+
 # --- many kills of one run -----------------------------------------------------------------------------
 
 
@@ -103,7 +108,7 @@ def test_every_worker_that_died_is_reported_with_its_reason(battered: dict[str, 
 def test_an_image_that_does_not_decode_is_named_once_and_kept_in_the_summary(
     battered: dict[str, Any],
 ) -> None:
-    warning = rf"1 images cannot be decoded and have weight 0: .*{SPOILT:05d}"
+    warning = rf"1 image cannot be decoded, weight set to 0: .*{SPOILT:05d}"
     assert len(re.findall(f"^WARNING: {warning}", battered["first"], re.M)) == 1, battered["first"]
     assert re.match(warning, battered["data"].summary()["warnings"]["unreadable_images"])
 
@@ -131,8 +136,7 @@ def test_the_same_command_resumes_with_another_number_of_workers(battered: dict[
 
 def test_a_resumed_run_is_the_same_run_in_mlflow(battered: dict[str, Any]) -> None:
     data = battered["data"]
-    client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    client, runs = mlflow_runs(data)
     assert sorted(run.info.run_name for run in runs) == [
         "tiny",
         "tiny-backbone",
@@ -187,6 +191,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         first.stop()
         code = first.wait()
     found = {"data": data, "first": first.output, "code": code, "status": data.record()["status"]}
+    found["mlflow"] = {run.info.run_name: run for run in mlflow_runs(data)[1]}
     changed = train.main([str(data.folder / "config.yaml"), *ALONE, "run.seed=2"])
     with data.start(*ALONE) as second:
         last = second.wait()
@@ -198,6 +203,10 @@ def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: di
     assert stopped["status"] == "stopped"
     typed = " ".join([str(stopped["data"].folder / "config.yaml"), *ALONE])
     assert f"stopped and saved; to resume: python -m pencil_scale.train {typed}\n" in stopped["first"]
+    run, stage = stopped["mlflow"]["tiny"], stopped["mlflow"]["tiny-pencil"]
+    assert {run.info.status, stage.info.status} == {"SCHEDULED"}  # KILLED would be shown in red
+    assert run.data.tags["mlflow.note.content"].endswith(f"to resume: python -m pencil_scale.train {typed}")
+    assert [one.dataset.name for one in run.inputs.dataset_inputs] == ["lake training"]
 
 
 def test_the_resume_command_completes_the_run(stopped: dict[str, Any]) -> None:

@@ -1,0 +1,55 @@
+"""The command `pencil-scale`: it lists and runs every job, at once, and carries the example configs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pencil_scale.config.loader import load_config
+from pipelines.__main__ import CONFIGS, job_files, main
+
+JOBS = Path(__file__).parents[2] / "pipelines"
+
+
+def test_every_job_is_listed_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
+    jobs = {path.stem for path in JOBS.glob("*.py") if "def main(" in path.read_text()} - {"__main__"}
+    assert {name for name, _ in listed} == jobs | {"train", "configs"}
+    assert all(about.endswith(".") for _, about in listed)
+
+
+def test_help_of_every_job_answers_without_importing_torch_or_ray() -> None:
+    code = (
+        "import sys; from pipelines.__main__ import job_files, main\n"
+        "sys.argv[0] = '/usr/bin/pencil-scale'\n"
+        "for job in job_files():\n"
+        "    try: main([job, '--help'])\n"
+        "    except SystemExit as ended: assert ended.code == 0\n"
+        "    assert not {'torch', 'ray', 'mlflow'} & set(sys.modules), job"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: pencil-scale {job} " in done.stdout for job in job_files())
+
+
+def test_an_unknown_job_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index_shard"]) == 2
+    assert "'index_shard' is not a job; did you mean 'index_shards'?" in capsys.readouterr().err
+
+
+def test_the_rest_of_the_line_goes_to_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "gone.yaml", "--dry-run"]) == 2
+    assert "gone.yaml: cannot be read as a config file" in capsys.readouterr().err
+
+
+def test_a_config_that_was_printed_can_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert main(["configs", "demo"]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "mine.yaml").run.name == "demo"
+    assert main(["configs", "nope"]) == 2
+    assert "there is no 'nope'; there are cifar10" in capsys.readouterr().err
