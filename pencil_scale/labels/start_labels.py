@@ -283,7 +283,8 @@ def _remapped_ledger(old: LabelRows, noisy_class: Classes, mapping: Mapping) -> 
     found = Predictions.from_logits(np.log(np.maximum(shares, 1e-12)), np.maximum(noisy_class, 0))
     log_p = np.where(known, found.log_p, np.nan)
     given_log_p = np.where(known[:, 0] & (noisy_class >= 0), found.given_log_p, np.nan)
-    schema, columns = ledger_schema(len(mapping)), (old.last_epoch, found.classes, log_p, given_log_p)
+    schema = ledger_schema(len(mapping))
+    columns: list[npt.NDArray[Any]] = [old.last_epoch, found.classes, log_p, given_log_p]
     kinds = [getattr(kind, "value_type", kind).to_pandas_dtype() for kind in schema.types]
     cast = (values.astype(kind) for values, kind in zip(columns, kinds, strict=True))
     return to_batch(schema, dict(zip(schema.names, cast, strict=True)))
