@@ -268,7 +268,7 @@ def test_snapshots_on_s3_are_complete_written_once_and_swept(tmp_path: Path, buc
     with pytest.raises(DamagedError, match=r"s3://lake/labels/(parts|ledger)/\w+/\w+\.arrow: missing"):
         LabelTable.restore(Manifest.load(f"{bucket}/night-1.json"), tmp_path / "gone")
     files.invalidate_cache()
-    name = files.find("lake/labels/parts")[0]
+    name = f"lake/labels/parts/{second.run}/{second.parts[0].labels.sha256}.arrow"
     files.pipe_file(name, files.cat_file(name)[:-1])
     with pytest.raises(DamagedError, match="damaged"):
         LabelTable.restore(second, tmp_path / "damaged")
