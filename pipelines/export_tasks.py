@@ -20,7 +20,7 @@ from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored, shard_stem
 from pencil_scale.export.files import first_row, same_content
 from pencil_scale.export.rows import Source, export_tables
-from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without
+from pencil_scale.export.table import SCHEMA, alias_table, digest, most_doubtful, parquet_bytes, without
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
@@ -59,6 +59,7 @@ class Written(NamedTuple):
     num_issues: int
     predicted_by: Counter[str]
     shards: list[int]
+    doubts: pa.Table
 
 
 def write_stretch(job: Job, rows: range) -> Written:
@@ -72,6 +73,7 @@ def write_stretch(job: Job, rows: range) -> Written:
         pc.sum(table["is_label_issue"]).as_py() or 0,
         Counter(table["predicted_by"].fill_null("none").to_pylist()),
         sorted(numbers[url] for url in pc.unique(without(table, "vanished")["shard"]).to_pylist()),
+        most_doubtful(table),
     )
 
 

@@ -63,6 +63,10 @@ class ReviewBench(Bench):
         with fsspec.open(f"{self.storage}/runs/{name}/epochs.json", "w", auto_mkdir=True) as file:
             json.dump(epochs, file)
 
+    def keep_summary(self, facts: dict[str, Any], name: str = "t") -> None:
+        with fsspec.open(f"{self.storage}/runs/{name}/summary.json", "w", auto_mkdir=True) as file:
+            json.dump(facts, file)
+
     def report(self, *overrides: str) -> Summary:
         keys = [f"report.page={self.page}", "report.mlflow=false"]
         return run(load_config(self.config, [*keys, *overrides]))

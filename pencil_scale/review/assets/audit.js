@@ -85,8 +85,8 @@ function showAudit() {
   panel.replaceChildren();
   const { precision, missed, left } = estimates();
   gauge(panel, 'Correct repairs', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
-  gauge(panel, 'Missed noise', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
-  gauge(panel, 'Remaining noise', left, 'of all labels, after the repair');
+  gauge(panel, 'Wrong, unchanged', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
+  gauge(panel, 'Wrong after repair', left, 'of all labels, after the repair');
   const turns = DATA.audit.order.map(inAudit);
   const skipped = turns.slice(0, turns.lastIndexOf(true) + 1).filter((done) => !done).length;
   const advice = skipped

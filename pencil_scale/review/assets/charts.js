@@ -1,4 +1,4 @@
-// The charts: changes between classes, noise by class, and curves by epoch.
+// The charts: changes between classes and by class, and curves by epoch.
 
 function empty(parent, text) {
   add(parent, 'p', { class: 'empty', text });

@@ -157,6 +157,7 @@ function start() {
   listeners.push(showTally, redress, inspect, showAudit);
   showTally();
   renew();
+  list.style.setProperty('--picture', `${CARD.picture}px`);
   list.addEventListener('scroll', () => requestAnimationFrame(fill), { passive: true });
   new ResizeObserver(() => arrange()).observe(list);
   byId('filters').addEventListener('input', renew);
