@@ -29,7 +29,7 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
         facts = [Fact("accuracy", "unknown", detail)]
     if _is_number(known, "watch_agreement"):
         detail = "with the given labels of watch rows, on which the network was not trained"
-        facts.append(Fact("agreement on watch rows", _percent(known["watch_agreement"]), detail))
+        facts.append(Fact("watch agreement", _percent(known["watch_agreement"]), detail))
     if _is_number(known, "balanced_agreement"):
         detail = (
             "with the given labels it was trained on, mean over the classes; it may have memorised wrong ones"
@@ -40,12 +40,11 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
     )
     if _is_number(known, "wrong_labels"):
         detail = _interval(known, "wrong_labels", "{:,.0f}", 1)
-        facts.append(
-            Fact("wrong labels as given", f"about {known['wrong_labels']:,.0f}", f"estimated{detail}")
-        )
+        facts.append(Fact("wrong labels as given", f"≈ {known['wrong_labels']:,.0f}", f"estimated{detail}"))
     if _is_number(known, "gain"):
-        detail = f"estimated{_interval(known, 'gain', '{:+.1f}', 100)}: labels put right minus labels spoiled"
-        facts.append(Fact("gain of the repair", f"{100 * known['gain']:+.1f} points", detail))
+        detail = _interval(known, "gain", "{:+.1f} %", 100)
+        detail = f"of all labels, put right minus spoiled; estimated{detail}"
+        facts.append(Fact("gain of the repair", f"{100 * known['gain']:+.1f} %", detail))
     return facts
 
 

@@ -52,7 +52,7 @@ function shortName(number, most) {
     const short = DATA.classes.map((name) => shorter(name, most));
     const counts = new Map();
     for (const name of short) counts.set(name, (counts.get(name) || 0) + 1);
-    const numbered = (place) => `${shorter(className(place), most - 1 - String(place).length)}#${place}`;
+    const numbered = (place) => `#${place} ${shorter(className(place), most - 2 - String(place).length)}`;
     shortNames.set(most, short.map((name, place) => (counts.get(name) === 1 ? name : numbered(place))));
   }
   return shortNames.get(most)[number];

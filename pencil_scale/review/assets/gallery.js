@@ -1,7 +1,7 @@
 // The samples: filtered and sorted as numbers; only the visible ones are elements of the page.
 
 const PHOTO = 96; // pixels: a smaller picture is enlarged, with crisp pixels
-const CARD = DATA.largest_px > PHOTO ? { width: 248, height: 318, picture: 224, letters: 22 } : { width: 190, height: 222, picture: 128, letters: 15 };
+const CARD = DATA.largest_px > PHOTO ? { width: 248, height: 318, picture: 224, letters: 19 } : { width: 190, height: 222, picture: 128, letters: 12 };
 const STATE = { mode: 'review', view: [], cursor: 0, columns: 1 };
 const cards = new Map(); // position in the view -> element
 const list = byId('list');
@@ -94,6 +94,7 @@ function placed(position) {
   picture(inner, place);
   pairLine(inner, place, CARD.letters);
   const foot = add(inner, 'div', { class: 'foot' });
+  fate(foot, place);
   sparkline(foot, place);
   dress(node, place, position);
   return node;
@@ -145,7 +146,11 @@ function pairLine(parent, place, most = Infinity) {
   line(changed ? 'was' : 'is', '', S.given_label[place], S.label_score[place], 'probability that this given label is right');
   if (changed) line('is', add(null, 'span', { class: 'arrow', text: '→ ' }), other.label, other.share, 'probability that this new label is right');
   else if (other) line('was', 'maybe ', other.label, other.share, 'share of the next likely class');
-  add(block, 'p', { class: changed ? 'fate changed' : 'fate kept', text: changed ? 'changed' : 'kept' });
+}
+
+function fate(parent, place) {
+  const text = S.changed(place) ? 'changed' : 'kept';
+  add(parent, 'span', { class: `fate ${text}`, text });
 }
 
 function role(place, label) {
@@ -188,6 +193,7 @@ function inspect() {
   const place = STATE.view[STATE.cursor];
   picture(pane, place);
   pairLine(pane, place);
+  fate(pane, place);
   const buttons = add(pane, 'div', { class: 'verdicts' });
   for (const [verdict, key, text] of [['accept', 'A', 'Accept'], ['reject', 'R', 'Reject'], ['relabel', 'L', 'Relabel'], ['undo', 'U', 'Undo']]) {
     const made = decided.get(place);
@@ -207,7 +213,7 @@ function distribution(pane, place) {
   for (let rank = 0; rank < S.topK; rank += 1) {
     const [label, share] = [S.top_labels[place * S.topK + rank], S.top_shares[place * S.topK + rank]];
     if (share < 0.0005) continue;
-    add(block, 'span', { class: `name ${role(place, label)}`, text: shortName(label, 16), title: className(label) });
+    add(block, 'span', { class: `name ${role(place, label)}`, text: shortName(label, 14), title: className(label) });
     const meter = draw(block, 'svg', { class: `meter ${role(place, label)}`, viewBox: '0 0 100 4', preserveAspectRatio: 'none' });
     draw(meter, 'rect', { width: 100 * share, height: 4 });
     add(block, 'span', { class: 'n', text: percent(share) });
