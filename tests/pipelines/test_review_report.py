@@ -1,6 +1,7 @@
-"""The review page shows the label changes and the samples most worth a look, and nothing excluded."""
+"""The review page shows how good the network is and the most doubtful labels, and nothing excluded."""
 
 import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -8,17 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from catalogue_making import samples
+from catalogue_making import image, samples
 from mlflow import MlflowClient
+from PIL import Image
 from review_making import ReviewBench, shown_in
 
 from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import read_traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.network import network_facts, network_notes
 from pencil_scale.review.page import as_json, content_policy
 from pencil_scale.review.scan import by_transition, pick
+from pencil_scale.review.thumbnails import make_thumbnails
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.tracking.tracker import copy_page
 from pipelines.review_report import main
@@ -261,7 +265,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     for limit in ("the majority for their kind of image", "people and the network share"):
         assert limit in seen
     bench.keep_figures([{"epoch": 0, "stage": "pencil", "test_accuracy": 0.5, "balanced_agreement": 0.625}])
-    facts = {"test_accuracy": 0.875, "watch_agreement": 0.75, "held_because": []}
+    facts = {"test_accuracy": 0.875, "watch_agreement": 0.75, "held_because": [], "model": "s3://me:secret@x"}
     facts |= {"wrong_labels": 1494, "wrong_labels_low": 1380, "wrong_labels_high": 1610.4}
     facts |= {"gain": 0.123, "gain_low": -0.01, "gain_high": 0.25}
     bench.keep_summary(facts)
@@ -274,6 +278,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
     assert "estimated, 95 % interval -1.0 % to +25.0 %" in seen
     assert seen.index("accuracy on the test set") < seen.index("most frequent change")
+    assert "secret" not in bench.page.read_text()
 
 
 def test_the_page_never_speaks_of_noise(bench: ReviewBench) -> None:
@@ -347,6 +352,20 @@ def test_the_number_of_thumbnails_can_be_limited(bench: ReviewBench) -> None:
     assert "data:image/" not in bench.page.read_text()
     bench.report("report.thumbnails=1", "report.audit=0", "report.listed=2")
     assert [picture is not None for picture in bench.shown()["thumbnails"]] == [True, False]
+
+
+def test_photos_have_thumbnails_of_224_pixels_and_small_images_keep_their_pixels(tmp_path: Path) -> None:
+    bench = ReviewBench(tmp_path)
+    photo, small = image(1, "JPEG", size=300), image(2, size=28)
+    bench.shard("a.tar", [("p.jpg", photo), ("p.cls", b"0"), ("s.png", small), ("s.cls", b"1")])
+    found = make_thumbnails(
+        bench.index().catalogue, np.array([0, 1]), Config.model_fields["report"].default.thumbnail_px
+    )
+    sizes = [(kind, Image.open(io.BytesIO(data)).size) for kind, data in found.pictures.values()]
+    assert sizes == [("webp", (224, 224)), ("png", (28, 28))]
+    assert found.largest_px == 224
+    pixels = [np.array(Image.open(io.BytesIO(data)).convert("RGB")) for data in (found.pictures[1][1], small)]
+    np.testing.assert_array_equal(*pixels)
 
 
 def test_only_the_thumbnails_of_a_changed_shard_are_missing_and_it_is_named(bench: ReviewBench) -> None:

@@ -92,16 +92,19 @@ function placed(position) {
   node.style.height = `${CARD.height}px`;
   const inner = add(node, 'div', { class: 'inner' });
   picture(inner, place);
-  pairLine(inner, place, CARD.letters);
-  const foot = add(inner, 'div', { class: 'foot' });
-  fate(foot, place);
-  sparkline(foot, place);
+  if (STATE.mode === 'audit') blindLines(inner, place, CARD.letters);
+  else {
+    pairLine(inner, place, CARD.letters);
+    const foot = add(inner, 'div', { class: 'foot' });
+    fate(foot, place);
+    sparkline(foot, place);
+  }
   dress(node, place, position);
   return node;
 }
 
 function dress(node, place, position) {
-  const made = decided.get(place);
+  const made = STATE.mode === 'audit' ? neutral(decided.get(place)) : decided.get(place);
   node.classList.toggle('current', position === STATE.cursor);
   node.setAttribute('aria-selected', String(position === STATE.cursor));
   for (const verdict of Object.keys(VERDICTS)) node.classList.toggle(verdict, Boolean(made) && made.verdict === verdict);
@@ -126,10 +129,10 @@ function picture(parent, place) {
 }
 
 // The most likely class that the label does not have, with its share; null if there is none.
-function runnerUp(place) {
+function runnerUp(place, least = 0.005) {
   for (let rank = 0; rank < S.topK; rank += 1) {
     const [label, share] = [S.top_labels[place * S.topK + rank], S.top_shares[place * S.topK + rank]];
-    if (label !== S.predicted_label[place] && share >= 0.005) return { label, share };
+    if (label !== S.predicted_label[place] && share >= least) return { label, share };
   }
   return null;
 }
@@ -192,6 +195,7 @@ function inspect() {
   if (!STATE.view.length) return empty(pane, 'No sample selected.');
   const place = STATE.view[STATE.cursor];
   picture(pane, place);
+  if (STATE.mode === 'audit') return inspectBlind(pane, place);
   pairLine(pane, place);
   fate(pane, place);
   const buttons = add(pane, 'div', { class: 'verdicts' });
@@ -246,12 +250,13 @@ function history(pane, place) {
 
 function facts(pane, place) {
   const table = add(pane, 'dl', { class: 'facts' });
-  const shown = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]],
-    ['member', S.member(place)], ['row', whole(S.row[place])],
-    ['score', S.label_score[place].toFixed(3)], ['confidence', S.confidence[place].toFixed(3)], ['margin', S.margin[place].toFixed(3)],
+  const original = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]],
+    ['member', S.member(place)], ['row', whole(S.row[place])]];
+  const learned = [['score', S.label_score[place].toFixed(3)], ['confidence', S.confidence[place].toFixed(3)],
+    ['margin', S.margin[place].toFixed(3)],
     ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place] + 1}`],
     [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
-  for (const [name, text] of shown) {
+  for (const [name, text] of STATE.mode === 'audit' ? original : [...original, ...learned]) {
     if (text === null || text === '') continue;
     add(table, 'dt', { text: name });
     add(table, 'dd', { text });
