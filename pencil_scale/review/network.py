@@ -52,6 +52,8 @@ def network_notes(known: Mapping[str, Any], held: bool, reasons: Sequence[str]) 
     """Warn of labels that are held or were promoted by a person, and of labels that got worse."""
     what = "These labels are held" if held else "These labels were held, and a person promoted them"
     found = [f"{what}: {reason}." for reason in reasons or known.get("held_because") or ()]
+    if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
+        found.append(f"The gate would have held these labels: {gate}.")
     names = ("given_label_accuracy", "corrected_label_accuracy")
     if all(_is_number(known, name) for name in names) and known[names[1]] < known[names[0]]:
         given, now = (_percent(known[name]) for name in names)

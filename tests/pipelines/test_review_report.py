@@ -298,6 +298,8 @@ def test_labels_that_were_held_or_got_worse_are_marked() -> None:
     assert network_notes(known, held=True, reasons=["x"]) == ["These labels are held: x."]
     promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held=False, reasons=())
     assert promoted == "These labels were held, and a person promoted them: weak network."
+    warned = network_notes({"warnings": {"gate": "at chance"}}, held=False, reasons=())
+    assert warned == ["The gate would have held these labels: at chance."]
     assert worse.startswith(
         "WORSE: where the true class is known, 69.6 % of the labels were right and 33.9 %"
     )
