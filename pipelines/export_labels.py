@@ -3,6 +3,7 @@
     python -m pipelines.export_labels configs/demo.yaml
     python -m pipelines.export_labels CONFIG export.labels=night-12 export.corrected_shards=true
 
+The labels that are least likely right as given, changed or kept, are also in a file of their own, ranked.
 Labels that have not changed since the last export are not written again; the manifest is written last. Shards
 and labels are never modified. Ids in data.exclude never appear, even before the catalogue is indexed again.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import difference, read_class_names
@@ -28,6 +30,7 @@ from pencil_scale.export.files import (
     same_content,
 )
 from pencil_scale.export.rows import Source, find_source, predict, stretches
+from pencil_scale.export.table import digest, most_doubtful
 from pencil_scale.export.tar_rewrite import Rewritten
 from pencil_scale.labels.published import find_published
 from pencil_scale.storage.errors import PencilError, many, new_id
@@ -102,7 +105,9 @@ def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool
     wanted = sidecars if config.export.corrected_shards else {}
     corrected = all_of("correcting shards", write_corrected, list(wanted.items()), job, here)
     shards = {number: file for number, (file, _) in zip(wanted, corrected, strict=True)}
-    manifest = _manifest(source, table, sidecars, shards)
+    doubts = most_doubtful(pa.concat_tables(written.doubts for written in table))
+    doubts_file = job.put_table("doubts", digest(doubts), ".parquet", doubts)
+    manifest = _manifest(source, table, doubts_file, sidecars, shards)
     lease.put(MANIFEST, manifest.encode())
     removed = tuple(sorted(earlier - manifest.files()))
     for name in removed:
@@ -133,7 +138,11 @@ def _sidecars(job: Job, table: Sequence[Written], here: bool) -> dict[int, str]:
 
 
 def _manifest(
-    source: Source, table: Sequence[Written], sidecars: dict[int, str], shards: dict[int, str]
+    source: Source,
+    table: Sequence[Written],
+    doubts: str,
+    sidecars: dict[int, str],
+    shards: dict[int, str],
 ) -> ExportManifest:
     urls = source.words.shard_urls
     return ExportManifest(
@@ -145,6 +154,7 @@ def _manifest(
         num_samples=sum(written.num_samples for written in table),
         num_label_issues=sum(written.num_issues for written in table),
         table=tuple(written.file for written in table),
+        doubts=doubts,
         sidecars={urls[number]: file for number, file in sidecars.items()},
         shards={urls[number]: file for number, file in shards.items()},
     )
@@ -153,9 +163,10 @@ def _manifest(
 def print_summary(summary: Summary) -> None:
     """Print the summary table."""
     manifest = summary.manifest
-    rows = {"samples": f"{manifest.num_samples:,}", "label issues": f"{manifest.num_label_issues:,}"}
+    rows = {"samples": f"{manifest.num_samples:,}", "labels changed": f"{manifest.num_label_issues:,}"}
     rows |= {f"  predicted by: {name}": f"{num:,}" for name, num in summary.predicted_by.items()}
     rows["table"] = f"{many(len(manifest.table), 'file')}, {summary.num_written('table'):,} written now"
+    rows["most doubtful labels"] = manifest.doubts
     rows["sidecars"] = f"{len(manifest.sidecars):,}, {summary.num_written('sidecars'):,} written now"
     if manifest.shards:
         rows["corrected shards"] = f"{len(manifest.shards):,}, {summary.num_written('shards'):,} written now"

@@ -20,10 +20,12 @@ from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored, shard_stem
 from pencil_scale.export.files import first_row, same_content
 from pencil_scale.export.rows import Source, export_tables
-from pencil_scale.export.table import SCHEMA, alias_table, digest, parquet_bytes, without
+from pencil_scale.export.table import SCHEMA, alias_table, digest, most_doubtful, parquet_bytes, without
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
+
+REWRITE = 2  # the version of how shards are corrected: a new one writes them again
 
 
 class Job(NamedTuple):
@@ -57,6 +59,7 @@ class Written(NamedTuple):
     num_issues: int
     predicted_by: Counter[str]
     shards: list[int]
+    doubts: pa.Table
 
 
 def write_stretch(job: Job, rows: range) -> Written:
@@ -70,6 +73,7 @@ def write_stretch(job: Job, rows: range) -> Written:
         pc.sum(table["is_label_issue"]).as_py() or 0,
         Counter(table["predicted_by"].fill_null("none").to_pylist()),
         sorted(numbers[url] for url in pc.unique(without(table, "vanished")["shard"]).to_pylist()),
+        most_doubtful(table),
     )
 
 
@@ -114,20 +118,18 @@ def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
 def write_corrected(job: Job, shard: int, sidecar: str) -> tuple[str, Rewritten | None]:
     """Write a copy of one shard with the labels of its sidecar, unless the last export has the same."""
     entry, where = job.source.catalogue.shards[shard], LabelMember.of(job.label)
-    words = f"{same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
+    words = f"{REWRITE} {same_content(sidecar)} {entry.num_bytes} {entry.tag} {job.label}"
     content = hashlib.sha256(words.encode()).hexdigest()[:16]
     file = job.name("shards", content, f"/{shard_stem(entry.url)}.tar")
     if job.export not in file:
         return file, None
     entry.verify()
     # A new label only where it differs, or for every sample if labels are added.
-    columns = ("key", "is_label_issue", "predicted_label", "predicted_class")
+    columns = ("key", "is_label_issue", "predicted_label", "predicted_class", "given_label")
     labels: dict[str, NewLabel | None] = {}
-    for key, issue, number, name in zip(
-        *_read(job, sidecar).select(columns).to_pydict().values(), strict=True
-    ):
-        wanted = number is not None and (issue or where.add)
-        labels[from_stored(key)] = NewLabel(number, name) if wanted else None
+    for key, issue, *label in zip(*_read(job, sidecar).select(columns).to_pydict().values(), strict=True):
+        wanted = label[0] is not None and (issue or where.add)
+        labels[from_stored(key)] = NewLabel(*label) if wanted else None
     sink = io.BytesIO()
     with open_source(entry.url) as source:
         rewritten = rewrite_shard(source, sink, labels, where)

@@ -18,12 +18,12 @@ from typing import Any
 from pencil_scale.catalogue.catalogue import Catalogue, Shard, finish_publish, publish, read_manifest
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.manifest import describe
-from pencil_scale.catalogue.report import held_out_alarm, summary_page, summary_text
+from pencil_scale.catalogue.report import alarms, summary_page, summary_text
 from pencil_scale.catalogue.rules import Overlay, make_overlay, make_rules
 from pencil_scale.catalogue.schema import shard_stem
 from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Changes, expand_urls, find_changes
-from pencil_scale.catalogue.staging import check_damage, stage_shard
+from pencil_scale.catalogue.staging import check_damage, check_usable, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import refuse_lost, run_job
 from pencil_scale.config.settings import Config
@@ -105,13 +105,17 @@ def index(target: Target, lease: Lease) -> Summary:
     if old is not None and _is_current(old, target, changes):
         _sweep(store, lease)
         target.say(f"nothing changed: version {old.version}, {many(old.num_rows, 'row')}")
-        if alarm := held_out_alarm(old.manifest):
-            target.say(f"WARNING: {alarm}")
-        return Summary(old, 0, published=False)
-    read = _stage_all(target, store, changes.to_read)
-    check_damage(store, read, changes.missing, target.max_damaged_share)
-    lease.check()
-    return _publish(target, old, changes, read, lease)
+        summary = Summary(old, 0, published=False)
+    else:
+        read = _stage_all(target, store, changes.to_read)
+        check_damage(store, read, changes.missing, target.max_damaged_share)
+        known = {shard.url: shard for shard in (*(old.shards if old else ()), *read)}
+        check_usable([*known.values()], target.rules, key)
+        lease.check()
+        summary = _publish(target, old, changes, read, lease)
+    for alarm in alarms(summary.catalogue.manifest):
+        target.say(f"WARNING: {alarm}")
+    return summary
 
 
 def _stage_all(target: Target, store: Folder, shards: Sequence[Shard]) -> list[Shard]:

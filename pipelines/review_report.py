@@ -1,4 +1,4 @@
-"""Make the review page: one HTML file that shows the label changes, to check them and to overrule them.
+"""Make the review page: one HTML file that shows the most doubtful labels, to check and to overrule them.
 
     python -m pipelines.review_report configs/demo.yaml
     python -m pipelines.review_report CONFIG report.labels=night-12 report.since=night-11
@@ -6,9 +6,10 @@
 
 It also shows the labels of a held run: check them before you promote the run.
 
-The page needs no server and no network. Decisions made there are saved as a file for pipelines.pin_labels.
-Its audit asks for a judgement on random labels, and estimates how many repairs are right and how much noise
-was missed, with 95 % intervals. report.judged prints the same estimates from a saved file.
+The page starts with how good the network is, and ranks labels by doubt, changed or kept. It needs no server
+and no network. Decisions made there are saved as a file for pipelines.pin_labels. Its audit asks for a
+judgement on random labels, and estimates how many repairs are right and how many labels are still wrong, with
+95 % intervals. report.judged prints the same estimates from a saved file.
 """
 
 import sys
@@ -20,6 +21,7 @@ from zlib import crc32
 import numpy as np
 
 from pencil_scale.catalogue.class_names import difference
+from pencil_scale.catalogue.shards import IMAGE_SUFFIXES
 from pencil_scale.config.command import refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
@@ -27,6 +29,7 @@ from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.review.audit import read_judged, study
+from pencil_scale.review.network import network_notes
 from pencil_scale.review.page import page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
@@ -94,19 +97,15 @@ def run(config: Config) -> Summary:
 
 def _rules(config: Config, source: Source, storage: Storage) -> tuple[Rules, list[str]]:
     """What to keep from the scan, and warnings for the page. Each night has its own audit sample."""
-    published, warnings = source.published, []
-    record = read_record(storage.url, published.name) if published.held else None
-    if record:
-        warnings = [f"These labels are held: {reason}." for reason in record.held_because]
-    seed = config.run.seed ^ crc32(published.name.encode())
+    seed = config.run.seed ^ crc32(source.published.name.encode())
     rules = Rules(config.report.listed, config.report.audit, seed)
     if config.report.since is None:
-        return rules, warnings
+        return rules, []
     since = find_published(storage.url, config.report.since, held=True)
     if set(since.manifest.class_names) == set(source.words.class_names):
-        return rules._replace(since=since), warnings
+        return rules._replace(since=since), []
     differs = difference(since.manifest.class_names, source.words.class_names)
-    return rules, [*warnings, f"No comparison with {since.name}: its class list {differs}."]
+    return rules, [f"No comparison with {since.name}: its class list {differs}."]
 
 
 def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
@@ -116,8 +115,15 @@ def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
 def _page(
     config: Config, storage: Storage, source: Source, tally: Tally, rules: Rules, warnings: list[str]
 ) -> str:
-    name = source.published.name
-    figures = storage.read_json(storage.run(name, "epochs.json")) or []  # labels may come from elsewhere
+    name, held = source.published.name, source.published.held
+    # Labels may come from elsewhere, without a run.
+    figures = storage.read_json(storage.run(name, "epochs.json")) or []
+    known = {
+        **(figures[-1] if figures else {}),
+        **(storage.read_json(storage.run(name, "summary.json")) or {}),
+    }
+    record = read_record(storage.url, name) if held else None
+    warnings = [*network_notes(known, held, record.held_because if record else ()), *warnings]
     thumbnails = _thumbnails(config, source, tally, is_in_memory(storage.url))
     rows = samples_of(tally)["row"].to_numpy()
     order = np.argsort(rows, kind="stable")
@@ -125,7 +131,7 @@ def _page(
     found = read_traces(source.published, rows[order], MOST_EPOCHS)
     classes = source.order.classes(found.classes[back]).astype(np.uint16)
     traces = Traces(found.epochs, classes, found.confidence[back])
-    data = page_data(source.words, tally, traces, thumbnails, figures)
+    data = page_data(source.words, tally, traces, thumbnails, figures, known, _suffixes(source))
     return review_page(
         data,
         run=name,
@@ -134,6 +140,12 @@ def _page(
         since=rules.since.name if rules.since else None,
         warnings=warnings,
     )
+
+
+def _suffixes(source: Source) -> dict[str, str]:
+    """The extension of the images in each shard, or * if there are several."""
+    found = {shard.url: sorted(IMAGE_SUFFIXES & set(shard.suffixes)) for shard in source.catalogue.shards}
+    return {url: suffixes[0] if len(suffixes) == 1 else "*" for url, suffixes in found.items()}
 
 
 def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:
@@ -147,6 +159,7 @@ def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thu
     for some in all_of("making thumbnails", make_thumbnails, pieces, source.catalogue, here):
         found.pictures |= some.pictures
         found.problems |= some.problems
+        found.largest_px = max(found.largest_px, some.largest_px)
     return found
 
 
@@ -167,9 +180,9 @@ def _print_audit(url: str) -> Summary:
     rows = {
         "correct repairs": f"{findings.precision}\n"
         f"{changed.num_right:,} of {changed.num_judged:,} judged; {changed.num_all:,} changed",
-        "missed noise": f"{findings.missed}\n"
+        "wrong, unchanged": f"{findings.missed}\n"
         f"{wrong:,} of {unchanged.num_judged:,} judged; {unchanged.num_all:,} unchanged",
-        "remaining noise": str(findings.remaining),
+        "wrong after repair": str(findings.remaining),
     }
     print_table(f"audit {without_passwords(url)}", rows)
     return Summary(None, {})

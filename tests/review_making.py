@@ -43,8 +43,8 @@ class ReviewBench(Bench):
         num_classes = catalogue.num_classes
         folder = self.folder / f"table-{len(list(self.folder.iterdir()))}"
         table = new_table(folder, given, catalogue.class_names, store=f"{self.storage}/labels", run=name)
-        rows = np.arange(len(given)) if visited is None else np.array(visited)
-        told = np.array([corrected.get(row, max(given[row], 0)) for row in rows])
+        rows = np.arange(len(given)) if visited is None else np.array(visited, np.int64)
+        told = np.array([corrected.get(row, max(given[row], 0)) for row in rows], np.int64)
         largest = np.array([(shares or {}).get(row, 0.8) for row in rows])
         logits = np.log(np.repeat((1 - largest)[:, None] / (num_classes - 1), num_classes, axis=1))
         logits[np.arange(len(rows)), told] = np.log(largest)
@@ -62,6 +62,10 @@ class ReviewBench(Bench):
     def keep_figures(self, epochs: Sequence[dict[str, Any]], name: str = "t") -> None:
         with fsspec.open(f"{self.storage}/runs/{name}/epochs.json", "w", auto_mkdir=True) as file:
             json.dump(epochs, file)
+
+    def keep_summary(self, facts: dict[str, Any], name: str = "t") -> None:
+        with fsspec.open(f"{self.storage}/runs/{name}/summary.json", "w", auto_mkdir=True) as file:
+            json.dump(facts, file)
 
     def report(self, *overrides: str) -> Summary:
         keys = [f"report.page={self.page}", "report.mlflow=false"]

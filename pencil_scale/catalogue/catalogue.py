@@ -56,6 +56,9 @@ class Shard:
     oddities: dict[str, int] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=Counter)  # members that belong to no sample, by kind
     suffixes: dict[str, int] = field(default_factory=Counter)  # the most common ones of its members
+    json_fields: dict[str, str] = field(
+        default_factory=dict
+    )  # of a sample without a label, with their values
 
     @property
     def version(self) -> ShardVersion:

@@ -31,6 +31,7 @@ from pencil_scale.storage.folder import Folder
 
 TEXTS_KEPT = 1000
 EXAMPLES = 5  # rows of each damaged status
+FEWEST_KNOWN = 10  # true classes of samples, to say what most samples of a label are
 REFERENCE_BATCH = 256
 COLUMNS = ["row", "status", "noisy_class", "true_class", "image_bytes", "content_key"]
 
@@ -72,6 +73,7 @@ def describe(
         ),
         "oddities": _most_common([shard.oddities for shard in indexed]),
         "skipped_members": _most_common([shard.skipped for shard in indexed]),
+        "json_fields": {k: v for shard in reversed(indexed) for k, v in shard.json_fields.items()},
         "suffixes": _most_common([shard.suffixes for shard in indexed], TEXTS_KEPT),
         "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], TEXTS_KEPT),
         "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
@@ -95,7 +97,8 @@ class Measured:
         self.ok_bytes: list[int] = []  # by chunk
         self._statuses: Counter[str] = Counter()
         self._examples: dict[str, list[int]] = {}  # the first rows of each status
-        self._num_true = self._num_wrong = self._num_other_content = 0
+        self._num_other_content = 0
+        self._pairs = np.zeros((2, 0), np.int64)  # given << 32 | true class, and how often it occurs
         self._squares = 0.0  # sum over the chunks of n_k * sum_c p_kc^2
         aliases = catalogue.aliases()
         aliases = aliases.filter(pc.is_valid(aliases["content_key"])).sort_by("row")
@@ -117,13 +120,23 @@ class Measured:
             "num_duplicates_of_other_content": self._num_other_content,
             "class_counts": self.class_counts.tolist(),
             "equal_content": find_equal_content(num_ok, self._contents),
-            "truth": {"num_known": self._num_true, "num_wrong": self._num_wrong},
+            "truth": self._truth(),
             "window": {"num_chunks": num_chunks, "mb": round(window_mb, 3)},
             "damaged_samples": [
                 one for status in DAMAGED_STATUSES for one in self._example(status, EXAMPLES)
             ],
             "unlabelled_id": unlabelled[0]["id"] if unlabelled else None,
         }
+
+    def _truth(self) -> dict[str, Any]:
+        """How many labels differ from the truth, and the classes of which most samples are of another one."""
+        names, (pairs, num) = self._catalogue.class_names, self._pairs
+        given, true = pairs >> 32, pairs & 0xFFFFFFFF
+        known = np.bincount(given, num, len(names))[given]
+        most = (given != true) & (2 * num > known) & (known >= FEWEST_KNOWN)
+        mostly = {names[label]: names[one] for label, one in zip(given[most], true[most], strict=True)}
+        num_wrong = int(num[given != true].sum())
+        return {"num_known": int(num.sum()), "num_wrong": num_wrong, "mostly": mostly}
 
     def _contents(self) -> Iterator[tuple[Keys, Classes]]:
         """The content hashes and classes of all ok rows and aliases."""
@@ -147,8 +160,10 @@ class Measured:
         self.ok_bytes.extend(int(size) for size in sizes)
         self._squares += float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
         both = ok.filter(pc.is_valid(ok["true_class"]))
-        self._num_true += len(both)
-        self._num_wrong += pc.sum(pc.not_equal(both["true_class"], both["noisy_class"])).as_py() or 0
+        given, true = (both[name].to_numpy().astype(np.int64) for name in ("noisy_class", "true_class"))
+        all_pairs = np.hstack([self._pairs, [given << 32 | true, np.ones_like(given)]])
+        pairs, where = np.unique(all_pairs[0], return_inverse=True)
+        self._pairs = np.stack([pairs, np.bincount(where, all_pairs[1], len(pairs)).astype(np.int64)])
 
     def _add_statuses(self, table: pa.Table) -> None:
         for found in pc.value_counts(table["status"]).to_pylist():

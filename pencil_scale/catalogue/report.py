@@ -8,12 +8,13 @@ from typing import Any
 import jinja2
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.schema import ADVICE, DAMAGED_STATUSES, UNCLEAR_IMAGE, extensions_line
+from pencil_scale.catalogue.schema import ADVICE, DAMAGED_STATUSES, UNCLEAR_IMAGE, extensions_line, found_line
 from pencil_scale.storage.errors import many
 from pencil_scale.storage.urls import without_passwords
 
 DAMAGE_SHOWN = 200
 UNKNOWN_SHOWN = 50
+PAIRS_SHOWN, NAMES_SHOWN = 3, 10
 MANY_HELD_OUT = 0.01  # of the rows; a test set that overlaps by more than this is usually a mistake
 
 # A whole number is written with commas, and a float is drawn as a bar of this many percent.
@@ -80,7 +81,7 @@ def summary_page(catalogue: Catalogue) -> str:
         version=catalogue.version,
         origin=f"Created {manifest['created']} from {many(len(catalogue.shards), 'shard')}. Sample ids: "
         f"{manifest['identity']}. Labels: {without_passwords(manifest['label'])}.",
-        warnings=warnings(manifest),
+        warnings=[*alarms(manifest), *notes(manifest)],
         sections=sections,
     )
 
@@ -96,24 +97,19 @@ def summary_text(catalogue: Catalogue, name: str) -> str:
     unknown = [f"{text!a} {count:,}" for text, count in manifest["unknown_labels"].items()][:5]
     if unknown:
         lines.append(f"  labels that match no class: {', '.join(unknown)}")
-    alarm = held_out_alarm(manifest)
-    lines += [f"  note: {warning}" for warning in warnings(manifest) if warning != alarm]
-    lines += [f"  WARNING: {alarm}"] if alarm else []
+    lines += [f"  note: {note}" for note in notes(manifest)]
     return "\n".join([*lines, f"  report: {catalogue.folder}/summary.html"])
 
 
-def warnings(manifest: dict[str, Any]) -> list[str]:
-    """List what a person should check before training."""
-    alarm = held_out_alarm(manifest)
-    found = [alarm] if alarm else []
+def alarms(manifest: dict[str, Any]) -> list[str]:
+    """List what is usually a mistake, so that the command warns about it every time it runs."""
+    return [found for found in (_held_out(manifest), _unlabelled(manifest), _wrong(manifest)) if found]
+
+
+def notes(manifest: dict[str, Any]) -> list[str]:
+    """List what else a person should check before training."""
+    found = []
     num_rows, extensions = manifest["num_rows"], extensions_line(manifest["suffixes"])
-    unlabelled = manifest["status"].get("unlabelled", 0)
-    if unlabelled > num_rows / 2:
-        found.append(
-            f"{unlabelled:,} of {num_rows:,} samples have no label, for example "
-            f"{manifest['unlabelled_id']!a}; is data.label {without_passwords(manifest['label'])} right? "
-            f"({extensions})"
-        )
     unclear = sum(manifest["status"].get(status, 0) for status in UNCLEAR_IMAGE)
     if unclear > num_rows / 2:
         found.append(f"{unclear:,} of {num_rows:,} samples have no image or several; {extensions}")
@@ -138,7 +134,36 @@ def warnings(manifest: dict[str, Any]) -> list[str]:
     return found
 
 
-def held_out_alarm(manifest: dict[str, Any]) -> str | None:
+def _unlabelled(manifest: dict[str, Any]) -> str | None:
+    num, num_rows = manifest["status"].get("unlabelled", 0), manifest["num_rows"]
+    if num <= num_rows / 2:
+        return None
+    return (
+        f"{num:,} of {num_rows:,} samples have no label, for example {manifest['unlabelled_id']!a}; is "
+        f"data.label {without_passwords(manifest['label'])} right? "
+        f"({found_line(manifest['suffixes'], manifest['json_fields'])})"
+    )
+
+
+def _wrong(manifest: dict[str, Any]) -> str | None:
+    """Warn if labels and true classes seem to follow different class lists."""
+    truth = manifest["truth"]
+    known, wrong, mostly = truth["num_known"], truth["num_wrong"], truth["mostly"]
+    if 2 * wrong <= known and not mostly:
+        return None
+    found = f"{wrong:,} of {known:,} labels differ from their true class (data.truth)"
+    if not mostly:
+        return f"{found}; is data.label {without_passwords(manifest['label'])} right?"
+    pairs = [f"most samples with label {label!a} are {true!a}" for label, true in mostly.items()]
+    more = f" and {len(pairs) - PAIRS_SHOWN:,} more" if len(pairs) > PAIRS_SHOWN else ""
+    names = ", ".join(map(ascii, manifest["classes"][:NAMES_SHOWN]))
+    return (
+        f"{found}: {', '.join(pairs[:PAIRS_SHOWN])}{more}; is data.classes in the order of the class numbers "
+        f"in the shards? It starts with {names}"
+    )
+
+
+def _held_out(manifest: dict[str, Any]) -> str | None:
     """Warn if many samples are not trained on because a clean set has their ids: often a mistake."""
     num, num_rows = manifest["status"].get("held_out", 0), manifest["num_rows"]
     if num <= MANY_HELD_OUT * num_rows:

@@ -182,6 +182,12 @@ def extensions_line(suffixes: Mapping[str, int]) -> str:
     )
 
 
+def found_line(suffixes: Mapping[str, int], json_fields: Mapping[str, str]) -> str:
+    """List where a label might be: the extensions of the members, and the fields of a JSON member."""
+    fields = ", ".join(f"{name} = {without_passwords(value)}" for name, value in json_fields.items())
+    return extensions_line(suffixes) + (f"; JSON fields found: {fields}" if fields else "")
+
+
 def damage_line(url: str, start: int, word: str, found: str = "") -> str:
     """Say where a status or kind of damage occurs, what was found and what to do, in one line."""
     said = f"{found}; " if found else ""

@@ -37,6 +37,7 @@ from pencil_scale.storage.urls import ByteSource
 MAX_IMAGE_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 20
 MAX_TEXTS = 100  # different ones that are counted: if keys contain dots, every sample has its own suffix
+MAX_FIELDS = 20  # of a JSON member, that are named if a sample has no label
 _UNUSABLE = {"cut": "cut", "link": "link_member", "sparse": "sparse_member"}
 
 
@@ -107,6 +108,8 @@ class ShardIndexer:
             return self._lose(sample, kind, f"no id by {self._rules.identity}: {reason}")
         key = sample_key(sample_id)
         noisy_class, label_problem = self._class(sample, self._rules.label, fields, key, json_problem)
+        if label_problem == "unlabelled" and not self._shard.json_fields:
+            self._shard.json_fields = _values(fields if self._needs_json else self._json(sample)[0])
         truth = self._rules.truth
         true_class = None if truth is None else self._class(sample, truth, fields, key, None)[0]
         status = _status(sample, image, label_problem)
@@ -245,6 +248,15 @@ def _json_field(fields: Any, name: str) -> Any:
         return fields[name]
     head, dot, rest = name.partition(".")
     return _json_field(fields.get(head), rest) if dot else None
+
+
+def _values(fields: Any) -> dict[str, str]:
+    """The fields of an object and of the objects in it, as `json:FIELD` names them, with their values."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {f"{name}.{field}".rstrip("."): one for field, one in inner}
+    return {ascii(name[:80])[1:-1]: ascii(found[name])[:40] for name in list(found)[:MAX_FIELDS]}
 
 
 def _table(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:

@@ -7,7 +7,7 @@ again after a crash uses what is already staged, and reads again what has change
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,11 +15,13 @@ import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.schema import (
+    ADVICE,
     CHUNK_ROWS,
     DAMAGED_STATUSES,
     UNCLEAR_IMAGE,
     damage_line,
     extensions_line,
+    found_line,
     parquet_bytes,
 )
 from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
@@ -87,6 +89,41 @@ def check_damage(
         raise _too_much(f"{(seen + unseen) / expected:.2%} {found}", store, shards, missing, limit)
 
 
+def check_usable(shards: Sequence[Shard], rules: IndexRules, key: str) -> None:
+    """Refuse to publish a catalogue without any usable sample, and say what was found instead.
+
+    `key` is the config key of the shards.
+    """
+    statuses = _total(shard.statuses for shard in shards)
+    if statuses["ok"]:
+        return
+    counts = statuses + _total(shard.damage for shard in shards)
+    words = ", ".join(f"{num:,} {word}" for word, num in counts.most_common())
+    if not statuses:
+        raise PencilError(
+            f"{key}: no samples in {len(shards):,} shards, such as {shards[0].url} ({words}); expected tars "
+            "with members such as 000123.jpg and 000123.cls; nothing was published"
+        )
+    fields = {name: value for shard in reversed(shards) for name, value in shard.json_fields.items()}
+    found = found_line(_total(shard.suffixes for shard in shards), fields)
+    advice = ADVICE[statuses.most_common(1)[0][0]]
+    if statuses["unlabelled"]:
+        advice = f"set data.label, which is {rules.label}, to where the label is, such as json:FIELD"
+    elif texts := _total(shard.unknown_labels for shard in shards):
+        labels = ", ".join(f"{text!a} {num:,}" for text, num in texts.most_common(NAMED_DAMAGED))
+        names = ", ".join(map(ascii, rules.classes.names[:NAMED_DAMAGED]))
+        found = f"labels found: {labels}; data.classes starts with {names}"
+        advice = "correct data.classes, or map the labels to classes with data.aliases"
+    raise PencilError(
+        f"{key}: none of {statuses.total():,} samples can be used ({words}); {found}; {advice}; nothing was "
+        "published"
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    return sum(map(Counter, counts), Counter[str]())
+
+
 def _damaged_statuses(shard: Shard) -> dict[str, int]:
     return {status: count for status, count in shard.statuses.items() if status in DAMAGED_STATUSES}
 
@@ -141,6 +178,6 @@ def _too_much(
     lines = lines[:NAMED_DAMAGED]
     unclear = [shard for shard in shards if any(shard.statuses.get(one) for one in UNCLEAR_IMAGE)]
     if unclear:
-        lines.append(extensions_line(sum((Counter(shard.suffixes) for shard in unclear), Counter[str]())))
+        lines.append(extensions_line(_total(shard.suffixes for shard in unclear)))
     message = f"data.max_damaged_share: {found}, {limit:.2%} are allowed; {worst}; mend this, or raise "
     return PencilError("\n".join([f"{message}data.max_damaged_share; nothing was published", *lines]))

@@ -256,9 +256,15 @@ class ReportJob(Settings):
     labels: str | None = key("published labels to review: name of a run, or URL; null: this run's", None)
     since: str | None = key("earlier labels to compare with: name of a run, or URL", None)
     page: str | None = key("HTML file to write; null: <storage>/reports/NAME.html", None)
-    listed: int = key("samples most worth reviewing, for the gallery", 2000, ge=0, le=100_000, unit="samples")
-    thumbnails: Whole = key("samples in the gallery that have a thumbnail; 0: none", 2000, unit="samples")
-    thumbnail_px: int = key("longer side of a thumbnail", 112, ge=16, le=512, unit="pixels")
+    listed: int = key("samples most worth reviewing, for the gallery", 1000, ge=0, le=100_000, unit="samples")
+    thumbnails: Whole = key(
+        "samples in the gallery that have a thumbnail, of about 11 kB if it is a photo; 0: none",
+        1000,
+        unit="samples",
+    )
+    thumbnail_px: int = key(
+        "longer side of a thumbnail; small images stay small", 224, ge=16, le=512, unit="pixels"
+    )
     audit: int = key(
         "changed labels drawn for the audit, and as many unchanged", 200, ge=0, le=5000, unit="samples"
     )

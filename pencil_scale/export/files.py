@@ -1,6 +1,7 @@
 """Export files: the layout of an export folder, and the manifest that publishes the export.
 
     table/0000000000-<digest>-<export>.parquet          the complete dataset, in stretches of rows
+    doubts/<digest>-<export>.parquet                    the labels most likely wrong as given, changed or kept
     sidecars/<digest>-<export>/00042.labels.parquet     one per shard, to copy beside it
     shards/<digest>-<export>/00042.tar                  shards with repaired labels, on request
     manifest.json                                       replaced last: lists every file of the export
@@ -24,8 +25,10 @@ from pencil_scale.storage.urls import filesystem_of, is_local
 KIND = "pencil_scale export"
 FORMAT = 3
 MANIFEST, LEASE = "manifest.json", ".lease"
-FOLDERS = ("table", "sidecars", "shards")
-_NAME = re.compile(r"((?:table|sidecars|shards)/[^/]*[0-9a-f]{16})-[0-9a-f]{16}(\.parquet[^/]*|/[^/]+)")
+FOLDERS = ("table", "doubts", "sidecars", "shards")
+_NAME = re.compile(
+    r"((?:table|doubts|sidecars|shards)/[^/]*[0-9a-f]{16})-[0-9a-f]{16}(\.parquet[^/]*|/[^/]+)"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class ExportManifest:
     num_samples: int
     num_label_issues: int
     table: tuple[str, ...]  # files, in the order of their rows
+    doubts: str = ""
     sidecars: dict[str, str] = field(default_factory=dict)  # shard URL to file
     shards: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
@@ -51,7 +55,7 @@ class ExportManifest:
 
     def files(self) -> set[str]:
         """Every file of the export."""
-        return {*self.table, *self.sidecars.values(), *self.shards.values()}
+        return {*self.table, *filter(None, [self.doubts]), *self.sidecars.values(), *self.shards.values()}
 
 
 def read_manifest(folder: str) -> ExportManifest | None:

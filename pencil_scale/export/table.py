@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
     ]
 )
 ROW_GROUP = 4096
+MOST_DOUBTFUL = 1000
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,13 @@ def export_table(
         "model_version": pa.array([words.model_version] * len(given), pa.string()),
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def most_doubtful(table: pa.Table) -> pa.Table:
+    """The learned labels that are least likely right as given, changed or kept, in the order of doubt."""
+    judged = pc.and_(pc.equal(table["predicted_by"], LABELS), pc.is_valid(table["label_score"]))
+    order = [("label_score", "ascending"), ("row", "ascending")]
+    return table.filter(judged).sort_by(order).slice(0, MOST_DOUBTFUL)
 
 
 def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:

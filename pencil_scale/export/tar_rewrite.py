@@ -1,10 +1,11 @@
 """Tar rewrite: a shard with new labels, and everything else bit for bit.
 
-The archive is copied as raw bytes, headers included. Only a label member that must change gets new contents,
-and a header with the new size and checksum. Samples that are not listed are left out, and so are damaged
-bytes, which cannot be assigned to a sample.
+The archive is copied as raw bytes, headers included. Only the members that state a label which must change
+get new contents, and a header with the new size and checksum: the one that `data.label` names, `.cls`, and
+the label in the JSON member, which keeps the old value as `given_label`. Samples that are not listed are left
+out, and so are damaged bytes, which cannot be assigned to a sample.
 
-    labels = {"000017": NewLabel(3, "cat"), "000018": None}         # None: unchanged
+    labels = {"000017": NewLabel(3, "cat", given=1), "000018": None}         # None: unchanged
     rewrite_shard(source, sink, labels, LabelMember("cls"))
 """
 
@@ -12,12 +13,14 @@ import json
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from pencil_scale.catalogue.shards import split_name
 from pencil_scale.catalogue.tar_headers import BLOCK, padded
 from pencil_scale.catalogue.tar_walk import Damage, Filler, Member, TarWalk
 from pencil_scale.storage.urls import ByteSource, Window
+
+GIVEN_LABEL = "given_label"  # the field of a sample's JSON that keeps its old label
 
 
 class NewLabel(NamedTuple):
@@ -25,6 +28,13 @@ class NewLabel(NamedTuple):
 
     number: int
     name: str
+    given: int | None = None  # the class in the shard; None: it has no label
+
+    def like(self, old: Any) -> Any:
+        """This label in the form of an old one; text that is a class name is read as one, even if digits."""
+        if isinstance(old, str):
+            return str(self.number) if old.strip().isdigit() and not self.name.isdigit() else self.name
+        return self.number if isinstance(old, int | float) else self.name
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class LabelMember:
     """Where the label of a sample is stored: a suffix, and a field if the member is JSON."""
 
     suffix: str  # cls, txt or json
-    field: str | None = None
+    field: str = "label"  # of the JSON member: the given label, or a copy of it
     add: bool = False  # labels came from a file beside the shards: add a member to each sample
 
     @classmethod
@@ -42,17 +52,36 @@ class LabelMember:
             return cls("json", source.removeprefix("json:"))
         return cls(source) if source in ("cls", "txt") else cls("cls", add=True)
 
-    def replaced(self, data: bytes, label: NewLabel) -> bytes:
-        """Write the new label in the form of the old one: as a number or as a name."""
-        if self.field is None:
-            is_number = data.strip().removeprefix(b"-").isdigit()
-            return str(label.number if is_number else label.name).encode("utf-8", "surrogateescape")
-        fields = holder = json.loads(data)
-        name = self.field  # of a field, or a dotted path
-        while name not in holder and "." in name:
+    def states_label(self, suffix: str) -> bool:
+        """Whether a member with this suffix may state the label of its sample."""
+        return suffix in (self.suffix, "cls", "json")
+
+    def replaced(self, suffix: str, data: bytes, label: NewLabel) -> bytes:
+        """Write the new label in the form of the old one, as a number or as a name."""
+        if suffix != "json":
+            old = data.decode("utf-8", "surrogateescape")
+            return str(label.like(old)).encode("utf-8", "surrogateescape")
+        try:
+            fields = json.loads(data.decode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError):  # the label is elsewhere, or there would be none to replace
+            return data
+        return data if (new := self._relabelled(fields, label)) is None else new
+
+    def _relabelled(self, fields: Any, label: NewLabel) -> bytes | None:
+        """The JSON with the new label and the old one as `given_label`; None if it stays as it is."""
+        holder, name = fields, self.field  # of a field, or a dotted path
+        while isinstance(holder, dict) and name not in holder and "." in name:
             head, _, name = name.partition(".")
-            holder = holder[head]
-        holder[name] = label.number if isinstance(holder[name], int) else label.name
+            holder = holder.get(head)
+        if isinstance(holder, dict) and isinstance(old := holder.get(name), str | int | float | list):
+            if (new := label.like(old)) == old:
+                return None
+            holder.setdefault(GIVEN_LABEL, old)  # a shard that was corrected before keeps the first one
+            holder[name] = new
+        elif isinstance(fields, dict) and label.given not in (None, label.number):
+            fields.setdefault(GIVEN_LABEL, label.given)
+        else:
+            return None
         return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -88,13 +117,15 @@ def rewrite_shard(
         if isinstance(piece, Damage):
             num_damaged += piece.end > piece.start
         elif key is None or key in labels:
-            label = labels[key] if key and suffix == where.suffix and key not in done else None
-            if isinstance(piece, Member) and key and label:
-                done.add(key)
-                _replace(window, sink, piece, where.replaced(window.at(piece.offset, piece.size), label))
-            else:
-                sink.write(window.peek(piece.start, piece.end - piece.start))
-                sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
+            label = labels[key] if key and where.states_label(suffix) else None
+            if isinstance(piece, Member) and piece.kind == "file" and key and label:
+                done |= {key} if suffix == where.suffix else set()
+                old = window.at(piece.offset, piece.size)
+                if (new := where.replaced(suffix, old, label)) != old:
+                    _replace(window, sink, piece, new)
+                    continue
+            sink.write(window.peek(piece.start, piece.end - piece.start))
+            sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
     if not is_ended:
         sink.write(bytes(2 * BLOCK))
     return Rewritten(len(done), len(left_out), num_damaged)

@@ -1,4 +1,4 @@
-"""Audit: how good the repairs are, and how much noise they missed, from random samples that a person judged.
+"""Audit: how good the repairs are, and how many errors they missed, from random samples that a person judged.
 
 There are two strata, the changed and the unchanged labels, and a simple random sample of each: the first rows
 in a seeded order. The intervals are exact for draws without replacement (hypergeometric), so they contain the

@@ -26,11 +26,13 @@ from markupsafe import Markup
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
+from pencil_scale.review.network import network_facts
 from pencil_scale.review.scan import Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
 from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
+TRUTH = ("given_label_accuracy", "corrected_label_accuracy", "label_accuracy_n")
 SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
 
 
@@ -41,9 +43,19 @@ def samples_of(tally: Tally) -> pa.Table:
 
 
 def page_data(
-    words: Words, tally: Tally, traces: Traces, thumbnails: Thumbnails, figures: Sequence[Mapping[str, Any]]
+    words: Words,
+    tally: Tally,
+    traces: Traces,
+    thumbnails: Thumbnails,
+    figures: Sequence[Mapping[str, Any]],
+    known: Mapping[str, Any] | None = None,
+    suffixes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Put together what the page shows; `traces` are those of `samples_of(tally)`, in the same order."""
+    """Put together what the page shows; `traces` are those of `samples_of(tally)`, in the same order.
+
+    `figures` are those of each epoch, `known` those of the labels, and `suffixes` are the extensions of the
+    images in each shard.
+    """
     samples = samples_of(tally)
     pictures = {
         row: f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
@@ -56,15 +68,18 @@ def page_data(
         "top_change": _top_change(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
+        "network": network_facts(known or {}, len(words.class_names)),
+        "truth": {name: _known((known or {}).get(name)) for name in TRUTH},
         "epochs": [{name: _known(value) for name, value in epoch.items()} for epoch in figures],
         "num_listed": len(tally.listed),
-        "samples": _columns(samples),
+        "samples": _columns(samples, suffixes or {}),
         "traces": {
             "epochs": list(traces.epochs),
             "classes": packed(traces.classes.ravel(), "u2"),
             "confidence": packed(np.rint(traces.confidence.astype(np.float32) * 255).ravel(), "u1"),
         },
         "thumbnails": [pictures.get(row) for row in samples["row"].to_pylist()],
+        "largest_px": thumbnails.largest_px,
         "num_unreadable": len(thumbnails.problems),
         "unreadable": without_passwords(next(iter(thumbnails.problems.values()), "")),
         "audit": _audit(tally, samples),
@@ -81,7 +96,7 @@ def _known(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _columns(samples: pa.Table) -> dict[str, Any]:
+def _columns(samples: pa.Table, suffixes: Mapping[str, str]) -> dict[str, Any]:
     shards = samples["shard"].combine_chunks().dictionary_encode()
     is_id = pc.equal(samples["key"], samples["sample_id"])
     top_labels, top_shares = (samples[name].combine_chunks() for name in ("top_labels", "top_shares"))
@@ -89,6 +104,7 @@ def _columns(samples: pa.Table) -> dict[str, Any]:
         "id": samples["sample_id"].to_pylist(),
         "key": pc.if_else(is_id, None, samples["key"]).to_pylist(),
         "shards": [without_passwords(url) for url in shards.dictionary.to_pylist()],
+        "suffixes": [suffixes.get(url, "*") for url in shards.dictionary.to_pylist()],
         "shard": packed(shards.indices.to_numpy(), "u4"),
         "row": samples["row"].to_pylist(),
         **{name: packed(samples[name].to_numpy(), "u4") for name in ("given_label", "predicted_label")},

@@ -5,10 +5,11 @@ Any stretch of rows can be scanned alone, by any process, and the results of two
     tally = merged([scan(source, rules, rows) for rows in stretches(source)], rules)
     tally.counts["changed"], tally.transitions, tally.listed, tally.drawn
 
-Every transition (given class -> suggested class) is listed, with a share that grows with the square root of
-its size. Within a transition, doubtful and certain labels alternate: smallest margin, largest margin, second
-smallest, and so on. A person's decision matters most for the doubtful ones; the certain ones show whether the
-method can be trusted. Unchanged labels are listed if they are in doubt.
+Two rankings alternate. The first is by doubt: the lowest label score, whether the label was changed or kept.
+The second shows every transition (given class -> suggested class), kept labels included, with a share that
+grows with the square root of its size. Within a change, doubtful and certain labels alternate: smallest
+margin, largest margin, second smallest, and so on. A person's decision matters most for the doubtful ones;
+the certain ones show whether the method can be trusted. Kept labels are in the order of their scores.
 """
 
 from collections import Counter
@@ -28,27 +29,30 @@ from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.review.audit import draw
 
-DOUBT = 0.5  # an unchanged label is in doubt below this margin over the second class
 SCORE_BINS = 20
 SAMPLES = SCHEMA.append(pa.field("before", pa.int64()))  # as exported, and the class to compare with
 Int64s = npt.NDArray[np.int64]
-
-
-def candidates(given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Whether each label may be listed: it is changed, or in doubt."""
-    found: npt.NDArray[np.bool_] = (given != suggested) | (margin < DOUBT)
-    return found
+Float32s = npt.NDArray[np.float32]
 
 
 def pick(
-    given: Int64s, suggested: Int64s, margin: npt.NDArray[np.float32], size: Int64s, listed: int
+    given: Int64s, suggested: Int64s, score: Float32s, margin: Float32s, size: Int64s, listed: int
 ) -> Int64s:
-    """Rank candidates and take the first ones; `size` is the number of candidates in each one's transition.
+    """Take the first labels of both rankings in turn; at least half of them are the most doubtful of all.
 
     Picks of stretches can be merged by picking again from their union, with the sizes in all rows.
     """
+    rankings = np.argsort(score, kind="stable"), by_transition(given, suggested, score, margin, size)
+    by_doubt, by_size = (np.argsort(ranking, kind="stable") for ranking in rankings)
+    return np.argsort(np.minimum(2 * by_doubt, 2 * by_size + 1), kind="stable")[:listed]
+
+
+def by_transition(
+    given: Int64s, suggested: Int64s, score: Float32s, margin: Float32s, size: Int64s
+) -> Int64s:
+    """Rank labels by their turn in their transition; `size` is the number of labels in each one's."""
     cell, changed = given << 32 | suggested, given != suggested
-    order = np.lexsort((margin, cell))
+    order = np.lexsort((np.where(changed, margin, score), cell))
     starts = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])[: len(cell)]
     sizes = np.diff(np.r_[starts, len(cell)])
     from_low = np.arange(len(cell)) - np.repeat(starts, sizes)
@@ -56,7 +60,7 @@ def pick(
     turn = np.empty(len(cell), np.int64)  # the rank of each sample within its transition, from 0
     turn[order] = np.where(changed[order], np.minimum(2 * from_low, 2 * from_high + 1), from_low)
     worth = (turn + 1) / np.sqrt(size)
-    return np.lexsort((-size, worth))[:listed]
+    return np.lexsort((-size, worth))
 
 
 class Rules(NamedTuple):
@@ -91,7 +95,7 @@ class Tally:
     transitions: Cells  # given -> corrected, including unchanged labels
     moves: Cells  # corrected class before -> now, where it differs
     scores: Int64s  # [2, SCORE_BINS], label scores of unchanged and changed labels
-    candidates: Cells  # given -> corrected, of the labels that may be listed
+    learned: Cells  # given -> corrected, without pinned labels
     listed: pa.Table
     drawn: pa.Table  # for the audit: the changed labels, then the unchanged ones
 
@@ -118,10 +122,11 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
     counts: Counter[str] = sum((tally.counts for tally in tallies), Counter())
     listed = pa.concat_tables([SAMPLES.empty_table(), *(tally.listed for tally in tallies)]).combine_chunks()
     drawn = pa.concat_tables([SAMPLES.empty_table(), *(tally.drawn for tally in tallies)]).combine_chunks()
-    sizes = _added([tally.candidates for tally in tallies])
+    sizes = _added([tally.learned for tally in tallies])
     given, now = (_numbers(listed[name]) for name in ("given_label", "predicted_label"))
     size = sizes.num[np.searchsorted(sizes.first << 32 | sizes.second, given << 32 | now)]
-    picked = pick(given, now, listed["margin"].fill_null(0.0).to_numpy(), size, rules.listed)
+    score, margin = (listed[name].to_numpy() for name in ("label_score", "margin"))
+    picked = pick(given, now, score, margin, size, rules.listed)
     is_changed = pc.not_equal(drawn["given_label"], drawn["predicted_label"])
     strata = [drawn.filter(is_changed), drawn.filter(pc.invert(is_changed))]
     chosen = [some.take(pa.array(draw(some["row"].to_numpy(), rules.seed, rules.audit))) for some in strata]
@@ -155,17 +160,16 @@ def _of_table(table: pa.Table, rules: Rules) -> Tally:
         learned_changed=int((learned & changed).sum()),
         learned_unchanged=int((learned & ~changed).sum()),
     )
-    score, margin = (table[name].fill_null(0.0).to_numpy() for name in ("label_score", "margin"))
-    worth = learned & candidates(given, now, margin)
+    score, shown = table["label_score"].fill_null(0.0).to_numpy(), table.filter(pa.array(learned))
     scores = [np.histogram(score[some], SCORE_BINS, (0.0, 1.0))[0] for some in (judged & ~changed, changed)]
     return Tally(
         counts,
         Cells.of(given[judged], now[judged]),
         Cells.of(before[moved], now[moved]),
         np.array(scores, np.int64),
-        Cells.of(given[worth], now[worth]),
-        table.filter(pa.array(worth)),
-        table.filter(pa.array(learned)),
+        Cells.of(given[learned], now[learned]),
+        shown,
+        shown,
     )
 
 

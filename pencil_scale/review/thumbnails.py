@@ -1,6 +1,6 @@
 """Thumbnails: small pictures of samples.
 
-found = make_thumbnails(catalogue, rows, side=112)          # rows in ascending order
+found = make_thumbnails(catalogue, rows, side=224)          # rows in ascending order
 found.pictures, found.problems                              # by row: kind and bytes, or why there is none
 """
 
@@ -20,8 +20,8 @@ from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
 
 BATCH = 64
-SMALL = 48  # pixels per side, up to which a picture is stored without loss
-QUALITY = 62
+SMALL = 64  # pixels per side, up to which a picture is stored without loss
+QUALITY = 75
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Thumbnails:
 
     pictures: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
+    largest_px: int = 0  # the longer side of the largest picture
 
 
 def make_thumbnails(catalogue: Catalogue, rows: npt.NDArray[np.int64], side: int) -> Thumbnails:
@@ -60,9 +61,10 @@ def _add(found: Thumbnails, catalogue: Catalogue, some: pa.Table, side: int) -> 
         except UndecodableError as error:
             found.problems[row] = str(error)
             continue
-        picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+        picture.thumbnail((side, side), Image.Resampling.LANCZOS)  # never larger than it is
+        found.largest_px = max(found.largest_px, *picture.size)
         kind = "png" if max(picture.size) <= SMALL else "webp"
-        options = {"optimize": True} if kind == "png" else {"quality": QUALITY, "method": 4}
+        options = {"optimize": True} if kind == "png" else {"quality": QUALITY, "method": 2}
         sink = io.BytesIO()
         picture.save(sink, kind, **options)
         found.pictures[row] = kind, sink.getvalue()

@@ -105,6 +105,12 @@ def make_plan(
         )
     subset, num_taken_down = _rows_to_read(config, catalogue, config.data.subset)
     num_samples = catalogue.num_ok if subset is None else len(subset)
+    if not num_samples:
+        found = ", ".join(f"{num:,} {status}" for status, num in catalogue.manifest["status"].items())
+        raise PencilError(
+            f"{catalogue.folder}, version {catalogue.version}: no sample to train on ({found or 'no rows'}); "
+            "its summary.html says what to do about each status: correct the data keys, then index again"
+        )
     samples = many(num_samples, "sample")
     if subset is not None:
         named = f" ({config.data.subset})" if config.data.subset else ""

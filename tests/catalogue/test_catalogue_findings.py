@@ -11,7 +11,7 @@ from tar_making import BLOCK, END, block, member, pax, python_tar
 from tar_reading import keys, kinds
 
 from pencil_scale.catalogue.ranges import locate_samples, read_samples
-from pencil_scale.catalogue.report import summary_page, summary_text
+from pencil_scale.catalogue.report import alarms, summary_page, summary_text
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, rewrite_shard
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import MemorySource
@@ -99,6 +99,7 @@ def test_damage_is_reported_with_its_shard_its_byte_and_what_to_do(tmp_path: Pat
     data, place, action = FOUND[name]
     bench = Bench(tmp_path)
     (tmp_path / "a.tar").write_bytes(data)
+    bench.shard("b.tar", samples(range(90, 93)))  # a catalogue without usable samples is refused
     summary = bench.index()
     (found,) = summary.catalogue.damage().to_pylist()
     assert found["detail"].startswith(f"shard {tmp_path}/a.tar at byte {place:,}: ")
@@ -137,12 +138,12 @@ def test_a_garbled_tail_is_reported_once_without_a_missing_end_marker(tmp_path: 
 
 def test_the_summary_gives_advice_a_place_and_an_example_of_a_missing_label(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    (tmp_path / "labels.csv").write_text("id,label\na/000001.png,ant\n")
-    bench.shard("a.tar", [*samples(range(4)), ("x.png", b"text")])
+    (tmp_path / "labels.csv").write_text("id,label\na/000001.png,ant\ngood,bee\n")
+    bench.shard("a.tar", [*samples(range(4)), ("x.png", b"text"), ("good.png", image(5))])
     catalogue = bench.index(label=f"table:{tmp_path}/labels.csv#id,label").catalogue
     text = summary_text(catalogue, "training")
-    assert "5 of 5 samples have no label" not in text
-    assert "4 of 5 samples have no label, for example '000000'" in text
+    (alarm,) = alarms(catalogue.manifest)
+    assert alarm.startswith("4 of 6 samples have no label, for example '000000'")
     assert "image_unreadable  1: the image does not decode; fetch it again" in text
     assert text.endswith("summary.html")
     page = summary_page(catalogue)

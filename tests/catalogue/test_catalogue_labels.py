@@ -122,7 +122,7 @@ def test_truth_is_stored_next_to_the_given_class_and_counted(bench: Bench, tmp_p
     pq.write_table(pa.table({"id": ["000001", "000002"], "is": ["bee", "ant"]}), tmp_path / "truth.parquet")
     summary = bench.index(truth=f"{tmp_path}/truth.parquet#id,is")
     assert [row["true_class"] for row in bench.rows(summary)] == [None, 1, 0, None, None, None]
-    assert summary.catalogue.manifest["truth"] == {"num_known": 2, "num_wrong": 1}
+    assert summary.catalogue.manifest["truth"] == {"num_known": 2, "num_wrong": 1, "mostly": {}}
 
 
 def test_truth_can_be_read_from_json_and_an_invalid_one_is_ignored(bench: Bench) -> None:

@@ -31,6 +31,29 @@ def bench(tmp_path: Path) -> ExportBench:
     return two_shards(tmp_path)
 
 
+def test_the_most_doubtful_labels_are_ranked_changed_or_kept(
+    bench: ExportBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pencil_scale.export.table.MOST_DOUBTFUL", 5)
+    summary = bench.export()
+    found = pq.read_table(bench.out / summary.manifest.doubts).to_pylist()
+    assert [one["row"] for one in found] == [1, 7, 0, 2, 3]
+    assert [one["is_label_issue"] for one in found] == [True, True, False, False, False]
+    scores = [one["label_score"] for one in found]
+    assert scores == sorted(scores)
+    bench.publish({})  # nothing changed, and there still is a ranking
+    add_pins(bench.storage, pins_of({0: "bee"}))
+    again = bench.export()
+    assert [one["row"] for one in pq.read_table(bench.out / again.manifest.doubts).to_pylist()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    assert not (bench.out / summary.manifest.doubts).exists()  # outdated
+
+
 def test_a_sidecar_has_cleanlabs_columns_and_everything_known_about_a_sample(bench: ExportBench) -> None:
     bench.export()
     exported = bench.sidecar("00041")[1]

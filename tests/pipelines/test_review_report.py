@@ -1,6 +1,7 @@
-"""The review page shows the label changes and the samples most worth a look, and nothing excluded."""
+"""The review page shows how good the network is and the most doubtful labels, and nothing excluded."""
 
 import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -8,16 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from catalogue_making import samples
+from catalogue_making import image, samples
 from mlflow import MlflowClient
+from PIL import Image
 from review_making import ReviewBench, shown_in
 
 from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import read_traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
+from pencil_scale.review.network import network_facts, network_notes
 from pencil_scale.review.page import as_json, content_policy
-from pencil_scale.review.scan import DOUBT, candidates, pick
+from pencil_scale.review.scan import by_transition, pick
+from pencil_scale.review.thumbnails import make_thumbnails
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.tracking.tracker import copy_page
 from pipelines.review_report import main
@@ -47,14 +52,17 @@ def cells(found: dict[str, Any]) -> dict[tuple[int, int], int]:
 
 def test_the_page_shows_every_change_with_its_classes_and_shares(bench: ReviewBench) -> None:
     summary = bench.report()
-    assert (summary.page, summary.num_listed, summary.num_drawn) == (str(bench.page), 2, 12)
+    assert (summary.page, summary.num_listed, summary.num_drawn) == (str(bench.page), 12, 12)
     shown = bench.shown()
     assert shown["classes"] == ["ant", "bee", "cat"]
     assert shown["counts"]["labels"] == 12
     assert shown["counts"]["changed"] == 2
     assert cells(shown["transitions"]) == {(0, 0): 4, (1, 1): 2, (2, 2): 4, (1, 2): 1, (1, 0): 1}
     listed = shown["samples"]
-    assert sorted(listed["id"][:2]) == ["000001", "000007"]
+    changed = [
+        id for id, score in zip(listed["id"], numbers(listed["label_score"]), strict=True) if score < 30_000
+    ]
+    assert sorted(changed) == ["000001", "000007"]
     index = listed["id"].index("000001")
     assert numbers(listed["given_label"])[index] == 1
     assert numbers(listed["predicted_label"])[index] == 2
@@ -73,7 +81,7 @@ def test_the_audit_draws_every_change_if_there_are_few_and_each_sample_once(
     audit, ids = shown["audit"], shown["samples"]["id"]
     assert (audit[CHANGED], audit[UNCHANGED]) == (2, 10)
     assert sorted(audit["stratum"]) == [CHANGED] * 2 + [UNCHANGED] * 5
-    assert len(set(ids)) == len(ids) == 7
+    assert len(set(ids)) == len(ids) == 12
     drawn = {
         ids[index] for index, kind in zip(audit["order"], audit["stratum"], strict=True) if kind == CHANGED
     }
@@ -93,7 +101,7 @@ def test_pinned_labels_are_counted_but_not_shown_for_review(bench: ReviewBench) 
     (bench.folder / "d.csv").write_text("sample_id,class\n000001,ant\n")
     pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv", "pin.by=ada"]))
     summary = bench.report()
-    assert (summary.counts["pinned"], summary.counts["changed"], summary.num_listed) == (1, 2, 1)
+    assert (summary.counts["pinned"], summary.counts["changed"], summary.num_listed) == (1, 2, 11)
     assert "000001" not in bench.shown()["samples"]["id"]
 
 
@@ -182,37 +190,119 @@ def test_the_share_of_a_transition_grows_with_the_square_root_of_its_size() -> N
     given, suggested = (np.repeat([pair[side] for pair in sizes], list(sizes.values())) for side in (0, 1))
     margin = np.random.default_rng(0).random(len(given)).astype(np.float32)
     size = np.repeat(list(sizes.values()), list(sizes.values()))
-    chosen = pick(given, suggested, margin, size, listed=130)
+    chosen = by_transition(given, suggested, margin, margin, size)[:130]
     assert np.bincount(given[chosen])[[0, 2, 4]].tolist() == [80, 40, 10]  # as 80 : 40 : 10, their roots
 
 
-def test_within_a_transition_doubtful_and_certain_labels_alternate() -> None:
+def test_within_a_change_doubtful_and_certain_labels_alternate_and_kept_ones_go_by_score() -> None:
     margin = np.array([0.3, 0.9, 0.1, 0.6, 0.2], np.float32)
-    given, suggested = np.zeros(5, np.int64), np.ones(5, np.int64)
-    chosen = pick(given, suggested, margin, np.full(5, 5), listed=4)
-    assert margin[chosen].tolist() == pytest.approx([0.1, 0.9, 0.2, 0.6])
+    given, ones = np.zeros(5, np.int64), np.ones(5, np.int64)
+    chosen = by_transition(given, ones, margin, margin, np.full(5, 5))
+    assert margin[chosen].tolist() == pytest.approx([0.1, 0.9, 0.2, 0.6, 0.3])
+    kept = by_transition(given, given, margin, np.zeros(5, np.float32), np.full(5, 5))
+    assert margin[kept].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.6, 0.9])
 
 
-def test_an_unchanged_label_is_listed_only_if_it_is_in_doubt() -> None:
-    given = np.array([0, 0, 1])
-    margin = np.array([DOUBT - 0.1, DOUBT + 0.1, 0.99], np.float32)
-    assert candidates(given, np.array([0, 0, 2]), margin).tolist() == [True, False, True]
+def test_the_most_doubtful_labels_are_listed_whether_they_were_changed_or_kept() -> None:
+    chance = np.random.default_rng(5)
+    given = chance.integers(0, 5, 2000)
+    suggested = np.where(chance.random(2000) < 0.1, 5, given)
+    score = chance.random(2000).astype(np.float32)
+    size = np.bincount(given * 10 + suggested)[given * 10 + suggested]
+    chosen = pick(given, suggested, score, np.ones(2000, np.float32), size, 100)
+    most_doubtful = np.argsort(score)[:50]
+    assert set(most_doubtful) <= set(chosen)
+    assert 0 < (given == suggested)[most_doubtful].sum() < 50
+    assert {tuple(pair) for pair in zip(given[chosen], suggested[chosen], strict=True)} == {
+        (one, other) for one in range(5) for other in (one, 5)
+    }
 
 
 def test_picking_again_from_the_picks_of_some_parts_is_like_picking_from_all() -> None:
     chance = np.random.default_rng(3)
     given, suggested = chance.integers(0, 4, 3000), 4 + chance.integers(0, 3, 3000)
-    margin = chance.random(3000).astype(np.float32)
+    score, margin = chance.random((2, 3000)).astype(np.float32)
     cell = given * 10 + suggested
     size = np.bincount(cell)[cell]
-    whole = pick(given, suggested, margin, size, 60)
+    whole = pick(given, suggested, score, margin, size, 60)
     parts = []
     for some in np.array_split(np.arange(3000), 5):
         here = np.bincount(cell[some])[cell[some]]
-        parts.append(some[pick(given[some], suggested[some], margin[some], here, 60)])
+        parts.append(some[pick(given[some], suggested[some], score[some], margin[some], here, 60)])
     union = np.concatenate(parts)
-    again = union[pick(given[union], suggested[union], margin[union], size[union], 60)]
-    assert len(np.intersect1d(whole, again)) >= 58  # ranks at the edge of a part may differ
+    again = union[pick(given[union], suggested[union], score[union], margin[union], size[union], 60)]
+    assert len(np.intersect1d(whole, again)) >= 57  # ranks at the edge of a part may differ
+
+
+def test_labels_are_ranked_by_doubt_even_if_none_changed(bench: ReviewBench) -> None:
+    bench.publish({}, shares={5: 0.4, 8: 0.5, 2: 0.6})
+    bench.report()
+    shown = bench.shown()
+    assert ("changed" in shown["counts"], shown["num_listed"]) == (False, 12)
+    scores = dict(zip(shown["samples"]["id"], numbers(shown["samples"]["label_score"]), strict=True))
+    assert sorted(scores, key=lambda one: scores[one])[:3] == ["000005", "000008", "000002"]
+    assert shown["samples"]["id"][0] == "000005"
+
+
+# --- how good the network is -------------------------------------------------------------------------
+
+
+def text_of(html: str) -> str:
+    """What a reader sees of a page before its script has run."""
+    html = re.sub(r"<(style|script)\b.*?</\1>", "", html, flags=re.S)
+    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_detected(
+    bench: ReviewBench,
+) -> None:
+    bench.report()
+    seen = text_of(bench.page.read_text())
+    assert "accuracy unknown no clean labels" in seen
+    assert "chance level 33.3 % of guessing among 3 classes" in seen
+    assert "watch rows" not in seen
+    assert "gain of the repair" not in seen
+    for limit in ("the majority for their kind of image", "people and the network share"):
+        assert limit in seen
+    bench.keep_figures([{"epoch": 0, "stage": "pencil", "test_accuracy": 0.5, "balanced_agreement": 0.625}])
+    facts = {"test_accuracy": 0.875, "watch_agreement": 0.75, "held_because": [], "model": "s3://me:secret@x"}
+    facts |= {"wrong_labels": 1494, "wrong_labels_low": 1380, "wrong_labels_high": 1610.4}
+    facts |= {"gain": 0.123, "gain_low": -0.01, "gain_high": 0.25}
+    bench.keep_summary(facts)
+    bench.report()
+    seen = text_of(bench.page.read_text())
+    assert "accuracy on the test set 87.5 %" in seen  # of the labels, not of the last epoch
+    assert "watch agreement 75.0 %" in seen
+    assert "training agreement 62.5 %" in seen
+    assert "wrong labels as given ≈ 1,494 estimated, 95 % interval 1,380 to 1,610" in seen
+    assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
+    assert "estimated, 95 % interval -1.0 % to +25.0 %" in seen
+    assert seen.index("accuracy on the test set") < seen.index("most frequent change")
+    assert "secret" not in bench.page.read_text()
+
+
+def test_the_page_never_speaks_of_noise(bench: ReviewBench) -> None:
+    bench.report()
+    assert "noise" not in bench.page.read_text().lower()
+
+
+def test_a_figure_that_is_unknown_is_left_out() -> None:
+    names = [fact.name for fact in network_facts({"gain": float("nan"), "wrong_labels": None}, 10)]
+    assert names == ["accuracy", "chance level"]
+    (fact,) = [one for one in network_facts({"gain": 0.1}, 10) if one.name == "gain of the repair"]
+    assert "interval" not in fact.detail
+
+
+def test_labels_that_were_held_or_got_worse_are_marked() -> None:
+    known = {"held_because": ["weak network"], "given_label_accuracy": 0.696}
+    assert network_notes(known, held=True, reasons=["x"]) == ["These labels are held: x."]
+    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held=False, reasons=())
+    assert promoted == "These labels were held, and a person promoted them: weak network."
+    warned = network_notes({"warnings": {"gate": "at chance"}}, held=False, reasons=())
+    assert warned == ["The gate would have held these labels: at chance."]
+    assert worse.startswith(
+        "WORSE: where the true class is known, 69.6 % of the labels were right and 33.9 %"
+    )
 
 
 # --- what must not be on the page --------------------------------------------------------------------
@@ -253,7 +343,7 @@ def test_the_password_of_a_store_is_blanked() -> None:
     entry = dict.fromkeys(("row", "given_label", "predicted_label", "label_score", "confidence", "margin"), 0)
     entry |= {"sample_id": "a", "key": "a", "top_labels": [0], "top_shares": [1.0]}
     table = pa.Table.from_pylist([entry | {"shard": "https://me:secret@host/0.tar"}], schema=SAMPLES)
-    assert _columns(table)["shards"] == ["https://me:***@host/0.tar"]
+    assert _columns(table, {})["shards"] == ["https://me:***@host/0.tar"]
 
 
 # --- pictures, copies, the command -------------------------------------------------------------------
@@ -262,8 +352,22 @@ def test_the_password_of_a_store_is_blanked() -> None:
 def test_the_number_of_thumbnails_can_be_limited(bench: ReviewBench) -> None:
     bench.report("report.thumbnails=0")
     assert "data:image/" not in bench.page.read_text()
-    bench.report("report.thumbnails=1", "report.audit=0")
+    bench.report("report.thumbnails=1", "report.audit=0", "report.listed=2")
     assert [picture is not None for picture in bench.shown()["thumbnails"]] == [True, False]
+
+
+def test_photos_have_thumbnails_of_224_pixels_and_small_images_keep_their_pixels(tmp_path: Path) -> None:
+    bench = ReviewBench(tmp_path)
+    photo, small = image(1, "JPEG", size=300), image(2, size=28)
+    bench.shard("a.tar", [("p.jpg", photo), ("p.cls", b"0"), ("s.png", small), ("s.cls", b"1")])
+    found = make_thumbnails(
+        bench.index().catalogue, np.array([0, 1]), Config.model_fields["report"].default.thumbnail_px
+    )
+    sizes = [(kind, Image.open(io.BytesIO(data)).size) for kind, data in found.pictures.values()]
+    assert sizes == [("webp", (224, 224)), ("png", (28, 28))]
+    assert found.largest_px == 224
+    pixels = [np.array(Image.open(io.BytesIO(data)).convert("RGB")) for data in (found.pictures[1][1], small)]
+    np.testing.assert_array_equal(*pixels)
 
 
 def test_only_the_thumbnails_of_a_changed_shard_are_missing_and_it_is_named(bench: ReviewBench) -> None:
@@ -310,8 +414,8 @@ def test_the_command_writes_the_page_to_the_storage_and_prints_the_results_of_an
     (bench.folder / "d.json").write_text(json.dumps(head))
     assert main([str(bench.config), f"report.judged={bench.folder}/d.json"]) == 0
     said = capsys.readouterr().out
-    assert "correct repairs │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
-    assert "missed noise    │ unknown" in said
+    assert "correct repairs    │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
+    assert "wrong, unchanged   │ unknown" in said
 
 
 def test_a_file_that_is_not_a_review_page_is_not_overwritten(bench: ReviewBench) -> None:

@@ -77,20 +77,69 @@ function gauge(parent, name, one, detail) {
   add(block, 'p', { class: 'hint', text: detail });
 }
 
+// The audit is blind: it does not say which of two classes was given, which is new, or whether the label changed.
+
+function twoClasses(place) {
+  const next = (S.predicted_label[place] + 1) % DATA.classes.length;
+  const other = S.changed(place) ? S.given_label[place] : (runnerUp(place, 0) || { label: next }).label;
+  const pair = [S.predicted_label[place], other];
+  return Math.imul(S.row[place] + 1, 0x9e3779b1) < 0 ? pair : pair.reverse();
+}
+
+function blindLines(parent, place, most) {
+  const block = add(parent, 'div', { class: 'pair' });
+  twoClasses(place).forEach((label, turn) => {
+    add(block, 'p', { title: className(label) }, add(null, 'kbd', { text: turn + 1 }), add(null, 'span', { class: 'name', text: shortName(label, most) }));
+  });
+}
+
+// A mark that says which class was chosen, and not whether it is the new one.
+const neutral = (made) => made && made.label !== null ? { ...made, verdict: 'relabel' } : made;
+
+function inspectBlind(pane, place) {
+  const buttons = add(pane, 'div', { class: 'verdicts blind' });
+  const made = decided.get(place);
+  twoClasses(place).forEach((label, turn) => {
+    const chosen = Boolean(made) && made.label === label;
+    const button = add(buttons, 'button', { type: 'button', class: 'verdict relabel', 'aria-pressed': String(chosen), onclick: () => judgeBlind(turn) });
+    add(button, 'kbd', { text: turn + 1 });
+    button.append(` ${className(label)}`);
+  });
+  for (const [verdict, key, text] of [['relabel', 'L', 'Another class, or none'], ['undo', 'U', 'Undo']]) {
+    const button = add(buttons, 'button', { type: 'button', class: 'verdict', onclick: () => judge(verdict) });
+    add(button, 'kbd', { text: key });
+    button.append(` ${text}`);
+  }
+  facts(pane, place);
+  return null;
+}
+
+function judgeBlind(turn) {
+  const place = current();
+  if (place === null || STATE.mode !== 'audit') return;
+  chosenClass(place, twoClasses(place)[turn]);
+}
+
 function showAudit() {
   const panel = byId('audit-panel');
   panel.hidden = STATE.mode !== 'audit';
   byId('filters').hidden = STATE.mode === 'audit';
+  byId('ranked').hidden = STATE.mode === 'audit';
+  byId('bench-title').textContent = STATE.mode === 'audit' ? 'Random samples' : 'Most doubtful samples';
   if (panel.hidden) return;
+  const open = Boolean(panel.querySelector('details[open]'));
   panel.replaceChildren();
-  const { precision, missed, left } = estimates();
-  gauge(panel, 'Correct repairs', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
-  gauge(panel, 'Missed noise', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
-  gauge(panel, 'Remaining noise', left, 'of all labels, after the repair');
   const turns = DATA.audit.order.map(inAudit);
   const skipped = turns.slice(0, turns.lastIndexOf(true) + 1).filter((done) => !done).length;
   const advice = skipped
     ? `Skipped so far: ${whole(skipped)}. The intervals are valid only if you did not skip samples because they were difficult.`
     : 'Judge the samples in this order, do not skip any, and stop whenever you like: the intervals get narrower as you go.';
-  add(panel, 'p', { class: 'lead', text: `Is the class after the arrow right? ${advice}` });
+  add(panel, 'p', { class: 'lead', text: `Which class is right? Press 1 or 2, or L for another one. ${advice}` });
+  const results = add(panel, 'details', open ? { open: '' } : {});
+  add(results, 'summary', { text: `Estimates from ${whole(turns.filter(Boolean).length)} judgements (look when you are done: they hint at which class is new)` });
+  const gauges = add(results, 'div', { class: 'gauges' });
+  const { precision, missed, left } = estimates();
+  gauge(gauges, 'Correct repairs', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
+  gauge(gauges, 'Wrong, unchanged', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
+  gauge(gauges, 'Wrong after repair', left, 'of all labels, after the repair');
 }

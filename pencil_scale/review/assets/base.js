@@ -37,12 +37,25 @@ const whole = (number) => spelled.format(number);
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 const className = (number) => DATA.classes[number];
 
-// Names often start alike, so a long one is shortened in the middle.
+// Names often start or end alike, so a long one is shortened in the middle.
 function shorter(text, most) {
   const letters = Array.from(text);
   if (letters.length <= most) return text;
   const tail = Math.floor((most - 1) / 2);
   return `${letters.slice(0, most - 1 - tail).join('')}…${letters.slice(-tail).join('')}`;
+}
+
+// Short names of the classes, no two alike: those that would be have their numbers.
+const shortNames = new Map();
+function shortName(number, most) {
+  if (!shortNames.has(most)) {
+    const short = DATA.classes.map((name) => shorter(name, most));
+    const counts = new Map();
+    for (const name of short) counts.set(name, (counts.get(name) || 0) + 1);
+    const numbered = (place) => `#${place} ${shorter(className(place), most - 2 - String(place).length)}`;
+    shortNames.set(most, short.map((name, place) => (counts.get(name) === 1 ? name : numbered(place))));
+  }
+  return shortNames.get(most)[number];
 }
 
 function cells(packed) {
@@ -60,6 +73,7 @@ const S = (() => {
     for (let place = 0; place < found[name].length; place += 1) found[name][place] /= 65535;
   }
   found.shards = raw.shards;
+  found.member = (place) => `${raw.key[place] ?? raw.id[place]}.${raw.suffixes[found.shard[place]]}`;
   found.changed = (place) => found.given_label[place] !== found.predicted_label[place];
   return found;
 })();

@@ -1,4 +1,4 @@
-// The charts: changes between classes, noise by class, and curves by epoch.
+// The charts: changes between classes and by class, and curves by epoch.
 
 function empty(parent, text) {
   add(parent, 'p', { class: 'empty', text });
@@ -117,7 +117,7 @@ function curve(parent, title, note, lines, label, band = null) {
 function scoreChart(parent) {
   const [kept, changed] = DATA.scores;
   const most = Math.max(1, ...kept.map((num, bin) => num + changed[bin]));
-  const svg = frame(parent, 'Share of the label on the given class', 'changed labels in colour; square-root scale');
+  const svg = frame(parent, 'Probability that the given label is right', 'changed labels in colour; square-root scale');
   const width = (BOX.width - BOX.left - BOX.right) / kept.length;
   const base = BOX.height - BOX.bottom;
   const tall = (num) => Math.sqrt(num / most) * (base - BOX.top);

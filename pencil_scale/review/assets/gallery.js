@@ -1,6 +1,7 @@
 // The samples: filtered and sorted as numbers; only the visible ones are elements of the page.
 
-const CARD = { width: 148, height: 214 };
+const PHOTO = 96; // pixels: a smaller picture is enlarged, with crisp pixels
+const CARD = DATA.largest_px > PHOTO ? { width: 248, height: 318, picture: 224, letters: 19 } : { width: 190, height: 222, picture: 128, letters: 12 };
 const STATE = { mode: 'review', view: [], cursor: 0, columns: 1 };
 const cards = new Map(); // position in the view -> element
 const list = byId('list');
@@ -29,7 +30,8 @@ function filtered() {
 function sorted(places, order) {
   if (order === 'mixed') return places;
   const by = {
-    doubt: (place) => S.margin[place],
+    doubt: (place) => S.label_score[place],
+    margin: (place) => S.margin[place],
     sure: (place) => (S.changed(place) ? 0 : 2) - S.confidence[place],
     restless: (place) => -TRACES.numMoves(place),
     late: (place) => -S.last_change_epoch[place],
@@ -77,7 +79,7 @@ function fill() {
 function nothingText() {
   if (STATE.mode === 'audit') return 'No label was drawn for the audit: report.audit is 0, or no label has been trained.';
   return DATA.num_listed ? 'No listed sample matches. Clear a filter to see more.'
-    : 'Nothing to review: no label has changed, and none is in doubt.';
+    : 'Nothing to review: no label has been trained, or report.listed is 0.';
 }
 
 function placed(position) {
@@ -90,23 +92,26 @@ function placed(position) {
   node.style.height = `${CARD.height}px`;
   const inner = add(node, 'div', { class: 'inner' });
   picture(inner, place);
-  pairLine(inner, place, 20);
-  const foot = add(inner, 'div', { class: 'foot' });
-  add(foot, 'span', { class: 'sure', text: percent(S.confidence[place], 0), title: 'share of the label on the suggested class' });
-  sparkline(foot, place);
+  if (STATE.mode === 'audit') blindLines(inner, place, CARD.letters);
+  else {
+    pairLine(inner, place, CARD.letters);
+    const foot = add(inner, 'div', { class: 'foot' });
+    fate(foot, place);
+    sparkline(foot, place);
+  }
   dress(node, place, position);
   return node;
 }
 
 function dress(node, place, position) {
-  const made = decided.get(place);
+  const made = STATE.mode === 'audit' ? neutral(decided.get(place)) : decided.get(place);
   node.classList.toggle('current', position === STATE.cursor);
   node.setAttribute('aria-selected', String(position === STATE.cursor));
   for (const verdict of Object.keys(VERDICTS)) node.classList.toggle(verdict, Boolean(made) && made.verdict === verdict);
   const old = node.querySelector('.badge');
   if (old) old.remove();
   if (!made) return;
-  const text = made.verdict === 'relabel' ? `${MARKS.relabel} ${shorter(className(made.label), 14)}` : MARKS[made.verdict];
+  const text = made.verdict === 'relabel' ? `${MARKS.relabel} ${shortName(made.label, 14)}` : MARKS[made.verdict];
   add(node, 'span', { class: 'badge', text, title: VERDICTS[made.verdict] });
 }
 
@@ -114,30 +119,41 @@ function redress() {
   for (const [position, node] of cards) dress(node, STATE.view[position], position);
 }
 
-function picture(parent, place, large = false) {
+function picture(parent, place) {
   const url = DATA.thumbnails[place];
   if (!url) return add(parent, 'div', { class: 'picture none', text: 'no picture' });
   const image = add(parent, 'img', { class: 'picture', src: url, alt: '', decoding: 'async' });
-  // A tiny picture is shown pixelated: blurred, it could not be judged.
-  image.addEventListener('load', () => image.classList.toggle('tiny', image.naturalWidth <= (large ? 96 : 48)));
+  // A tiny picture is enlarged with crisp pixels: blurred, it could not be judged.
+  image.addEventListener('load', () => image.classList.toggle('tiny', Math.max(image.naturalWidth, image.naturalHeight) <= PHOTO));
   return image;
 }
 
-function pairLine(parent, place, most = Infinity) {
-  const line = add(parent, 'p', { class: 'pair' });
-  const given = className(S.given_label[place]);
-  const suggested = className(S.predicted_label[place]);
-  line.title = given === suggested ? given : `${given} → ${suggested}`;
-  if (!S.changed(place)) {
-    add(line, 'span', { class: 'is', text: shorter(given, most) });
-    add(line, 'span', { class: 'soft', text: ' unchanged' });
-    return;
+// The most likely class that the label does not have, with its share; null if there is none.
+function runnerUp(place, least = 0.005) {
+  for (let rank = 0; rank < S.topK; rank += 1) {
+    const [label, share] = [S.top_labels[place * S.topK + rank], S.top_shares[place * S.topK + rank]];
+    if (label !== S.predicted_label[place] && share >= least) return { label, share };
   }
-  add(line, 'span', { class: 'was', text: shorter(given, most) });
-  line.append(' ');
-  const now = add(line, 'span', { class: 'now' });
-  add(now, 'span', { class: 'arrow', text: '→ ' });
-  add(now, 'span', { class: 'is', text: shorter(suggested, most) });
+  return null;
+}
+
+function pairLine(parent, place, most = Infinity) {
+  const block = add(parent, 'div', { class: 'pair' });
+  const line = (kind, before, label, share, title) => {
+    const node = add(block, 'p', { class: kind, title: `${className(label)}: ${title}` }, before);
+    add(node, 'span', { class: 'name', text: shortName(label, most) });
+    add(node, 'span', { class: 'share', text: percent(share, 0) });
+  };
+  const changed = S.changed(place);
+  const other = changed ? { label: S.predicted_label[place], share: S.confidence[place] } : runnerUp(place);
+  line(changed ? 'was' : 'is', '', S.given_label[place], S.label_score[place], 'probability that this given label is right');
+  if (changed) line('is', add(null, 'span', { class: 'arrow', text: '→ ' }), other.label, other.share, 'probability that this new label is right');
+  else if (other) line('was', 'maybe ', other.label, other.share, 'share of the next likely class');
+}
+
+function fate(parent, place) {
+  const text = S.changed(place) ? 'changed' : 'kept';
+  add(parent, 'span', { class: `fate ${text}`, text });
 }
 
 function role(place, label) {
@@ -178,8 +194,10 @@ function inspect() {
   pane.replaceChildren();
   if (!STATE.view.length) return empty(pane, 'No sample selected.');
   const place = STATE.view[STATE.cursor];
-  picture(pane, place, true);
+  picture(pane, place);
+  if (STATE.mode === 'audit') return inspectBlind(pane, place);
   pairLine(pane, place);
+  fate(pane, place);
   const buttons = add(pane, 'div', { class: 'verdicts' });
   for (const [verdict, key, text] of [['accept', 'A', 'Accept'], ['reject', 'R', 'Reject'], ['relabel', 'L', 'Relabel'], ['undo', 'U', 'Undo']]) {
     const made = decided.get(place);
@@ -199,7 +217,7 @@ function distribution(pane, place) {
   for (let rank = 0; rank < S.topK; rank += 1) {
     const [label, share] = [S.top_labels[place * S.topK + rank], S.top_shares[place * S.topK + rank]];
     if (share < 0.0005) continue;
-    add(block, 'span', { class: `name ${role(place, label)}`, text: className(label) });
+    add(block, 'span', { class: `name ${role(place, label)}`, text: shortName(label, 14), title: className(label) });
     const meter = draw(block, 'svg', { class: `meter ${role(place, label)}`, viewBox: '0 0 100 4', preserveAspectRatio: 'none' });
     draw(meter, 'rect', { width: 100 * share, height: 4 });
     add(block, 'span', { class: 'n', text: percent(share) });
@@ -219,7 +237,7 @@ function history(pane, place) {
     if (label !== before) {
       draw(svg, 'circle', { class: `dot ${role(place, label)}`, cx: x(step), cy: y(share), r: 3.5 });
       if (x(step) > freeFrom && x(step) < 250) {
-        draw(svg, 'text', { class: 'tick', x: x(step) + 5, y: y(share) < 24 ? y(share) + 14 : y(share) - 5 }, shorter(className(label), 14));
+        draw(svg, 'text', { class: 'tick', x: x(step) + 5, y: y(share) < 24 ? y(share) + 14 : y(share) - 5 }, shortName(label, 14));
         freeFrom = x(step) + 12 + 6 * Math.min(14, className(label).length);
       }
     }
@@ -232,11 +250,13 @@ function history(pane, place) {
 
 function facts(pane, place) {
   const table = add(pane, 'dl', { class: 'facts' });
-  const shown = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]], ['row', whole(S.row[place])],
-    ['score', S.label_score[place].toFixed(3)], ['margin', S.margin[place].toFixed(3)],
+  const original = [['id', S.id[place]], ['key', S.key[place]], ['shard', S.shards[S.shard[place]]],
+    ['member', S.member(place)], ['row', whole(S.row[place])]];
+  const learned = [['score', S.label_score[place].toFixed(3)], ['confidence', S.confidence[place].toFixed(3)],
+    ['margin', S.margin[place].toFixed(3)],
     ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place] + 1}`],
     [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
-  for (const [name, text] of shown) {
+  for (const [name, text] of STATE.mode === 'audit' ? original : [...original, ...learned]) {
     if (text === null || text === '') continue;
     add(table, 'dt', { text: name });
     add(table, 'dd', { text });

@@ -7,6 +7,7 @@ function current() {
 function judge(verdict) {
   const place = current();
   if (place === null) return;
+  if (STATE.mode === 'audit' && (verdict === 'accept' || verdict === 'reject')) return; // it hides which is which
   if (verdict === 'undo') undo(place);
   else if (verdict === 'relabel') pickClass(place);
   else conclude(place, verdict);
@@ -17,13 +18,20 @@ function conclude(place, verdict, chosen = null) {
   if (STATE.cursor < STATE.view.length - 1) point(STATE.cursor + 1);
 }
 
+function chosenClass(place, label) {
+  if (label === null) conclude(place, 'none');
+  else if (label === S.predicted_label[place]) conclude(place, 'accept');
+  else if (label === S.given_label[place]) conclude(place, 'reject');
+  else conclude(place, 'relabel', label);
+}
+
 // --- choosing a class --------------------------------------------------------------------------------
 
 const picker = byId('picker');
 const MOST_OFFERED = 60;
 
 function offered(place, text) {
-  const likely = Array.from(S.top_labels.subarray(place * S.topK, (place + 1) * S.topK));
+  const likely = STATE.mode === 'audit' ? [] : Array.from(S.top_labels.subarray(place * S.topK, (place + 1) * S.topK));
   const rest = DATA.classes.map((_, number) => number).filter((number) => !likely.includes(number));
   const wanted = text.trim().toLowerCase();
   const found = [...likely, ...rest].filter((number) => className(number).toLowerCase().includes(wanted));
@@ -44,10 +52,7 @@ function pickClass(place) {
   };
   const choose = (label) => {
     leave();
-    if (label === null) conclude(place, 'none');
-    else if (label === S.predicted_label[place]) conclude(place, 'accept');
-    else if (label === S.given_label[place]) conclude(place, 'reject');
-    else conclude(place, 'relabel', label);
+    chosenClass(place, label);
   };
   const show = () => {
     state.options = offered(place, byId('picker-text').value);
@@ -88,6 +93,7 @@ function pickClass(place) {
 
 const KEYS = {
   a: () => judge('accept'), r: () => judge('reject'), l: () => judge('relabel'), u: () => judge('undo'),
+  1: () => judgeBlind(0), 2: () => judgeBlind(1),
   j: () => point(STATE.cursor + 1), ArrowRight: () => point(STATE.cursor + 1),
   k: () => point(STATE.cursor - 1), ArrowLeft: () => point(STATE.cursor - 1),
   ArrowDown: () => point(STATE.cursor + STATE.columns), ArrowUp: () => point(STATE.cursor - STATE.columns),
@@ -157,6 +163,7 @@ function start() {
   listeners.push(showTally, redress, inspect, showAudit);
   showTally();
   renew();
+  list.style.setProperty('--picture', `${CARD.picture}px`);
   list.addEventListener('scroll', () => requestAnimationFrame(fill), { passive: true });
   new ResizeObserver(() => arrange()).observe(list);
   byId('filters').addEventListener('input', renew);

@@ -31,8 +31,8 @@ function drawMatrix(parent, shown, totals, choose) {
   svg.style.maxWidth = `${size}px`;
   shown.forEach((number, place) => {
     const middle = margin + side * (place + 0.5);
-    draw(svg, 'text', { class: 'axis', x: margin - 6, y: middle + 4, 'text-anchor': 'end' }, shorter(className(number), 16));
-    draw(svg, 'text', { class: 'axis', transform: `translate(${middle + 4} ${margin - 6}) rotate(-90)` }, shorter(className(number), 16));
+    draw(svg, 'text', { class: 'axis', x: margin - 6, y: middle + 4, 'text-anchor': 'end' }, shortName(number, 16));
+    draw(svg, 'text', { class: 'axis', transform: `translate(${middle + 4} ${margin - 6}) rotate(-90)` }, shortName(number, 16));
   });
   shown.forEach((first, row) => shown.forEach((second, column) => {
     const num = totals.num(first, second);

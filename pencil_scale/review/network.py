@@ -1,0 +1,80 @@
+"""How good the network is, and what it says about the labels: the figures at the top of the review page.
+
+facts = network_facts(known, num_classes=10)          # `known`: figures of the last epoch, and summary.json
+notes = network_notes(known, held=True, reasons=[])   # what a person must know before using the labels
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+
+class Fact(NamedTuple):
+    """A figure with its name and what it means."""
+
+    name: str
+    value: str
+    detail: str
+
+
+def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
+    """Say how good the network is, next to chance, and what the run estimated, as far as it is known."""
+    facts = [
+        Fact(f"accuracy on the {name} set", _percent(known[key]), "of the network, on clean labels")
+        for name in ("test", "validation")
+        if _is_number(known, key := f"{name}_accuracy")
+    ]
+    if not facts:
+        detail = "no clean labels: give some with data.validation or data.test"
+        facts = [Fact("accuracy", "unknown", detail)]
+    if _is_number(known, "watch_agreement"):
+        detail = "with the given labels of watch rows, on which the network was not trained"
+        facts.append(Fact("watch agreement", _percent(known["watch_agreement"]), detail))
+    if _is_number(known, "balanced_agreement"):
+        detail = (
+            "with the given labels it was trained on, mean over the classes; it may have memorised wrong ones"
+        )
+        facts.append(Fact("training agreement", _percent(known["balanced_agreement"]), detail))
+    facts.append(
+        Fact("chance level", _percent(1 / num_classes), f"of guessing among {num_classes:,} classes")
+    )
+    if _is_number(known, "wrong_labels"):
+        detail = _interval(known, "wrong_labels", "{:,.0f}", 1)
+        facts.append(Fact("wrong labels as given", f"≈ {known['wrong_labels']:,.0f}", f"estimated{detail}"))
+    if _is_number(known, "gain"):
+        detail = _interval(known, "gain", "{:+.1f} %", 100)
+        detail = f"of all labels, put right minus spoiled; estimated{detail}"
+        facts.append(Fact("gain of the repair", f"{100 * known['gain']:+.1f} %", detail))
+    return facts
+
+
+def network_notes(known: Mapping[str, Any], held: bool, reasons: Sequence[str]) -> list[str]:
+    """Warn of labels that are held or were promoted by a person, and of labels that got worse."""
+    what = "These labels are held" if held else "These labels were held, and a person promoted them"
+    found = [f"{what}: {reason}." for reason in reasons or known.get("held_because") or ()]
+    if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
+        found.append(f"The gate would have held these labels: {gate}.")
+    names = ("given_label_accuracy", "corrected_label_accuracy")
+    if all(_is_number(known, name) for name in names) and known[names[1]] < known[names[0]]:
+        given, now = (_percent(known[name]) for name in names)
+        found.append(
+            f"WORSE: where the true class is known, {given} of the labels were right and {now} are now."
+        )
+    return found
+
+
+def _is_number(known: Mapping[str, Any], key: str) -> bool:
+    value = known.get(key)
+    return isinstance(value, int | float) and isfinite(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _interval(known: Mapping[str, Any], key: str, form: str, factor: int) -> str:
+    ends = [f"{key}_low", f"{key}_high"]
+    if not all(_is_number(known, end) for end in ends):
+        return ""
+    low, high = (form.format(factor * known[end]) for end in ends)
+    return f", 95 % interval {low} to {high}"
