@@ -55,6 +55,9 @@ class Shard:
     oddities: dict[str, int] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=Counter)  # members that belong to no sample, by kind
     suffixes: dict[str, int] = field(default_factory=Counter)  # the most common ones of its members
+    sizes: dict[str, int] = field(
+        default_factory=Counter
+    )  # of its images, as "640x480"; the most common ones
 
     @property
     def version(self) -> ShardVersion:
