@@ -11,7 +11,6 @@ is read.
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file, apply the overrides, substitute variables, and check every key."""
     origins: Origins = {(): str(path)}
     tree = _read_file(str(path), origins)
-    for dotted, times in Counter(override.partition("=")[0] for override in overrides).items():
-        if times > 1:
-            raise PencilError(
-                f"override '{dotted}' is given {times} times; give it once, and quote a value with braces, "
-                f"which the shell expands, as in '{dotted}=train-{{000..004}}.tar'"
-            )
     for override in overrides:
         _override(tree, override, origins)
     values, variables = _substitute(tree, origins)

@@ -147,6 +147,25 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: Ch
     assert newest.catalogue.num_ok == Catalogue.open(checks.storage).num_ok == 5
 
 
+def test_a_resumed_run_keeps_its_automatic_numbers_and_its_global_batch(checks: CheckBench) -> None:
+    checks.indexed()
+    path = checks.folder / "config.yaml"
+    path.write_text(path.read_text().partition("model:")[0])
+    first = make_plan(load_config(path))
+    assert first.automatic["stages.backbone.epochs"] == first.config.stages.backbone.epochs == 25
+    assert "stages.backbone.epochs 25" in first.lines[-1]
+    stored = {**first.automatic, "stages.backbone.epochs": 7}  # say, of an older version of the program
+    again = make_plan(load_config(path, ["workers.count=2"]), record=replace(STARTED, automatic=stored))
+    assert again.config.stages.backbone.epochs == 7
+    assert (first.config.optimizer.batch_per_worker, again.config.optimizer.batch_per_worker) == (16, 8)
+
+
+def test_a_crop_that_is_larger_than_the_images_is_refused_before_the_start(checks: CheckBench) -> None:
+    checks.indexed()
+    with pytest.raises(PencilError, match="images.crop: 8, but the images have 4x4 pixels"):
+        make_plan(load_config(checks.folder / "config.yaml", ["images.crop=8"]))
+
+
 def test_a_run_keeps_the_weights_it_starts_from(checks: CheckBench) -> None:
     checks.indexed()
     original = checks.folder / "pretrained.pt"
