@@ -53,7 +53,8 @@ model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 32}}
 stages:
   backbone: {{epochs: 0, rate: 0.02}}
-  pencil: {{epochs: 5, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4}}
+  pencil: {{epochs: 5, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4,
+           allow_fast_labels: true}}
   finetune: {{epochs: 0, rate: 0.02}}
 workers: {{count: {workers}, cpus: 0.5, timeout_s: 120, scratch: {folder}/scratch, max_failures: 0}}
 checkpoint: {{every_steps: {steps}, keep: 1}}

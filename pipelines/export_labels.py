@@ -33,6 +33,9 @@ from pencil_scale.export.rows import Source, find_source, predict, stretches
 from pencil_scale.export.table import digest, most_doubtful
 from pencil_scale.export.tar_rewrite import Rewritten
 from pencil_scale.labels.published import find_published
+from pencil_scale.labels.run_record import read_record
+from pencil_scale.method.automatic import filled
+from pencil_scale.nights.record import NightFiles
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
@@ -71,13 +74,17 @@ def run(config: Config) -> Summary:
     named = config.export.labels or config.run.name
     model = None
     if config.export.predict:
-        weights = storage.path(storage.model(find_published(storage.url, named).name))
+        run = find_published(storage.url, named).name
+        weights = storage.path(storage.model(run))
         filesystem, path = filesystem_of(weights)
         if not filesystem.exists(path):
             raise PencilError(
                 f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
             )
-        model = partial(predict, config.model.backbone, weights, config.images)
+        night = NightFiles(storage.url).record(run)
+        record = read_record(storage.url, night.trained_by if night else run)
+        trained = filled(config, record.automatic if record else {})
+        model = partial(predict, trained.model.backbone, weights, trained.images)
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
     )

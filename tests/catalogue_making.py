@@ -19,7 +19,8 @@ model: {backbone: small_convnet}
 optimizer: {tuned_batch: 64, batch_per_worker: 32}
 stages:
   backbone: {epochs: 1, rate: 0.05}
-  pencil: {epochs: 1, rate: 0.05, alpha: 0.1, beta: 0.4, lambda: 1200, tuned_classes: 3}
+  pencil: {epochs: 1, rate: 0.05, alpha: 0.1, beta: 0.4, lambda: 1200, tuned_classes: 3,
+           allow_fast_labels: true}
   finetune: {epochs: 1, rate: 0.05}
 """
 

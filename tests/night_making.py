@@ -34,7 +34,8 @@ model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 16, batch_per_worker: 16}}
 stages:
   backbone: {{epochs: 0, rate: 0.05}}
-  pencil: {{epochs: 1, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 600, tuned_classes: 4}}
+  pencil: {{epochs: 1, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 600, tuned_classes: 4,
+           allow_fast_labels: true}}
   finetune: {{epochs: 1, rate: 0.01}}
 workers: {{count: 1, in_process: true, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch}}
 checkpoint: {{every_steps: 2, keep: 2}}

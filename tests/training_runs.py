@@ -49,7 +49,8 @@ model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 16}}
 stages:
   backbone: {{epochs: 2, rate: 0.02}}
-  pencil: {{epochs: 2, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4}}
+  pencil: {{epochs: 2, rate: 0.02, alpha: 0.1, beta: 0.4, lambda: 400, tuned_classes: 4,
+           allow_fast_labels: true}}
   finetune: {{epochs: 2, rate: 0.02, drop_after: [1]}}
 workers: {{count: 2, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch, max_failures: 5}}
 checkpoint: {{every_steps: 3, keep: 2}}

@@ -56,9 +56,8 @@ class Shard:
     oddities: dict[str, int] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=Counter)  # members that belong to no sample, by kind
     suffixes: dict[str, int] = field(default_factory=Counter)  # the most common ones of its members
-    json_fields: dict[str, str] = field(
-        default_factory=dict
-    )  # of a sample without a label, with their values
+    json_fields: dict[str, str] = field(default_factory=dict)  # of a sample without a label, with values
+    sizes: dict[str, int] = field(default_factory=Counter)  # of its images, as "640x480"; the most common
 
     @property
     def version(self) -> ShardVersion:

@@ -30,6 +30,7 @@ from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.storage.folder import Folder
 
 TEXTS_KEPT = 1000
+SIZES_KEPT = 100
 EXAMPLES = 5  # rows of each damaged status
 FEWEST_KNOWN = 10  # true classes of samples, to say what most samples of a label are
 REFERENCE_BATCH = 256
@@ -75,6 +76,7 @@ def describe(
         "skipped_members": _most_common([shard.skipped for shard in indexed]),
         "json_fields": {k: v for shard in reversed(indexed) for k, v in shard.json_fields.items()},
         "suffixes": _most_common([shard.suffixes for shard in indexed], TEXTS_KEPT),
+        "sizes": _most_common([shard.sizes for shard in indexed], SIZES_KEPT),
         "unknown_labels": _most_common([shard.unknown_labels for shard in indexed], TEXTS_KEPT),
         "chunks": put_table(store, "chunks", pa.table(sizes, names=["num_ok", "ok_bytes"])),
     }

@@ -131,6 +131,8 @@ class ShardIndexer:
             )
         )
         self._shard.statuses[status] += 1
+        if status == "ok" and "exif-rotated" not in image.oddities:  # those may change width and height
+            _count(self._shard.sizes, f"{image.width}x{image.height}")
         return None
 
     def _lose(self, sample: Sample, kind: str, detail: str) -> None:

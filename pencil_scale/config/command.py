@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,6 +64,7 @@ def run_job(
     path, overrides = given.pop("config"), given.pop("overrides")
 
     def work() -> None:
+        refuse_repeated(overrides)
         config = load_config(path, overrides)
         try:
             refuse_lost("run.storage", config.run.storage)
@@ -78,6 +80,16 @@ def program(module: str) -> str:
     """How this process was started: as `pencil-scale JOB`, or with the name of a module."""
     is_script = Path(sys.argv[0]).name == PROGRAM
     return f"{PROGRAM} {module.rpartition('.')[2]}" if is_script else f"python -m {module}"
+
+
+def refuse_repeated(overrides: Sequence[str]) -> None:
+    """Refuse a key that is given twice: a shell makes several arguments of unquoted braces or wildcards."""
+    for dotted, times in Counter(override.partition("=")[0] for override in overrides).items():
+        if times > 1:
+            raise PencilError(
+                f"override '{dotted}' is given {times} times; give it once, and quote a value with braces or "
+                "wildcards, which the shell expands, as in 'data.shards=train-{000..004}.tar'"
+            )
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pencil_scale.config.settings import Config
-from pencil_scale.config.values import Settings, Shape
+from pencil_scale.config.values import AUTOMATIC, Settings, Shape
 from pencil_scale.storage.urls import without_passwords
 
 KeyPath = tuple[str | int, ...]
@@ -48,8 +48,9 @@ def help_page() -> str:
         if _is_section(field.annotation):
             lines += ["", f"{dotted}: {field.description}"]
         else:
-            default = json.dumps(field.default, default=str)
-            default = "required" if field.is_required() else f"default {default}"
+            default = f"default {json.dumps(field.default, default=str)}"
+            if field.is_required() or AUTOMATIC in field.metadata:
+                default = "required" if field.is_required() else "default automatic"
             meaning = fill(field.description or "", 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
             lines += [f"  {dotted}: {_kind(field)}, {default}", meaning]
     return "\n".join(lines)

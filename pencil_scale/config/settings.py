@@ -9,13 +9,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from pencil_scale.config.values import Curve, Settings, Shape, key, one_or_list, read_curve
+from pencil_scale.config.values import AUTOMATIC, Curve, Settings, Shape, key, one_or_list, read_curve
 
 Text = Annotated[str, Field(min_length=1), Shape("non-empty text")]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+AutoWhole = Annotated[Whole, AUTOMATIC]
+AutoCount = Annotated[Count, AUTOMATIC]
+AutoRate = Annotated[Positive, AUTOMATIC]
+AutoAmount = Annotated[float, Field(ge=0), AUTOMATIC]
 URLS = Annotated[tuple[Text, ...], Field(min_length=1), one_or_list(), Shape("URL or list of URLs")]
 Identity = Annotated[
     str, Field(pattern=r"^(key|shard_key|sha256|json:.+)$"), Shape("key | shard_key | json:FIELD | sha256")
@@ -29,6 +33,7 @@ LambdaCurve = Annotated[
     Curve,
     PlainValidator(read_curve),
     Shape("number from 0 | line {start: 3000, end: 0} | steps [[0, 3000], [5, 500]]"),
+    AUTOMATIC,
 ]
 WorkerCount = Annotated[
     tuple[Count, Count], one_or_list(2), Shape("whole number from 1 | [fewest, most] for an elastic run")
@@ -36,7 +41,7 @@ WorkerCount = Annotated[
 RunName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), Shape("name of letters, digits, '.', '_' and '-'")
 ]
-EpochList = Annotated[tuple[Count, ...], Shape("list of whole numbers from 1")]
+EpochList = Annotated[tuple[Count, ...], one_or_list(), Shape("list of whole numbers from 1"), AUTOMATIC]
 StageEpochs = Annotated[tuple[Whole, Whole, Whole], Shape("three whole numbers [backbone, pencil, finetune]")]
 ClassMoves = Annotated[dict[str, str | None], Shape("{old name: new name or null, ...}")]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
@@ -82,36 +87,49 @@ class Data(Settings):
 class Images(Settings):
     decode: Literal["cpu", "gpu"] = key("where JPEGs are decoded", "cpu")
     resize: Count | None = key("scale images to a square of this side before cropping", None, unit="pixels")
-    crop: Count = key("side of the square that the network sees", 224, unit="pixels")
-    pad: Whole = key("pad every side by this much before the random crop", 0, unit="pixels")
+    crop: AutoCount = key(
+        "side of the square that the network sees; without it, resize and pad are automatic too",
+        None,
+        unit="pixels",
+    )
+    pad: AutoWhole = key("pad every side by this much before the random crop", None, unit="pixels")
     flip: bool = key("mirror half of the training images", True)
     mean: Triple = key("subtracted from each channel, on a scale from 0 to 1", (0.485, 0.456, 0.406))
     std: PositiveTriple = key("divisor of each channel", (0.229, 0.224, 0.225))
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:
+        if self.crop is None:
+            return self
         if self.decode == "gpu" and self.resize is None:
             raise ValueError("decode: gpu needs resize, the side to which all images are scaled")
-        if self.resize is not None and self.crop > self.resize + 2 * self.pad:
-            raise ValueError(f"crop {self.crop} is larger than resize {self.resize} with pad {self.pad}")
+        pad = self.pad or 0
+        if self.resize is not None and self.crop > self.resize + 2 * pad:
+            raise ValueError(f"crop {self.crop} is larger than resize {self.resize} with pad {pad}")
         return self
 
 
 class Model(Settings):
-    backbone: Text = key(
-        "a torchvision classifier, preact_resnet32, cifar_resnet34, small_convnet, or package.module:factory"
+    backbone: Annotated[Text, AUTOMATIC] = key(
+        "a torchvision classifier, timm:NAME, pooled_convnet, preact_resnet32, cifar_resnet34, "
+        "small_convnet, or package.module:factory",
+        None,
     )
     weights: str | None = key(
-        "state dict to start from, path or URL; a head of another size is left out", None
+        "what to start from: imagenet (downloaded once), or the path or URL of a state dict; a head of "
+        "another size is left out; null: random weights, which are too weak a start for photos",
+        None,
     )
 
 
 class Optimizer(Settings):
-    tuned_batch: Count = key("global batch for which the rates and lambda were tuned", unit="samples")
-    batch_per_worker: Count = key("samples per worker and batch", unit="samples")
+    tuned_batch: AutoCount = key(
+        "global batch for which the rates and lambda were tuned", None, unit="samples"
+    )
+    batch_per_worker: AutoCount = key("samples per worker and batch", None, unit="samples")
     accumulation: Count = key("batches that a worker accumulates per step", 1, unit="batches")
     momentum: float = key("of SGD", 0.9, ge=0, lt=1)
-    weight_decay: float = key("of SGD", 1e-4, ge=0)
+    weight_decay: AutoAmount = key("of SGD", None)
     precision: Literal["fp32", "bf16"] = key("of the forward pass", "fp32")
     compile: CompileMode = key("mode of torch.compile", "off")
     cuda_graph: bool = key("record a step and replay it: faster for small networks, on one GPU worker", False)
@@ -120,20 +138,23 @@ class Optimizer(Settings):
 
 
 class BackboneStage(Settings):
-    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
-    rate: Positive = key("learning rate at tuned_batch (constant and high)")
+    epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
+    rate: AutoRate = key("learning rate at tuned_batch (constant and high)", None)
 
 
 class PencilStage(Settings):
-    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
-    rate: Positive = key("learning rate at tuned_batch (constant and high)")
-    alpha: float = key("weight of the compatibility loss, at tuned_classes", 0.1, ge=0)
+    epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
+    rate: AutoRate = key("learning rate at tuned_batch (constant and high)", None)
+    alpha: AutoAmount = key("weight of the compatibility loss, at tuned_classes", None)
     beta: float = key("weight of the entropy loss", 0.4, ge=0)
     lambda_: LambdaCurve = key(
         "step size of the labels, at tuned_batch and tuned_classes; epoch 0 is the first of the stage",
+        None,
         alias="lambda",
     )
-    tuned_classes: int = key("number of classes for which alpha and lambda were tuned", ge=2, unit="classes")
+    tuned_classes: Annotated[int, Field(ge=2), AUTOMATIC] = key(
+        "number of classes for which alpha and lambda were tuned", None, unit="classes"
+    )
     compatibility: Literal["released", "printed"] = key(
         "form of the compatibility loss; 'printed' can change labels only if alpha * tuned_classes is "
         "well below 1",
@@ -144,19 +165,20 @@ class PencilStage(Settings):
     )
     max_class_loss: Share = key("hold the run if a class loses more than this share of its samples", 0.5)
     allow_fixed_labels: bool = key("train even if no label can change with these settings", False)
+    allow_fast_labels: bool = key("train even if a label can change within one or two visits", False)
 
 
 class FinetuneStage(Settings):
-    epochs: Whole = key("length of the stage; 0 skips it", unit="epochs")
-    rate: Positive = key("learning rate at tuned_batch at the start of the stage")
-    drop_after: EpochList = key("divide the rate after these epochs of the stage", (), unit="epochs")
+    epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
+    rate: AutoRate = key("learning rate at tuned_batch at the start of the stage", None)
+    drop_after: EpochList = key("divide the rate after these epochs of the stage", None, unit="epochs")
     drop_by: float = key("divisor of the rate", 10.0, gt=1)
 
 
 class Stages(Settings):
-    backbone: BackboneStage = key("cross entropy on the given classes")
-    pencil: PencilStage = key("weights and labels move together")
-    finetune: FinetuneStage = key("labels are fixed, the learning rate decays")
+    backbone: BackboneStage = key("cross entropy on the given classes", BackboneStage())
+    pencil: PencilStage = key("weights and labels move together", PencilStage())
+    finetune: FinetuneStage = key("labels are fixed, the learning rate decays", FinetuneStage())
 
 
 class Workers(Settings):
@@ -302,9 +324,9 @@ class Config(Settings):
     run: Run = key("the run")
     data: Data = key("what to read")
     images: Images = key("how images are decoded and augmented", Images())
-    model: Model = key("the network")
-    optimizer: Optimizer = key("how the weights are trained")
-    stages: Stages = key("the three stages of PENCIL")
+    model: Model = key("the network", Model())
+    optimizer: Optimizer = key("how the weights are trained", Optimizer())
+    stages: Stages = key("the three stages of PENCIL", Stages())
     workers: Workers = key("the training processes", Workers())
     checkpoint: Checkpoint = key("what is saved while a run trains", Checkpoint())
     tracking: Tracking = key("where metrics are reported", Tracking())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WrapValidator
 
 from pencil_scale.storage.urls import without_passwords
 
@@ -48,6 +48,11 @@ Curve = Steps | Line
 
 class Shape(str):
     """How the help page and messages spell a type."""
+
+
+# Marks a key that `method.automatic` fills in when a run starts. Until then it is None, whatever its type
+# says: only a config that is filled in may be trained with.
+AUTOMATIC = WrapValidator(lambda value, check: None if value is None else check(value))
 
 
 def one_or_list(times: int = 1) -> BeforeValidator:

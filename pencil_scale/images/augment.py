@@ -1,12 +1,14 @@
-"""The paper's augmentation, batched on the device: crop, mirror, normalise.
+"""The paper's augmentation, batched on the device: crop, mirror, normalise; and a check of the image sizes.
 
 The result for an image depends only on (seed, epoch, row), not on its batch, worker or device.
 
     recipe = config.images
     pixels = augment(images, rows, seed=1, epoch=7, recipe=recipe)   # uint8 [B, 3, H, W] -> [B, 3, S, S]
     pixels = centre(images, recipe)                                  # the same without randomness
+    require_sizes(recipe, {"640x480": 900, "480x640": 100}, max_odd_share=0.01)       # refuses these
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -26,8 +28,9 @@ class ImageSizeError(PencilError):
 
 def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Images) -> Tensor:
     """Pad, take a random crop, mirror half of the images at random, and normalise."""
-    _require_room(images, recipe.crop, recipe.pad)
-    padded = pad(images, [recipe.pad] * 4)
+    border = recipe.pad or 0
+    _require_room(images, recipe.crop, border)
+    padded = pad(images, [border] * 4)
     drawn = _draw(_bits(rows.numpy(), seed, epoch), padded.shape[-2], padded.shape[-1], recipe)
     top, start, step = torch.from_numpy(drawn).to(images.device, non_blocking=True)[:, :, None]  # each [B, 1]
     along = _count(recipe.crop, images.device)
@@ -42,6 +45,26 @@ def centre(images: Tensor, recipe: Images) -> Tensor:
     _require_room(images, recipe.crop, 0)
     y, x = ((side - recipe.crop) // 2 for side in images.shape[-2:])
     return normalise(images[..., y : y + recipe.crop, x : x + recipe.crop], recipe)
+
+
+def require_sizes(recipe: Images, sizes: Mapping[str, int], max_odd_share: float) -> None:
+    """Refuse a recipe that does not fit images of these sizes, before anything is trained."""
+    if recipe.resize is not None or not sizes:
+        return  # all images get one size, which the config has checked against the crop
+    num_images, most_common = sum(sizes.values()), max(sizes, key=lambda size: sizes[size])
+    num_odd = num_images - sizes[most_common]
+    if num_odd > max_odd_share * num_images:
+        other = next(size for size in sizes if size != most_common)
+        raise ImageSizeError(
+            f"images.resize: not set, but the images have different sizes: {num_odd:,} of {num_images:,} are "
+            f"not {most_common} pixels, such as {other}; set images.resize and images.crop, or leave out both"
+        )
+    width, height = map(int, most_common.split("x"))
+    if min(width, height) < recipe.crop:
+        raise ImageSizeError(
+            f"images.crop: {recipe.crop}, but the images have {most_common} pixels; set a crop of at most "
+            f"{min(width, height)}, or images.resize, or leave out both"
+        )
 
 
 def normalise(images: Tensor, recipe: Images) -> Tensor:

@@ -7,7 +7,7 @@ any number of workers. A name that is finished or held, or was started with othe
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class RunRecord:
     clean: Mapping[str, int]  # catalogue versions of the clean sets it is evaluated on
     labels: str  # the label manifest it starts from
     weights: str | None = None  # what the network starts from: a copy, so the original may be removed
+    automatic: Mapping[str, Any] = field(default_factory=dict)  # values of keys that the config leaves open
     status: str = "running"  # running | stopped | held | finished
     held_because: Sequence[str] = ()  # kept after a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +60,17 @@ class RunRecord:
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunRecord | None:
-    """Find the run to resume; None if the name is new; refuse a name that is in use for something else."""
+def find_record(
+    storage: str,
+    name: str,
+    settings: Mapping[str, str],
+    is_saved: Callable[[RunRecord], bool] = lambda _: True,
+) -> RunRecord | None:
+    """Find the run to resume; refuse a name that is in use for something else.
+
+    None if the name is new, or if its run failed before it saved anything and the settings have changed
+    since: it then starts again.
+    """
     files, record = Storage(storage), read_record(storage, name)
     folder = files.path(files.run(name))
     if record is None:
@@ -79,6 +89,8 @@ def find_record(storage: str, name: str, settings: Mapping[str, str]) -> RunReco
         )
     keys = sorted(key for key in {*record.settings, *settings} if not key.startswith(FREE))
     changed = [key for key in keys if record.settings.get(key) != settings.get(key)]
+    if changed and not is_saved(record):
+        return None
     if changed:
         was, now = record.settings.get(changed[0]), settings.get(changed[0])
         more = f" and {many(len(changed) - 1, 'more key')}" if len(changed) > 1 else ""

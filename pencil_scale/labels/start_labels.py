@@ -276,7 +276,8 @@ def _remapped_ledger(old: LabelRows, mapping: Mapping) -> pa.RecordBatch:
     shares = np.stack([shares[:, list(olds)].sum(axis=1) for olds in mapping], axis=1)
     found = Predictions.from_logits(np.log(np.maximum(shares, 1e-12)))
     log_p = np.where(known, found.log_p, np.nan)
-    schema, columns = ledger_schema(len(mapping)), (old.last_epoch, found.classes, log_p)
+    schema = ledger_schema(len(mapping))
+    columns: list[npt.NDArray[Any]] = [old.last_epoch, found.classes, log_p]
     kinds = [getattr(kind, "value_type", kind).to_pandas_dtype() for kind in schema.types]
     cast = (values.astype(kind) for values, kind in zip(columns, kinds, strict=True))
     return to_batch(schema, dict(zip(schema.names, cast, strict=True)))

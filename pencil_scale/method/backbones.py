@@ -1,14 +1,17 @@
-"""Networks by name: torchvision's classifiers, the paper's for small images, or your own factory.
+"""Networks by name: torchvision's and timm's classifiers, ours for small images, or your own factory.
 
+    model = build_backbone("resnet50", num_classes=14, weights="imagenet")
     model = build_backbone("resnet50", num_classes=14, weights="s3://models/resnet50.pt")
     model = build_backbone("my_package.nets:make_net", num_classes=14)       # make_net(num_classes) -> Module
 
 Weights are a plain state dict and are loaded with `weights_only`: nothing in the file is ever executed.
+`imagenet` is a file in torch's cache (`TORCH_HOME`), which is downloaded if it is not there.
 """
 
 import importlib
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -20,7 +23,9 @@ from pencil_scale.storage.errors import PencilError
 
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
     """Build the network named in the config, starting from `weights` if given."""
-    if ":" in name:
+    if name.startswith(TIMM):
+        model = _from_timm(name, num_classes=num_classes)
+    elif ":" in name:
         model = _from_factory(name, num_classes)
     elif name in OURS:
         model = OURS[name](num_classes)
@@ -29,14 +34,14 @@ def build_backbone(name: str, num_classes: int, weights: str | None = None) -> n
     else:
         raise PencilError(
             f"model.backbone: no network '{name}'; {', '.join(OURS)}, a torchvision classifier such as "
-            "resnet50, or package.module:factory was expected"
+            "resnet50, timm:NAME, or package.module:factory was expected"
         )
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, find_weights(name, weights))
     return model
 
 
-# --- the paper's networks for small images -----------------------------------------------------------
+# --- networks for small images -----------------------------------------------------------------------
 
 
 class PreActBlock(nn.Module):
@@ -93,7 +98,17 @@ def small_convnet(num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
 
 
+def pooled_convnet(num_classes: int) -> nn.Module:
+    """Three 3x3 convolutions (32, 64, 128) with norms and pooling: for 16 to 128 pixels, fast on a CPU."""
+    layers: list[nn.Module] = []
+    for width_in, width in ((3, 32), (32, 64), (64, 128)):
+        convolution = nn.Conv2d(width_in, width, 3, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes))
+
+
 OURS: dict[str, Callable[[int], nn.Module]] = {
+    "pooled_convnet": pooled_convnet,
     "preact_resnet32": preact_resnet32,
     "cifar_resnet34": cifar_resnet34,
     "small_convnet": small_convnet,
@@ -101,6 +116,8 @@ OURS: dict[str, Callable[[int], nn.Module]] = {
 
 
 # --- other networks ----------------------------------------------------------------------------------
+
+TIMM = "timm:"
 
 
 def _torchvision() -> Any:
@@ -114,6 +131,18 @@ def _from_torchvision(name: str, num_classes: int) -> nn.Module:
     # In training mode these two would also return the outputs of their auxiliary heads.
     aside = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = _torchvision().get_model(name, weights=None, num_classes=num_classes, **aside)
+    return model
+
+
+def _from_timm(name: str, **options: Any) -> nn.Module:
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError:
+        raise PencilError(f"model.backbone: {name} needs timm; pip install timm") from None
+    try:
+        model: nn.Module = timm.create_model(name.removeprefix(TIMM), **options)
+    except RuntimeError as error:
+        raise PencilError(f"model.backbone: timm has no network for {name}: {error}") from error
     return model
 
 
@@ -139,6 +168,46 @@ def _from_factory(name: str, num_classes: int) -> nn.Module:
 
 
 # --- weights -----------------------------------------------------------------------------------------
+
+IMAGENET = "imagenet"
+
+
+def find_weights(backbone: str, weights: str) -> str:
+    """The path or URL of a state dict; `imagenet` becomes a file in torch's cache, downloaded if absent."""
+    if weights != IMAGENET:
+        return weights
+    url, file = imagenet_file(backbone)
+    if file.exists():
+        return str(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if backbone.startswith(TIMM):
+            torch.save(_from_timm(backbone, pretrained=True).state_dict(), file)
+        else:
+            torch.hub.download_url_to_file(url, str(file), progress=False)
+    except Exception as error:  # the hubs' clients raise nearly every class
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise PencilError(
+            f"model.weights: {url} cannot be downloaded ({reason}); fetch it on another machine, and place "
+            f"its state dict here as {file}, or under another TORCH_HOME"
+        ) from error
+    return str(file)
+
+
+def imagenet_file(backbone: str) -> tuple[str, Path]:
+    """Where the ImageNet weights of a network come from, and the file that caches them."""
+    cache = Path(torch.hub.get_dir()) / "checkpoints"
+    if backbone.startswith(TIMM):
+        name = backbone.removeprefix(TIMM)
+        return f"https://huggingface.co/timm/{name}", cache / f"timm-{name.replace('/', '-')}.pt"
+    models = _torchvision()
+    if backbone in OURS or ":" in backbone or backbone not in models.list_models(module=models):
+        raise PencilError(
+            f"model.weights: there are no ImageNet weights for {backbone}; choose a torchvision classifier "
+            "such as resnet50, or timm:NAME, or give the path of a state dict"
+        )
+    url: str = models.get_model_weights(backbone).DEFAULT.url
+    return url, cache / url.rpartition("/")[2]
 
 
 def load_weights(model: nn.Module, url: str) -> None:

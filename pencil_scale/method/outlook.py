@@ -1,8 +1,9 @@
 """Checks before a run whether its settings can repair a label at all, and refuses if they cannot.
 
 A user who copies alpha = 0.08 from 14 classes to 400 repairs nothing, and would find out days later; so would
-one whose labels need 10 visits in a stage of 5 epochs. The trainer therefore moves one label with the step it
-is about to use, reports when it changes, and if it does not, proposes settings that work.
+one whose labels need 10 visits in a stage of 5 epochs. If a label can change at its first or second visit,
+one wrong prediction is enough to ruin it. The trainer therefore moves one label with the step it is about to
+use, reports when it changes, and if that is never, too late or too soon, proposes settings that work.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 
 from pencil_scale.config.settings import PencilStage
 from pencil_scale.config.values import Steps
+from pencil_scale.method.automatic import FEWEST_VISITS
 from pencil_scale.method.pencil import LabelOutlook, label_outlook
 from pencil_scale.method.schedule import Schedule
 from pencil_scale.storage.errors import PencilError
@@ -20,6 +22,7 @@ from pencil_scale.storage.errors import PencilError
 PAPER_SCALE = 10.0
 SAFE_PULL = 1.0  # as in the paper on CIFAR-10; the bound of the released form is 2
 RATES = (0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0)  # tried in turn; the paper has 0.3 to 6.7
+ENOUGH_EPOCHS = 8
 
 
 def label_scale(stage: PencilStage, num_classes: int) -> float:
@@ -37,16 +40,23 @@ def label_scale(stage: PencilStage, num_classes: int) -> float:
 
 
 def check_outlook(schedule: Schedule) -> str:
-    """Report when a label that the network is 99 % sure is wrong changes; refuse if the stage ends first."""
+    """Report when a label that the network is 99 % sure is wrong changes; refuse if too late or too soon."""
     stage = schedule.stages.pencil
     if stage.epochs == 0:
         return "labels: the pencil stage has no epochs; no label moves"
     outlook = _outlook(schedule)
     numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
-    if _in_time(outlook, schedule):
+    if _is_good(outlook, schedule):
         return (
             f"labels: a label the network doubts changes after {outlook.visits} of {stage.epochs} visits and "
             f"ends with {outlook.share:.2f} on the new class ({numbers})"
+        )
+    if not stage.allow_fast_labels and outlook.visits is not None and outlook.visits < FEWEST_VISITS:
+        times = "one visit" if outlook.visits == 1 else f"{outlook.visits} visits"
+        raise PencilError(
+            f"stages.pencil: a label changes after {times} with {_spelled({'lambda_': stage.lambda_})}, so "
+            f"one or two wrong predictions are enough to ruin it; {_advice(schedule)}, or set "
+            "stages.pencil.allow_fast_labels=true"
         )
     why = "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
     if outlook.visits is not None:
@@ -59,8 +69,11 @@ def check_outlook(schedule: Schedule) -> str:
     )
 
 
-def _in_time(outlook: LabelOutlook, schedule: Schedule) -> bool:
-    return outlook.visits is not None and outlook.visits <= schedule.stages.pencil.epochs
+def _is_good(outlook: LabelOutlook, schedule: Schedule) -> bool:
+    """Whether a label changes within the stage, and not too soon."""
+    stage = schedule.stages.pencil
+    fewest = 1 if stage.allow_fast_labels else FEWEST_VISITS
+    return outlook.visits is not None and fewest <= outlook.visits <= stage.epochs
 
 
 def _outlook(schedule: Schedule) -> LabelOutlook:
@@ -84,21 +97,25 @@ def _advice(schedule: Schedule) -> str:
     for change in ({}, form, alpha, form | alpha):
         changed = _with(schedule, change)
         outlook = _outlook(changed)
-        if _in_time(outlook, changed):
+        if _is_good(outlook, changed):
             return f"try {_spelled(change)}"
-        found = [_spelled(change | more) for more in (_faster(changed), _longer(changed, outlook)) if more]
-        if found:
-            return f"try {' or '.join(found)}"
+        epochs = {"epochs": max(ENOUGH_EPOCHS, stage.epochs)}
+        both = epochs | _other_lambda(_with(changed, epochs))
+        found = [
+            _spelled(change | more) for more in (_other_lambda(changed), _longer(changed, outlook)) if more
+        ]
+        if found or len(both) > 1:
+            return f"try {' or '.join(found or [_spelled(change | both)])}"
     return "no small change of alpha, lambda or form helps"
 
 
-def _faster(schedule: Schedule) -> dict[str, Any]:
+def _other_lambda(schedule: Schedule) -> dict[str, Any]:
     """Find the lowest lambda that changes a label in time; nothing if no lambda does."""
     for rate in RATES:
         lambda_ = round(rate * schedule.optimizer.tuned_batch * schedule.stages.pencil.tuned_classes)
         change = {"lambda_": Steps(((0, lambda_),))}
         outlook = _outlook(_with(schedule, change))
-        if _in_time(outlook, schedule):
+        if _is_good(outlook, schedule):
             return change
         if not outlook.changes:
             break
@@ -110,7 +127,7 @@ def _longer(schedule: Schedule, outlook: LabelOutlook) -> dict[str, Any]:
     for factor in (1.0, 1.5, 2.0, 3.0):
         change = {"epochs": math.ceil(factor * (outlook.visits or 0))}
         longer = _with(schedule, change)
-        if outlook.visits is not None and _in_time(_outlook(longer), longer):
+        if outlook.visits is not None and _is_good(_outlook(longer), longer):
             return change
     return {}
 
@@ -122,6 +139,7 @@ def _with(schedule: Schedule, change: dict[str, Any]) -> Schedule:
 
 def _spelled(change: dict[str, Any]) -> str:
     values = {
-        name: value.steps[0][1] if isinstance(value, Steps) else value for name, value in change.items()
+        name: value.steps[0][1] if isinstance(value, Steps) and len(value.steps) == 1 else value
+        for name, value in change.items()
     }
     return " ".join(f"stages.pencil.{name.rstrip('_')}={value}" for name, value in values.items())

@@ -89,7 +89,7 @@ class Schedule:
         if epoch < first_finetune:
             return self._pencil(epoch - first_pencil)
         stage = self.stages.finetune
-        drops = sum(after <= epoch - first_finetune for after in stage.drop_after)
+        drops = sum(after <= epoch - first_finetune for after in stage.drop_after or ())
         rate = stage.rate * self.rate_factor / stage.drop_by**drops
         return Stage("finetune", rate, self.class_factor)
 

@@ -29,6 +29,7 @@ from pencil_scale.labels.pins import now, read_pins
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.report import START, history_file, study_labels
 from pencil_scale.labels.run_record import FREE, read_record, why_held
+from pencil_scale.method.automatic import filled
 from pencil_scale.nights.crawl import Crawl, carry_over, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.record import CARRIED, Night, NightFiles, remove_made
 from pencil_scale.storage.errors import DamagedError, PencilError
@@ -203,7 +204,12 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
 
 
 def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
-    """The config that a night trains with: its own name, rows and weights."""
+    """The config that a night trains with: its own name, rows and weights, and its parent's network."""
+    if prepared is not None:
+        record = read_record(config.run.storage, prepared.parent.trained_by)
+        inherited = dict(record.automatic) if record else {}
+        inherited = {key: value for key, value in inherited.items() if key.startswith(("model.", "images."))}
+        config = filled(config, inherited | {"stages.backbone.epochs": 0})
     changes: dict[str, dict[str, Any]] = {"run": {"name": night.name}}
     if prepared is None:
         stages, epochs = ("backbone", "pencil", "finetune"), config.nightly.first_epochs or ()

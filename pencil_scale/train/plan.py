@@ -31,11 +31,13 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.settings import Config
+from pencil_scale.images.augment import require_sizes
 from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.roles import ALL, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
+from pencil_scale.method.automatic import Facts, choose, filled
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
@@ -61,7 +63,8 @@ WAIT_EVERY = 4  # steps
 class RunPlan:
     """A run that can start."""
 
-    config: Config
+    config: Config  # filled in
+    automatic: dict[str, Any]  # the values that were filled in, to be stored with the run
     class_names: tuple[str, ...]
     schedule: Schedule
     catalogue: Catalogue
@@ -79,24 +82,16 @@ def make_plan(
     record: RunRecord | None = None,
     parent: Manifest | None = None,
 ) -> RunPlan:
-    """Check the MLflow server, the classes, the network, the outlook of the labels and the catalogues.
+    """Check the MLflow server, the catalogues, the classes, the images, the network and the labels' outlook.
 
-    A run that resumes has a `record`, whose catalogue versions and weights count. Otherwise `version` is the
-    catalogue version to start with (None is the newest), and `parent` the labels that the run continues.
+    A run that resumes has a `record`, whose catalogue versions, weights and automatic settings count.
+    Otherwise `version` is the catalogue version to start with (None is the newest), and `parent` the labels
+    that the run continues.
     """
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         check_server(uri)
     names = read_class_names(config.data.classes)
-    batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
-    schedule = Schedule(config.stages, config.optimizer, len(names), batch)
-    if schedule.epochs == 0:
-        raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
-    weights = record.weights if record else config.model.weights
-    model = build_backbone(config.model.backbone, len(names), weights)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    network = f"{config.model.backbone} with {num_parameters:,} parameters"
-    outlook = check_outlook(schedule)
     catalogue = Catalogue.open(config.run.storage, record.catalogue_version if record else version)
     if differs := difference(names, catalogue.class_names):
         raise PencilError(
@@ -115,11 +110,25 @@ def make_plan(
     if subset is not None:
         named = f" ({config.data.subset})" if config.data.subset else ""
         samples += f"{named} out of {catalogue.num_ok:,}"
+    facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}))
+    config, automatic = fill_in(config, facts, record)
+    require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
+    batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
+    schedule = Schedule(config.stages, config.optimizer, len(names), batch)
+    if schedule.epochs == 0:
+        raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
+    weights = record.weights if record else config.model.weights
+    model = build_backbone(config.model.backbone, len(names), weights)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [
-        f"run {config.run.name}: {samples} of {len(names)} classes, {network}",
+        f"run {config.run.name}: {samples} of {len(names)} classes, {config.model.backbone} with "
+        f"{num_parameters:,} parameters",
         "stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in config.stages),
-        outlook,
+        check_outlook(schedule),
     ]
+    if automatic:
+        shown = ", ".join(f"{key} {value}" for key, value in automatic.items())
+        lines.append(f"automatic: {shown} (set any of these keys in the config to change it)")
     if num_taken_down:
         lines.append(f"data.exclude: left out {many(num_taken_down, 'more sample')}, taken down since")
     roles = _roles(config, catalogue, subset, record, parent)
@@ -133,7 +142,8 @@ def make_plan(
     stream = replace(StreamSpec.from_config(config, catalogue.version, subset=subset), left_out=left_out)
     clean = _check_clean(config, record, names)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return RunPlan(config, names, schedule, catalogue, stream, clean, roles, num_samples, weight_bytes, lines)
+    counted = (num_samples, weight_bytes)
+    return RunPlan(config, automatic, names, schedule, catalogue, stream, clean, roles, *counted, lines)
 
 
 def _roles(
@@ -148,11 +158,25 @@ def _roles(
     if record is not None:
         stored = storage.find(storage.run(record.name, ROLES))
         return Roles.none() if stored is None else Roles.decode(stored)
+    if config.evidence.watched == 0 and config.evidence.planted == 0:
+        return Roles.none()
     highest = ALL
     if parent is not None:  # its network has seen every sample that was not watched
         highest = int(parent.noise["watched_below"]) if parent.noise else 0
     pins = read_pins(storage.url).resolve(catalogue.class_names, config.nightly.remap)
     return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, highest)
+
+
+def fill_in(config: Config, facts: Facts, record: RunRecord | None = None) -> tuple[Config, dict[str, Any]]:
+    """Fill in what the config leaves open: as the run started, or newly chosen; also return these values.
+
+    The batch of a worker is chosen at every start, so that the global batch stays with other workers.
+    """
+    stored = dict(record.automatic) if record else {}
+    stored.pop("optimizer.batch_per_worker", None)
+    config = filled(config, stored)
+    chosen = choose(config, facts)
+    return filled(config, chosen), stored | chosen
 
 
 def _check_clean(
@@ -168,6 +192,7 @@ def _check_clean(
                 f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "
                 "compared with the training samples'; run pipelines.index_shards again"
             )
+        require_sizes(config.images, catalogue.manifest.get("sizes", {}), config.data.max_damaged_share)
         subset, _ = _rows_to_read(config, catalogue)
         specs[name] = StreamSpec.from_config(config, catalogue.version, name, subset)
     return specs

@@ -6,6 +6,7 @@ dry_run(config)                        # only says what it will take
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -17,8 +18,10 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
-from pencil_scale.labels.run_record import RunRecord, find_record, write_record
+from pencil_scale.labels.run_record import RunRecord, find_record, read_record, write_record
 from pencil_scale.labels.start_labels import set_roles, start_labels
+from pencil_scale.method.automatic import filled
+from pencil_scale.method.backbones import find_weights
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
@@ -65,6 +68,7 @@ def train(
     what = f"run {name} is being trained"
     with Lease.hold(storage.url, storage.run(name, "lease"), what=what) as lease:
         plan, record = _start_or_resume(config, start, lease)
+        config = plan.config
         tracker = _track(plan, record)
         record = write_record(storage.url, record, lease, status="running", tracking=tracker.state())
         narrator = Narrator(plan.schedule.epochs, plan.class_names, tracker, say=say)
@@ -122,19 +126,25 @@ def with_absolute_storage(config: Config) -> Config:
 
 def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple[RunPlan, RunRecord]:
     """Check the run, start Ray, and find the record of the run, or make one."""
-    settings = describe(config)
-    if config.data.subset is not None:  # it may be redrawn under the same name
-        settings["data.subset members"] = fingerprint(config.data.subset)
-    record = find_record(config.run.storage, config.run.name, settings)
-    plan = make_plan(
-        config, start.catalogue_version if start else None, record, start.labels if start else None
-    )
+    storage, name = config.run.storage, config.run.name
+    earlier = read_record(storage, name)
+    settings = _settings(filled(config, earlier.automatic if earlier else {}))
+    is_saved = partial(_is_saved, storage)
+    record = find_record(storage, name, settings, is_saved)
+    if record and not start and not is_saved(record):  # indexed again since, perhaps because of the failure
+        record = record if Catalogue.open(storage).version == record.catalogue_version else None
+    version, parent = (start.catalogue_version, start.labels) if start else (None, None)
+    plan = make_plan(config, version, record, parent)
     say("\n".join(plan.lines))
     ensure_ray()
     require_room(config.workers)
-    how = "starts" if record is None else "resumes"
-    say(f"run {config.run.name} {how}, on catalogue version {plan.catalogue.version}")
-    return plan, record or _new_record(plan, start, settings, lease)
+    how = "resumes" if record else "starts again: it had not saved anything" if earlier else "starts"
+    say(f"run {name} {how}, on catalogue version {plan.catalogue.version}")
+    if record is None:
+        record = _new_record(plan, start, lease)
+        if earlier is not None and earlier.id != record.id:
+            sweep_run(storage, earlier.id)
+    return plan, record
 
 
 def _track(plan: RunPlan, record: RunRecord) -> Tracker:
@@ -149,7 +159,19 @@ def _track(plan: RunPlan, record: RunRecord) -> Tracker:
     return tracker
 
 
-def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], lease: Lease) -> RunRecord:
+def _is_saved(storage: str, record: RunRecord) -> bool:
+    """Whether a run has a checkpoint from which it can resume."""
+    return CheckpointStore(storage, record.name, record.id).newest() is not None
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """The settings of a run as text, with a hash of its subset: it may be redrawn under the same name."""
+    subset = config.data.subset
+    members = {} if subset is None else {"data.subset members": fingerprint(subset)}
+    return describe(config) | members
+
+
+def _new_record(plan: RunPlan, start: Start | None, lease: Lease) -> RunRecord:
     """Make the labels that a new run starts with, then record everything it starts with."""
     config, storage = plan.config, Storage(plan.config.run.storage)
     run, labels = (start.run, start.labels) if start else (new_id(), None)
@@ -177,12 +199,13 @@ def _new_record(plan: RunPlan, start: Start | None, settings: dict[str, str], le
     record = RunRecord(
         name=config.run.name,
         id=run,
-        settings=settings,
+        settings=_settings(config),
         catalogue_version=plan.catalogue.version,
         class_names=plan.class_names,
         clean={clean_set: spec.version for clean_set, spec in plan.clean.items()},
         labels=storage.path(name),
         weights=_copy_weights(config),
+        automatic=plan.automatic,
         estimate=count(plan),
     )
     return write_record(storage.url, record, lease)
@@ -193,6 +216,7 @@ def _copy_weights(config: Config) -> str | None:
     weights, storage = config.model.weights, Storage(config.run.storage)
     if weights is None or weights.startswith(storage.path("")):
         return weights
+    weights = find_weights(config.model.backbone, weights)
     with fsspec.open(weights, "rb") as file:
         data = file.read()
     name = storage.run(config.run.name, f"weights-{hashlib.sha256(data).hexdigest()[:16]}.pt")

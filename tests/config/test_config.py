@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pencil_scale.config.command import run_job
 from pencil_scale.config.keys import KEYS, help_page
 from pencil_scale.config.loader import describe, load_config, masked
 from pencil_scale.config.settings import Config
@@ -106,7 +107,7 @@ BROKEN = {
     "a rate of 0": (GOOD.replace("rate: 1e-2", "rate: 0"), r"run.yaml:8: stages.backbone.rate: found 0; expected: number above 0"),
     "an infinite rate": (GOOD.replace("rate: 1e-2", "rate: .inf"), r"found inf; .* a finite number"),
     "a missing key": (GOOD.replace("storage: runs/small", "seed: 1"), r"run.yaml:1: 'run.storage' is missing: local folder"),
-    "a missing section": (GOOD.replace("model: {backbone: resnet18}\n", ""), r"'model' is missing: the network"),
+    "a missing section": (GOOD.replace("run: {name: small, storage: runs/small}\n", ""), r"'run' is missing: the run"),
     "an empty file": ("", r"'run' is missing"),
     "a list": ("- a\n- b\n", r"run.yaml: contains \['a', 'b'\]; sections such as"),
     "a lone word": ("hello\n", r"run.yaml: contains 'hello'"),
@@ -181,6 +182,22 @@ def test_a_broken_override_is_explained_in_one_line(good: Path, override: str, s
         load_config(good, [override])
 
 
+def test_a_key_given_twice_on_the_command_line_is_refused(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = ["data.shards=train-0.tar", "data.shards=train-1.tar"]  # what a shell makes of train-{0..1}.tar
+    assert run_job(lambda config: None, [str(good), *shards], module="x", what="") == 2
+    assert "override 'data.shards' is given 2 times; give it once, and quote" in capsys.readouterr().err
+
+
+def test_a_config_needs_only_a_run_and_data(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, GOOD.partition("model:")[0]))
+    assert config.stages.backbone.epochs is None  # until it is filled in
+    assert "stages.backbone.epochs: whole number from 0, in epochs, default automatic" in help_page()
+    with pytest.raises(PencilError, match=r"stages.backbone.epochs: found -1; expected: whole number from 0"):
+        load_config(written(tmp_path, GOOD), ["stages.backbone.epochs=-1"])
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("epochs: 2", "epochs: two").replace("backbone: resnet18", "bakbone: resnet18")
     with pytest.raises(PencilError) as caught:
@@ -190,8 +207,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_key_hides_a_missing_one_only_if_they_are_similar(tmp_path: Path) -> None:
-    text = GOOD.replace("backbone: resnet18", "zzzz: resnet18")
-    with pytest.raises(PencilError, match=r"'model\.backbone' is missing"):
+    text = GOOD.replace("classes: classes.txt", "zzzz: classes.txt")
+    with pytest.raises(PencilError, match=r"'data\.classes' is missing"):
         load_config(written(tmp_path, text))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.config.settings import Images
-from pencil_scale.images.augment import ImageSizeError, _bits, augment, centre
+from pencil_scale.images.augment import ImageSizeError, _bits, augment, centre, require_sizes
 
 PLAIN = Images(crop=8, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -73,3 +73,28 @@ def test_images_too_small_for_their_crop_are_refused() -> None:
         ImageSizeError, match=r"images of 8x8 pixels with images.pad 1 are too small for images.crop 12"
     ):
         augment(photos(1), torch.arange(1), 1, 0, Images(crop=12, pad=1))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "says"),
+    [
+        (Images(crop=224), {"28x28": 9}, "images.crop: 224, but the images have 28x28 pixels"),
+        (
+            Images(crop=8),
+            {"28x28": 9, "8x40": 3},
+            "3 of 12 are not 28x28 pixels, such as 8x40; set images.resize",
+        ),
+        (Images(crop=32, pad=4), {"40x28": 9}, "set a crop of at most 28, or images.resize"),
+    ],
+)
+def test_a_crop_that_does_not_fit_the_catalogue_is_refused(
+    recipe: Images, sizes: dict[str, int], says: str
+) -> None:
+    with pytest.raises(ImageSizeError, match=says):
+        require_sizes(recipe, sizes, max_odd_share=0.01)
+
+
+def test_one_image_of_another_size_among_many_is_no_reason_to_refuse() -> None:
+    require_sizes(Images(crop=28), {"28x28": 999, "3x3": 1}, max_odd_share=0.01)
+    require_sizes(Images(crop=224, resize=256), {"28x28": 9, "3x3": 9}, max_odd_share=0.01)
+    require_sizes(Images(crop=224), {}, max_odd_share=0.01)  # indexed before sizes were counted

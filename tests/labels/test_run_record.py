@@ -51,6 +51,12 @@ def test_a_name_started_with_other_settings_is_refused(storage: str) -> None:
         find_record(storage, "night", other)
 
 
+def test_a_run_that_saved_nothing_starts_again_with_other_settings(storage: str) -> None:
+    other = {**SETTINGS, "run.seed": "2"}
+    assert find_record(storage, "night", other, is_saved=lambda record: False) is None
+    assert find_record(storage, "night", SETTINGS, is_saved=lambda record: False) is not None
+
+
 def test_a_finished_run_is_refused(storage: str) -> None:
     record = read_record(storage, "night")
     assert record is not None

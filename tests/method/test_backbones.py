@@ -1,7 +1,9 @@
 """Networks by name, and weights that fit or are refused."""
 
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,7 +100,7 @@ def test_a_factory_of_the_user_is_called() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5O", "no network 'resnet5O'; preact_resnet32"),
+        ("resnet5O", "no network 'resnet5O'; pooled_convnet, preact_resnet32"),
         ("no.such:thing", "'no.such:thing' cannot be imported: No module named 'no'"),
         ("math:no_such", "cannot be imported: .*no_such"),
         (":x", "cannot be imported"),
@@ -164,3 +166,50 @@ def test_files_that_are_not_weights_are_refused_with_the_reason(tmp_path: Path) 
     (tmp_path / "empty.pt").touch()
     with pytest.raises(PencilError, match="not a file of plain weights"):
         build_backbone("small_convnet", 10, str(tmp_path / "empty.pt"))
+
+
+def test_a_pooled_network_suits_images_from_16_to_128_pixels() -> None:
+    network = build_backbone("pooled_convnet", 10)
+    for side in (16, 28, 64, 128):
+        assert network(torch.zeros(2, 3, side, side)).shape == (2, 10)
+
+
+def test_imagenet_weights_come_from_the_cache_and_offline_the_error_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    def offline(*arguments: object, **options: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    file = tmp_path / "checkpoints" / "resnet18-f37072fd.pth"
+    with pytest.raises(PencilError, match=rf"download.pytorch.org.*no route to host.*here as {file}"):
+        build_backbone("resnet18", 5, "imagenet")
+    original = build_backbone("resnet18", 1000).state_dict()
+    torch.save(original, file)
+    found = build_backbone("resnet18", 5, "imagenet").state_dict()
+    assert torch.equal(found["conv1.weight"], original["conv1.weight"])
+    assert found["fc.weight"].shape == (5, 512)
+    with pytest.raises(PencilError, match="no ImageNet weights for small_convnet"):
+        build_backbone("small_convnet", 5, "imagenet")
+
+
+def test_networks_of_timm_are_built_and_cached_with_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create_model(name: str, pretrained: bool = False, num_classes: int = 7) -> torch.nn.Module:
+        assert name == "tiny"
+        network = build_backbone("small_convnet", num_classes)
+        if pretrained:
+            torch.nn.init.constant_(network[0].weight, 0.5)  # type: ignore[index]
+        return network
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
+    for _ in range(2):  # downloaded, then from the cache
+        found = build_backbone("timm:tiny", 5, "imagenet").state_dict()
+        assert bool((found["0.weight"] == 0.5).all())
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(PencilError, match="timm:tiny needs timm; pip install timm"):
+        build_backbone("timm:tiny", 5)

@@ -26,7 +26,7 @@ DROPS = "stages.finetune.rate=0.2 stages.finetune.drop_after=[40,80]"
 CLOTHING = (
     "stages.backbone.epochs=5 stages.pencil.epochs=10 stages.finetune.epochs=10 optimizer.tuned_batch=32 "
     "stages.pencil.tuned_classes=14 stages.pencil.alpha=0.08 stages.pencil.beta=0.8 "
-    "stages.pencil.lambda=[[0,3000],[5,500]]"
+    "stages.pencil.lambda=[[0,3000],[5,500]] stages.pencil.allow_fast_labels=true"
 )
 
 
@@ -163,6 +163,27 @@ def test_the_printed_form_is_refused_at_the_papers_pull() -> None:
 def test_labels_that_never_move_are_refused_with_a_lambda_that_moves_them() -> None:
     with pytest.raises(PencilError, match=r"try stages.pencil.lambda=320,"):
         check_outlook(schedule("stages.pencil.lambda=0"))
+
+
+@pytest.mark.parametrize(
+    "overrides", ["stages.pencil.lambda=4000", "stages.pencil.lambda=4000 stages.pencil.epochs=2"]
+)
+def test_labels_that_change_within_two_visits_are_refused_with_numbers_that_take_longer(
+    overrides: str,
+) -> None:
+    with pytest.raises(PencilError, match=r"a label changes after one visit with .*lambda=4000") as refused:
+        check_outlook(schedule(overrides))
+    tried = re.search(
+        r"try (.+?)(?: or .*)?, or set stages.pencil.allow_fast_labels=true", str(refused.value)
+    )
+    assert tried is not None
+    changed = dict(text.split("=") for text in f"{overrides} {tried.group(1)}".split())
+    better = check_outlook(schedule(" ".join(f"{key}={value}" for key, value in changed.items())))
+    visits = re.search(r"changes after (\d+) of", better)
+    assert visits is not None
+    assert int(visits.group(1)) >= 3
+    forced = "stages.pencil.lambda=4000 stages.pencil.allow_fast_labels=true"
+    assert "changes after 1 of 16 visits" in check_outlook(schedule(forced))
 
 
 @given(st.integers(2, 5000), st.floats(0.9, 0.9999))

@@ -13,8 +13,9 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.lease import Lease
 from pencil_scale.train.plan import make_plan, require_agreement
-from pencil_scale.train.run import _copy_weights
+from pencil_scale.train.run import _copy_weights, _start_or_resume
 
 
 @pytest.fixture
@@ -147,6 +148,25 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: Ch
     assert newest.catalogue.num_ok == Catalogue.open(checks.storage).num_ok == 5
 
 
+def test_a_resumed_run_keeps_its_automatic_numbers_and_its_global_batch(checks: CheckBench) -> None:
+    checks.indexed()
+    path = checks.folder / "config.yaml"
+    path.write_text(path.read_text().partition("model:")[0])
+    first = make_plan(load_config(path))
+    assert first.automatic["stages.backbone.epochs"] == first.config.stages.backbone.epochs == 25
+    assert "stages.backbone.epochs 25" in first.lines[-1]
+    stored = {**first.automatic, "stages.backbone.epochs": 7}  # say, of an older version of the program
+    again = make_plan(load_config(path, ["workers.count=2"]), record=replace(STARTED, automatic=stored))
+    assert again.config.stages.backbone.epochs == 7
+    assert (first.config.optimizer.batch_per_worker, again.config.optimizer.batch_per_worker) == (16, 8)
+
+
+def test_a_crop_that_is_larger_than_the_images_is_refused_before_the_start(checks: CheckBench) -> None:
+    checks.indexed()
+    with pytest.raises(PencilError, match=r"images.crop: 8, but the images have 4x4 pixels"):
+        make_plan(load_config(checks.folder / "config.yaml", ["images.crop=8"]))
+
+
 def test_a_run_keeps_the_weights_it_starts_from(checks: CheckBench) -> None:
     checks.indexed()
     original = checks.folder / "pretrained.pt"
@@ -159,3 +179,31 @@ def test_a_run_keeps_the_weights_it_starts_from(checks: CheckBench) -> None:
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     inside = load_config(checks.folder / "config.yaml", [f"model.weights={kept}"])
     assert _copy_weights(inside) == kept  # a model of the storage itself, such as a night's parent
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_again_with_corrected_settings(
+    checks: CheckBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ensure_ray", "require_room"):
+        monkeypatch.setattr(f"pencil_scale.train.run.{name}", lambda *_: None)
+    checks.indexed()
+    storage = checks.storage
+
+    def start(*overrides: str) -> RunRecord:
+        config = load_config(checks.folder / "config.yaml", ["images.crop=4", *overrides])
+        with Lease.hold(storage, "runs/t/lease", what="a test") as lease:
+            _, record = _start_or_resume(config, None, lease)
+        return record
+
+    first = start()
+    assert start() == first  # the same settings resume it
+    second = start("stages.backbone.rate=0.01")
+    assert second.id != first.id
+    assert "starts again: it had not saved anything" in capsys.readouterr().out
+    checks.shard("a.tar", samples(range(7)))
+    checks.indexed()
+    third = start("stages.backbone.rate=0.01")  # indexed again: on the new catalogue
+    assert (second.catalogue_version, third.catalogue_version) == (1, 2)
+    monkeypatch.setattr("pencil_scale.train.run._is_saved", lambda *_: True)
+    with pytest.raises(PencilError, match=r"was started with stages.backbone.rate=0.01, now it is 0.02"):
+        start("stages.backbone.rate=0.02")

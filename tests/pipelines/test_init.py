@@ -1,0 +1,94 @@
+"""`pipelines.init` finds label source, classes, ids and sizes, and writes a config that can be trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from catalogue_making import image, sample, samples, write_shard
+from PIL import Image
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
+from pencil_scale.train.plan import make_plan
+from pipelines import init
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "_is_reachable", lambda url: False)
+    return tmp_path
+
+
+def labelled(number: int, **fields: object) -> list[tuple[str, bytes]]:
+    """An image with a JSON member, as img2dataset writes it."""
+    return [
+        (f"{number:05d}.jpg", image(number, "JPEG")),
+        (f"{number:05d}.json", json.dumps({"key": f"{number:05d}", "status": "success", **fields}).encode()),
+    ]
+
+
+def started(*arguments: str) -> Config:
+    assert init.main([*arguments]) == 0
+    return load_config("config.yaml")
+
+
+def test_shards_with_cls_and_names_need_nothing_else(here: Path) -> None:
+    (here / "shards").mkdir()
+    write_shard(here / "shards" / "0.tar", [m for n in range(30) for m in sample(n)])
+    config = started("shards")
+    assert (config.run.name, config.data.label, config.data.identity) == ("shards", "cls", "key")
+    plan = make_plan(config)
+    assert (plan.num_samples, plan.class_names) == (30, ("0", "1", "2"))
+    assert plan.config.images.crop == 4
+    assert "automatic: images.pad 1, images.crop 4, model.backbone small_convnet" in plan.lines[-1]
+
+
+def test_numbers_get_the_names_that_stand_in_the_json(here: Path) -> None:
+    members = []
+    for number in range(30):
+        fields = json.dumps({"label": "xyz"[number % 3]}).encode()
+        members += [*sample(number)[:2], (f"{number:06d}.json", fields)]
+    write_shard(here / "0.tar", members)
+    config = started("0.tar", "--storage", "lake")
+    assert Path(config.data.classes).read_text().split() == ["x", "y", "z"]
+
+
+def test_img2dataset_shards_get_their_json_field_and_ids_that_differ(here: Path) -> None:
+    for shard in range(2):  # the same keys in both
+        some = [m for n in range(20) for m in labelled(n, caption=f"photo {n}", category=f"c{n % 4}")]
+        write_shard(here / f"{shard:05d}.tar", some)
+        (here / f"{shard:05d}_stats.json").write_text(json.dumps({"successes": 20}))
+    config = started(f"{here}/{{00000..00001}}.tar", "--storage", "lake")
+    assert (config.data.label, config.data.identity) == ("json:category", "shard_key")
+    assert config.data.img2dataset
+    assert Catalogue.open("lake").num_ok == 40
+
+
+def test_class_folders_become_shards(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        folder = here / "photos" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (300 + number, 200), (number, 0, 0)).save(folder / f"{number}.jpg")
+    config = started("photos")
+    assert make_plan(config).class_names == ("cat", "dog")
+    text = Path("config.yaml").read_text()
+    assert "# model: {weights: imagenet}" in text  # offline here, and photos need them
+    assert "next: python -m pencil_scale.train config.yaml" in capsys.readouterr().out
+
+
+def test_an_existing_config_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text("mine")
+    write_shard(here / "0.tar", samples(range(6)))
+    assert init.main(["0.tar"]) == 2
+    assert "config.yaml exists" in capsys.readouterr().err
+    assert Path("config.yaml").read_text() == "mine"
+
+
+def test_samples_without_a_label_are_refused_with_the_fields_found(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shard(here / "0.tar", [m for n in range(9) for m in labelled(n, caption=f"photo {n}")])
+    assert init.main(["0.tar"]) == 2
+    assert "json:caption (9 values, such as 'photo 0')" in capsys.readouterr().err
