@@ -22,10 +22,9 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
 from pencil_scale.catalogue.shard_urls import expand_urls
 from pencil_scale.catalogue.survey import Survey, survey
-from pencil_scale.config.command import exit_code, refuse_lost, say
+from pencil_scale.config.command import exit_code, program, refuse_lost, say
 from pencil_scale.config.loader import load_config
 from pencil_scale.method.automatic import SMALL, Facts, choose
-from pencil_scale.method.backbones import imagenet_file
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
@@ -39,7 +38,7 @@ PHOTOS_NEED_WEIGHTS = "photos need pretrained weights: a network that starts at 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelines.init",
+        prog=program("pipelines.init"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -160,6 +159,8 @@ def _model_lines(found: Survey) -> list[str]:
     sides = [int(side) for size in found.sizes for side in size.split("x")]
     if not sides or (len(found.sizes) == 1 and min(sides) <= SMALL):
         return ["# model: {backbone: pooled_convnet}"]
+    from pencil_scale.method.backbones import imagenet_file  # imports torch; --help answers at once
+
     url, file = imagenet_file("resnet50" if _num_gpus() else "resnet18")
     if file.exists() or _is_reachable(url):
         return [f"model: {{weights: imagenet}}   # {PHOTOS_NEED_WEIGHTS}"]

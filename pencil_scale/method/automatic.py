@@ -102,7 +102,6 @@ def _choose_images(config: Config, facts: Facts, take: Take) -> int:
     """Crop images of one small size as they are, with a border; scale all others to one size."""
     images = config.images
     if images.crop is not None:
-        take("images.pad", 0)
         return images.crop
     side = min(common_size(facts.sizes)) if facts.sizes else 0
     is_small = len(facts.sizes) == 1 and side <= SMALL and images.decode == "cpu"
@@ -110,7 +109,6 @@ def _choose_images(config: Config, facts: Facts, take: Take) -> int:
         take("images.pad", max(1, side // 8))
         return int(take("images.crop", side))
     resize = take("images.resize", 256 if config.workers.gpu else 146)
-    take("images.pad", 0)
     return int(take("images.crop", max(1, resize * 7 // 8)))
 
 

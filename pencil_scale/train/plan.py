@@ -106,10 +106,6 @@ def make_plan(
             f"{catalogue.folder}, version {catalogue.version}: no sample to train on ({found or 'no rows'}); "
             "its summary.html says what to do about each status: correct the data keys, then index again"
         )
-    samples = many(num_samples, "sample")
-    if subset is not None:
-        named = f" ({config.data.subset})" if config.data.subset else ""
-        samples += f"{named} out of {catalogue.num_ok:,}"
     facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}))
     config, automatic = fill_in(config, facts, record)
     require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
@@ -120,15 +116,8 @@ def make_plan(
     weights = record.weights if record else config.model.weights
     model = build_backbone(config.model.backbone, len(names), weights)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    lines = [
-        f"run {config.run.name}: {samples} of {len(names)} classes, {config.model.backbone} with "
-        f"{num_parameters:,} parameters",
-        "stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in config.stages),
-        check_outlook(schedule),
-    ]
-    if automatic:
-        shown = ", ".join(f"{key} {value}" for key, value in automatic.items())
-        lines.append(f"automatic: {shown} (set any of these keys in the config to change it)")
+    lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
+    lines.append(check_outlook(schedule))
     if num_taken_down:
         lines.append(f"data.exclude: left out {many(num_taken_down, 'more sample')}, taken down since")
     roles = _roles(config, catalogue, subset, record, parent)
@@ -165,6 +154,23 @@ def _roles(
         highest = int(parent.noise["watched_below"]) if parent.noise else 0
     pins = read_pins(storage.url).resolve(catalogue.class_names, config.nightly.remap)
     return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, highest)
+
+
+def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters: int) -> str:
+    samples = f"{facts.num_samples:,} samples"
+    if facts.num_samples < catalogue.num_ok or config.data.subset:
+        named = f" ({config.data.subset})" if config.data.subset else ""
+        samples += f"{named} out of {catalogue.num_ok:,}"
+    network = f"{config.model.backbone} with {num_parameters:,} parameters"
+    return f"run {config.run.name}: {samples} of {facts.num_classes} classes, {network}"
+
+
+def _settings_lines(config: Config, automatic: Mapping[str, Any]) -> list[str]:
+    lines = ["stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages)]
+    if automatic:
+        shown = ", ".join(f"{key} {value}" for key, value in automatic.items())
+        lines.append(f"automatic: {shown} (set any of these keys in the config to change it)")
+    return lines
 
 
 def fill_in(config: Config, facts: Facts, record: RunRecord | None = None) -> tuple[Config, dict[str, Any]]:

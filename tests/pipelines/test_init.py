@@ -42,7 +42,7 @@ def test_shards_with_cls_and_names_need_nothing_else(here: Path) -> None:
     plan = make_plan(config)
     assert (plan.num_samples, plan.class_names) == (30, ("0", "1", "2"))
     assert plan.config.images.crop == 4
-    assert "automatic: images.pad 1, images.crop 4, model.backbone small_convnet" in plan.lines[-1]
+    assert "automatic: images.pad 1, images.crop 4, model.backbone small_convnet" in plan.lines[2]
 
 
 def test_numbers_get_the_names_that_stand_in_the_json(here: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_resumed_run_keeps_its_automatic_numbers_and_its_global_batch(checks: 
     path.write_text(path.read_text().partition("model:")[0])
     first = make_plan(load_config(path))
     assert first.automatic["stages.backbone.epochs"] == first.config.stages.backbone.epochs == 25
-    assert "stages.backbone.epochs 25" in first.lines[-1]
+    assert "stages.backbone.epochs 25" in first.lines[2]
     stored = {**first.automatic, "stages.backbone.epochs": 7}  # say, of an older version of the program
     again = make_plan(load_config(path, ["workers.count=2"]), record=replace(STARTED, automatic=stored))
     assert again.config.stages.backbone.epochs == 7
