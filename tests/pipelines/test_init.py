@@ -40,7 +40,7 @@ def test_shards_with_cls_and_names_need_nothing_else(here: Path) -> None:
     config = started("shards")
     assert (config.run.name, config.data.label, config.data.identity) == ("shards", "cls", "key")
     plan = make_plan(config)
-    assert (plan.num_samples, plan.class_names) == (30, ("0", "1", "2"))
+    assert (plan.num_samples + len(plan.roles.watched), plan.class_names) == (30, ("0", "1", "2"))
     assert plan.config.images.crop == 4
     assert "automatic: images.pad 1, images.crop 4, model.backbone small_convnet" in plan.lines[2]
 

@@ -19,7 +19,13 @@ from pencil_scale.train.step import StepGraph, Stepper
 STAGES = Stages.model_validate(
     {
         "backbone": {"epochs": 1, "rate": 0.04},
-        "pencil": {"epochs": 2, "rate": 0.04, "lambda": [[0, 400], [1, 200]], "tuned_classes": 10},
+        "pencil": {
+            "epochs": 2,
+            "rate": 0.04,
+            "alpha": 0.1,
+            "lambda": [[0, 400], [1, 200]],
+            "tuned_classes": 10,
+        },
         "finetune": {"epochs": 1, "rate": 0.2},
     }
 )
