@@ -39,6 +39,7 @@ from pencil_scale.labels.roles import ALL, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.automatic import Facts, choose, filled
 from pencil_scale.method.backbones import build_backbone
+from pencil_scale.method.evidence import TOP
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError, many
@@ -275,12 +276,13 @@ def count(plan: RunPlan) -> dict[str, Any]:
     """Count what follows from the catalogue and the network."""
     config, catalogue, epochs = plan.config, plan.catalogue, plan.schedule.epochs
     chunks, share = catalogue.chunks(), plan.num_samples / max(catalogue.num_ok, 1)
+    num_classes = len(plan.class_names)
     batch = config.optimizer.batch_per_worker * config.workers.count[1]
     return {
         "samples": plan.num_samples,
         "epochs": epochs,
         "steps_per_epoch": -(-plan.num_samples // batch),
-        "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * len(plan.class_names)),
+        "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * num_classes + 4 * min(TOP, num_classes)),
         "checkpoint_bytes": 2 * plan.weight_bytes,  # the weights, and their momentum
         "read_gb": float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
         "requests": int((chunks.num_ok > 0).sum()) * epochs,

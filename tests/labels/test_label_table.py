@@ -159,7 +159,7 @@ def test_other_programs_open_the_table_while_another_process_writes(tmp_path: Pa
                 "select count(*), min(row), max(row), count(label_logits) from arrow"
             ).fetchall()
             assert counted == [(NUM_ROWS, 0, NUM_ROWS - 1, NUM_ROWS)]
-            assert polars.shape == (NUM_ROWS, 9)
+            assert polars.shape == (NUM_ROWS, 8)
             assert polars["row"].to_list() == list(range(NUM_ROWS))
             versions.add(float(polars["label_logits"].arr.first().sum()))
         assert writer.is_alive()

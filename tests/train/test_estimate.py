@@ -53,7 +53,7 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
     config = load_config(tmp_path / "config.yaml", ["images.crop=4", "optimizer.batch_per_worker=8"])
     plan = make_plan(config)
     monkeypatch.setattr(planning, "TRIAL_S", 0.1)
-    assert train_briefly(config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
+    assert train_briefly(plan.config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
     assert plan.weight_bytes > 57_000 * 4
 
 

@@ -121,7 +121,7 @@ def test_a_sample_that_was_taken_down_is_not_trained_or_counted_any_more(
     battered: dict[str, Any],
 ) -> None:
     data = battered["data"]
-    assert "data.exclude: 1 more samples were taken down and are left out" in battered["second"]
+    assert "data.exclude: left out 1 more sample, taken down since" in battered["second"]
     assert data.epochs_of_rows()[TAKEN_DOWN] < NUM_EPOCHS - 2
     assert data.summary()["samples"] == data.num_samples - 1
 
@@ -204,7 +204,9 @@ def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: di
     typed = " ".join([str(stopped["data"].folder / "config.yaml"), *ALONE])
     assert f"stopped and saved; to resume: python -m pencil_scale.train {typed}\n" in stopped["first"]
     run, stage = stopped["mlflow"]["tiny"], stopped["mlflow"]["tiny-pencil"]
-    assert {run.info.status, stage.info.status} == {"SCHEDULED"}  # KILLED would be shown in red
+    # KILLED would be shown in red; the stage may have been over when the stop was noticed.
+    assert run.info.status == "SCHEDULED"
+    assert stage.info.status in ("SCHEDULED", "FINISHED")
     assert run.data.tags["mlflow.note.content"].endswith(f"to resume: python -m pencil_scale.train {typed}")
     assert [one.dataset.name for one in run.inputs.dataset_inputs] == ["lake training"]
 
@@ -235,8 +237,8 @@ def test_the_summary_has_the_estimate_and_the_outcome(stopped: dict[str, Any]) -
     summary = stopped["data"].summary()
     for what in ("samples", "epochs", "steps_per_epoch"):
         assert summary["estimate"][what] == summary["came_to"][what], what
-    for what in ("table_bytes", "checkpoint_bytes"):
-        assert summary["estimate"][what] == pytest.approx(summary["came_to"][what], rel=0.1), what
+    for what, tolerance in (("table_bytes", 0.15), ("checkpoint_bytes", 0.1)):  # tables are compressed
+        assert summary["estimate"][what] == pytest.approx(summary["came_to"][what], rel=tolerance), what
     assert summary["estimate"]["read_gb"] > 0
     assert summary["estimate"]["requests"] == NUM_EPOCHS
     assert summary["came_to"]["hours"] == pytest.approx(summary["seconds"] / 3600)
