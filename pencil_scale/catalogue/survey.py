@@ -1,4 +1,4 @@
-"""Survey: what shards that nobody has described contain: label source, class names, ids and image sizes.
+"""Survey: the label source, class names, ids and image sizes of shards that come without a description.
 
     found = survey(expand_urls(["crawl/*.tar"]))
     found.label, found.class_names, found.identity, found.sizes

@@ -201,7 +201,7 @@ def _is_rotated(exif: bytes) -> bool:
             if tag == ORIENTATION:
                 return value in range(2, 9)
     except (KeyError, struct.error):
-        pass
+        return False  # a damaged EXIF block: decoders ignore it, too
     return False
 
 

@@ -107,7 +107,7 @@ def read_members(folder: str, catalogue: Catalogue) -> npt.NDArray[np.int64]:
 
 
 def _require_same_samples(folder: str, words: SubsetWords, members: pa.Table, catalogue: Catalogue) -> None:
-    """Compare the members with the samples in their rows: this is another catalogue, or it was rebuilt."""
+    """Compare the members with the samples in their rows: the catalogue may be a different or a rebuilt one."""
     rows, keys, found = members["row"].to_numpy(), members["sample_key"].to_pylist(), []
     first = 0
     for table in catalogue.batches(["sample_key"]):
@@ -117,7 +117,7 @@ def _require_same_samples(folder: str, words: SubsetWords, members: pa.Table, ca
     if found != keys:
         raise PencilError(
             f"data.subset: {folder} was drawn from {words.storage}, and its rows are other samples in "
-            f"{catalogue.folder}, which is another catalogue or was rebuilt; draw the subset again"
+            f"{catalogue.folder}, which is a different catalogue or was rebuilt; draw the subset again"
         )
 
 

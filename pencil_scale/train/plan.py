@@ -122,6 +122,9 @@ def make_plan(
     if num_taken_down:
         lines.append(f"data.exclude: left out {many(num_taken_down, 'more sample')}, taken down since")
     roles = _roles(config, catalogue, subset, record, parent)
+    if subset is not None:  # watched samples may have been taken down since the run started
+        here = np.isin(roles.watched, subset)
+        roles = replace(roles, watched=roles.watched[here], watched_bytes=roles.watched_bytes[here])
     if len(roles.watched) + len(roles.planted):
         num_samples -= len(roles.watched)
         lines.append(
@@ -167,7 +170,7 @@ def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters
 
 
 def _settings_lines(config: Config, automatic: Mapping[str, Any]) -> list[str]:
-    lines = ["stages: " + ", ".join(f"{name} {stage.epochs} epochs" for name, stage in config.stages)]
+    lines = ["stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in config.stages)]
     if automatic:
         shown = ", ".join(f"{key} {value}" for key, value in automatic.items())
         lines.append(f"automatic: {shown} (set any of these keys in the config to change it)")

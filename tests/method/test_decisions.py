@@ -72,7 +72,7 @@ def by_evidence(shares: list[float], given: int, noise: NoiseModel = NOISE) -> D
 
 
 def test_evidence_changes_a_label_only_if_the_odds_beat_the_given_class() -> None:
-    # P(given, and it is right) is p * (0.7 + 0.3 / 3); P(it was drawn, and the class is another) p * 0.3 / 3.
+    # P(given, and it is right) is p * (0.7 + 0.3 / 3); P(drawn, and another class is right) is p * 0.3 / 3.
     sure = by_evidence([0.05, 0.9, 0.05], given=0)
     assert (sure.corrected_class[0], sure.changed[0]) == (1, True)
     right, rival, total = 0.05 * 0.8, 0.9 * 0.1, 0.05 * 0.8 + 0.95 * 0.1
