@@ -107,7 +107,7 @@ def read_members(folder: str, catalogue: Catalogue) -> npt.NDArray[np.int64]:
 
 
 def _require_same_samples(folder: str, words: SubsetWords, members: pa.Table, catalogue: Catalogue) -> None:
-    """Compare the members with the samples in their rows: the catalogue may be a different or a rebuilt one."""
+    """Compare the members with the samples in their rows: the catalogue may differ, or was rebuilt."""
     rows, keys, found = members["row"].to_numpy(), members["sample_key"].to_pylist(), []
     first = 0
     for table in catalogue.batches(["sample_key"]):
