@@ -115,15 +115,14 @@ def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
 def _page(
     config: Config, storage: Storage, source: Source, tally: Tally, rules: Rules, warnings: list[str]
 ) -> str:
-    name, held = source.published.name, source.published.held
+    name = source.published.name
     # Labels may come from elsewhere, without a run.
     figures = storage.read_json(storage.run(name, "epochs.json")) or []
     known = {
         **(figures[-1] if figures else {}),
         **(storage.read_json(storage.run(name, "summary.json")) or {}),
     }
-    record = read_record(storage.url, name) if held else None
-    warnings = [*network_notes(known, held, record.held_because if record else ()), *warnings]
+    warnings = [*network_notes(known, source.published.held_because), *warnings]
     thumbnails = _thumbnails(config, source, tally, is_in_memory(storage.url))
     rows = samples_of(tally)["row"].to_numpy()
     order = np.argsort(rows, kind="stable")

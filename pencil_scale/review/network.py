@@ -1,7 +1,7 @@
 """How good the network is, and what it says about the labels: the figures at the top of the review page.
 
 facts = network_facts(known, num_classes=10)          # `known`: figures of the last epoch, and summary.json
-notes = network_notes(known, held=True, reasons=[])   # what a person must know before using the labels
+notes = network_notes(known, held_because=())         # what a person must know before using the labels
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,10 +48,10 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
     return facts
 
 
-def network_notes(known: Mapping[str, Any], held: bool, reasons: Sequence[str]) -> list[str]:
+def network_notes(known: Mapping[str, Any], held_because: Sequence[str]) -> list[str]:
     """Warn of labels that are held or were promoted by a person, and of labels that got worse."""
-    what = "These labels are held" if held else "These labels were held, and a person promoted them"
-    found = [f"{what}: {reason}." for reason in reasons or known.get("held_because") or ()]
+    what = "These labels are held" if held_because else "These labels were held, and a person promoted them"
+    found = [f"{what}: {reason}." for reason in held_because or known.get("held_because") or ()]
     if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
         found.append(f"The gate would have held these labels: {gate}.")
     names = ("given_label_accuracy", "corrected_label_accuracy")

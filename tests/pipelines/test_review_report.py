@@ -295,10 +295,10 @@ def test_a_figure_that_is_unknown_is_left_out() -> None:
 
 def test_labels_that_were_held_or_got_worse_are_marked() -> None:
     known = {"held_because": ["weak network"], "given_label_accuracy": 0.696}
-    assert network_notes(known, held=True, reasons=["x"]) == ["These labels are held: x."]
-    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held=False, reasons=())
+    assert network_notes(known, held_because=["x"]) == ["These labels are held: x."]
+    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held_because=())
     assert promoted == "These labels were held, and a person promoted them: weak network."
-    warned = network_notes({"warnings": {"gate": "at chance"}}, held=False, reasons=())
+    warned = network_notes({"warnings": {"gate": "at chance"}}, held_because=())
     assert warned == ["The gate would have held these labels: at chance."]
     assert worse.startswith(
         "WORSE: where the true class is known, 69.6 % of the labels were right and 33.9 %"
