@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 
-from pencil_scale.config.command import PROGRAM, exit_code
+from pencil_scale.config.command import PROGRAM, as_started, exit_code
 from pencil_scale.storage.errors import PencilError
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def print_configs(names: Sequence[str]) -> None:
     for name in names:
         if name.removesuffix(".yaml") not in files:
             raise PencilError(f"configs: there is no '{name}'; there are {', '.join(files)}")
-        print(files[name.removesuffix(".yaml")].read_text(), end="")
+        print(as_started(files[name.removesuffix(".yaml")].read_text()), end="")
     for name, path in files.items() if not names else ():
         comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         about = " ".join(line.removeprefix("#").strip() for line in comment)

@@ -7,7 +7,7 @@
 It also shows the labels of a held run: check them before you promote the run.
 
 The page starts with how good the network is, and ranks labels by doubt, changed or kept. It needs no server
-and no network. Decisions made there are saved as a file for pipelines.pin_labels. Its audit asks for a
+and no network. Decisions made there are saved as a file for pin_labels. Its audit asks for a
 judgement on random labels, and estimates how many repairs are right and how many labels are still wrong, with
 95 % intervals. report.judged prints the same estimates from a saved file.
 """

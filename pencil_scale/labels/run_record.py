@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pencil_scale.config.command import program
 from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -117,9 +118,10 @@ def why_held(name: str, reasons: Sequence[str]) -> str:
 
 def ways_on(name: str) -> str:
     """Say how to look at the labels of a held run, and what to do then."""
+    review, promote = program("pipelines.review_report"), program("pipelines.promote")
     return (
-        f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
-        f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
+        f"Look at them with `{review} CONFIG report.labels={name}`, then release them with "
+        f"`{promote} CONFIG {name}`, or train again under another run.name"
     )
 
 

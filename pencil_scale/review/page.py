@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
+from pencil_scale.config.command import program
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
@@ -169,6 +170,7 @@ def review_page(
         data | known,
         catalogue_version=catalogue_version,
         warnings=warnings,
+        pin_labels=program("pipelines.pin_labels"),
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),
