@@ -281,7 +281,8 @@ def print_summary(summary: Summary) -> None:
     for reason in night.reasons if summary.status == "held" else ():
         print(f"HELD: {reason}")
     if summary.status == "held":
-        print(f"review it; to use it all the same: {program('pipelines.promote')} CONFIG {night.name}")
+        print("review it, best with the blind audit of its page: judge 100 to 200 changed samples")
+        print(f"to use it all the same: {program('pipelines.promote')} CONFIG {night.name}")
 
 
 if __name__ == "__main__":

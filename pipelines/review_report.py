@@ -122,7 +122,7 @@ def _page(
         **(figures[-1] if figures else {}),
         **(storage.read_json(storage.run(name, "summary.json")) or {}),
     }
-    warnings = [*network_notes(known, source.published.held_because), *warnings]
+    warnings = [*network_notes(known, name, source.published.held_because), *warnings]
     thumbnails = _thumbnails(config, source, tally, is_in_memory(storage.url))
     rows = samples_of(tally)["row"].to_numpy()
     order = np.argsort(rows, kind="stable")

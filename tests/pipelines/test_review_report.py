@@ -18,6 +18,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import read_traces
+from pencil_scale.labels.run_record import ways_on
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.network import network_facts, network_notes
 from pencil_scale.review.page import as_json, content_policy
@@ -291,17 +292,20 @@ def test_a_figure_that_is_unknown_is_left_out() -> None:
     assert names == ["accuracy", "chance level"]
     (fact,) = [one for one in network_facts({"gain": 0.1}, 10) if one.name == "gain of the repair"]
     assert "interval" not in fact.detail
+    fact = network_facts({"gain": 0.1, "gain_true": -0.02}, 10)[-1]
+    assert fact.detail.endswith("estimated; by the true classes -2.0 %")
 
 
 def test_labels_that_were_held_or_got_worse_are_marked() -> None:
-    known = {"held_because": ["weak network"], "given_label_accuracy": 0.696}
-    assert network_notes(known, held_because=["x"]) == ["These labels are held: x."]
-    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held_because=())
-    assert promoted == "These labels were held, and a person promoted them: weak network."
-    warned = network_notes({"warnings": {"gate": "at chance"}}, held_because=())
+    known = {"held_because": ["weak network"], "given_label_accuracy": 0.696, "label_accuracy_n": 5000}
+    held, *ways = network_notes(known, "bad", held_because=["x"])
+    assert (held, ways) == ("These labels are held: x.", ways_on("bad"))
+    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, "bad", held_because=())
+    assert promoted == "The gate held these labels before they were used: weak network."
+    warned = network_notes({"warnings": {"gate": "at chance"}}, "bad", held_because=())
     assert warned == ["The gate would have held these labels: at chance."]
-    assert worse.startswith(
-        "WORSE: where the true class is known, 69.6 % of the labels were right and 33.9 %"
+    assert worse == (
+        "WORSE: of 5,000 labels whose true class is known, 3,480 were right as given and 1,695 are right now."
     )
 
 
