@@ -142,6 +142,19 @@ def test_the_saved_file_pins_exactly_what_was_judged_with_keys(reader: Reader, b
     assert by_verdict["reject"]["class"] == by_verdict["reject"]["given"]
 
 
+def test_a_name_typed_after_judging_is_saved_with_every_decision_that_has_none(
+    reader: Reader, tmp_path: Path
+) -> None:
+    reader.press("a r")
+    reader.page.fill("#by", "ada")
+    reader.page.reload()  # the name is kept in the browser, as the decisions are
+    reader.page.wait_for_selector("html[data-ready]")
+    reader.press("j j a")
+    reader.page.fill("#by", "bob")
+    entries = json.loads(reader.save(tmp_path).read_text())["decisions"]
+    assert [entry["by"] for entry in entries] == ["ada"] * 3
+
+
 def test_the_page_names_the_file_it_saves_and_no_axis_exceeds_100_percent(reader: Reader) -> None:
     assert "pin.file=decisions-t.json" in reader.text("footer")
     chart = reader.page.locator("#curves figure", has_text="Network accuracy")  # 100 % in every epoch

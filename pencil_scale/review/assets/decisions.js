@@ -35,13 +35,14 @@ function notify() {
 }
 
 function entries() {
+  const name = byId('by').value.trim(); // of those who typed it only after judging, too
   return [...decided].sort((a, b) => a[0] - b[0]).map(([place, made]) => ({
     sample_id: S.id[place],
     class: made.label === null ? null : className(made.label),
     verdict: made.verdict,
     given: className(S.given_label[place]),
     suggested: className(S.predicted_label[place]),
-    by: made.by || null,
+    by: made.by || name || null,
     at: made.at,
     note: VERDICTS[made.verdict] + (made.audit ? ', in an audit' : ''),
     ...(made.audit ? { audit: made.audit } : {}),
