@@ -81,5 +81,7 @@ def test_a_config_that_was_printed_can_be_loaded(tmp_path: Path, capsys: pytest.
     assert main(["configs", "demo"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "mine.yaml").run.name == "demo"
+    assert main(["configs", "clothing1m.yaml"]) == 0
+    assert "configs/" not in capsys.readouterr().out  # a path that only a checkout has
     assert main(["configs", "nope"]) == 2
     assert "there is no 'nope'; there are cifar10" in capsys.readouterr().err
