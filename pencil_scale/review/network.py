@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from pencil_scale.labels.report import worse
 from pencil_scale.labels.run_record import ways_on
 
+GAIN = "gain of the repair"
+
 
 class Fact(NamedTuple):
     """A figure with its name and what it means."""
@@ -49,7 +51,7 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
         detail = f"of all labels, put right minus spoiled; estimated{detail}"
         if _is_number(known, "gain_true"):
             detail += f"; by the true classes {100 * known['gain_true']:+.1f} %"
-        facts.append(Fact("gain of the repair", f"{100 * known['gain']:+.1f} %", detail))
+        facts.append(Fact(GAIN, f"{100 * known['gain']:+.1f} %", detail))
     return facts
 
 
@@ -77,4 +79,4 @@ def _interval(known: Mapping[str, Any], key: str, form: str, factor: int) -> str
     if not all(_is_number(known, end) for end in ends):
         return ""
     low, high = (form.format(factor * known[end]) for end in ends)
-    return f", 95 % interval {low} to {high}"
+    return f", 90 % interval {low} to {high}"

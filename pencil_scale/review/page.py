@@ -69,6 +69,7 @@ def page_data(
         "top_change": _top_change(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
+        "reliability": tally.reliability.tolist() if tally.reliability.any() else None,
         "network": network_facts(known or {}, len(words.class_names)),
         "truth": {name: _known((known or {}).get(name)) for name in TRUTH},
         "epochs": [{name: _known(value) for name, value in epoch.items()} for epoch in figures],

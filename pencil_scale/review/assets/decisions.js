@@ -45,7 +45,7 @@ function entries() {
     by: made.by || name || null,
     at: made.at,
     note: VERDICTS[made.verdict] + (made.audit ? ', in an audit' : ''),
-    ...(made.audit ? { audit: made.audit } : {}),
+    ...(made.audit ? { audit: made.audit, confidence: Number(S.confidence[place].toFixed(4)) } : {}),
   }));
 }
 
@@ -53,7 +53,7 @@ function asFile() {
   const drawn = (stratum) => DATA.audit.stratum.filter((one) => one === stratum).length;
   const audit = Object.fromEntries(['changed', 'unchanged'].map(
     (stratum) => [stratum, { all: DATA.audit[stratum], drawn: drawn(stratum) }]));
-  return { kind: 'pencil_scale decisions', version: 2, run: DATA.run, page: DATA.created, audit, decisions: entries() };
+  return { kind: 'pencil_scale decisions', version: 3, run: DATA.run, page: DATA.created, audit, decisions: entries() };
 }
 
 function take(file) {
