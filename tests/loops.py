@@ -16,7 +16,7 @@ from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.train.checkpoints import Progress
-from pencil_scale.train.loop import Loop
+from pencil_scale.train.loop import Loop, Readiness
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import Stepper
 
@@ -47,6 +47,7 @@ class SmallRun:
         self.unreadable: set[int] = set()
         self.named: list[tuple[int, list[str]]] = []
         self.stop: Callable[[], bool] = lambda: False
+        self.answers: list[Readiness] = []  # to whether labels may move
 
     def run(self, progress: Progress = START, stop: Callable[[], bool] = lambda: False) -> Progress:
         self.stop = stop
@@ -72,6 +73,9 @@ class SmallRun:
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))
+
+    def readiness(self, schedule: Schedule) -> Readiness:
+        return self.answers.pop(0) if self.answers else "ready"
 
     def report(self, kind: str, **what: Any) -> None:
         if kind == "step":

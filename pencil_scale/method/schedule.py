@@ -9,7 +9,7 @@ Rates, alpha and lambda are tuned for one batch and one class count. The learnin
 the 1/c of the losses and the pull use `tuned_classes`, so a config carries over to another class list.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -68,6 +68,16 @@ class Schedule:
     @property
     def epochs(self) -> int:
         return sum(stage.epochs for _, stage in self.stages)
+
+    def extended(self, epochs: int) -> "Schedule":
+        """The same with a longer first stage."""
+        backbone = self.stages.backbone
+        backbone = backbone.model_copy(update={"epochs": backbone.epochs + epochs})
+        return replace(self, stages=self.stages.model_copy(update={"backbone": backbone}))
+
+    def labels_move_from(self, epoch: int) -> bool:
+        """Whether this is the first epoch in which labels move."""
+        return epoch == self.stages.backbone.epochs and self.stages.pencil.epochs > 0
 
     @property
     def rate_factor(self) -> float:

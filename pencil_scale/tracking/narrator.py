@@ -90,6 +90,10 @@ class Narrator:
         for figures in record:  # which a driver that died may not have reported
             self._track_epoch(figures)
 
+    def _extended(self, epochs: int, **_: Any) -> None:
+        self._num_epochs = epochs
+        self._line("the network still improves on the watched samples: one more epoch before labels move")
+
     def _failed(self, reasons: dict[int, str], **_: Any) -> None:
         for rank, reason in reasons.items():
             self._line(f"worker {rank} failed: {reason}")

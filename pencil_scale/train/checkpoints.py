@@ -33,8 +33,9 @@ from pencil_scale.storage.folder import written_beside
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
-VERSION = 3
+VERSION = 4
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
+BEST = "best"  # a folder with the weights and labels of an earlier epoch
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the committed checkpoints
 
 
@@ -45,8 +46,18 @@ class Progress:
     epoch: int = 0  # epochs done
     step: int = 0  # batches done of the current epoch
     all_steps: int = 0  # batches done since the run started
+    extended: int = 0  # epochs by which the first stage is longer than planned
     num_unreadable: int = 0  # images of the current epoch that could not be decoded, on all ranks
     unreadable: list[str] = field(default_factory=list)  # the names of the first of them
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an epoch ended with, kept because it may be returned to, or published."""
+
+    epoch: int  # epochs done
+    weights: dict[str, Tensor]
+    labels: Manifest
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Saved:
     progress: Progress
     labels: Manifest
     figures: list[dict[str, Any]] = field(default_factory=list)  # of every epoch so far
+    best: Kept | None = None  # the best epoch by the watched samples, if it is not the last
+    agreed: list[int] | None = None  # judging samples that were predicted as given before labels moved
 
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
@@ -66,8 +79,13 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
     torch.save(saved.weights, folder / WEIGHTS)
     torch.save(saved.optimizer, folder / OPTIMIZER)
     (folder / LABELS).write_bytes(saved.labels.encode())
-    progress = asdict(saved.progress)
-    state = {"version": VERSION, "run": saved.run, "progress": progress, "figures": saved.figures}
+    state = {"version": VERSION, "run": saved.run, "progress": asdict(saved.progress)}
+    state |= {"figures": saved.figures, "agreed": saved.agreed}
+    if saved.best is not None:
+        (folder / BEST).mkdir(exist_ok=True)
+        torch.save(saved.best.weights, folder / BEST / WEIGHTS)
+        (folder / BEST / LABELS).write_bytes(saved.best.labels.encode())
+        state["best"] = saved.best.epoch
     (folder / STATE).write_text(json.dumps(state))
 
 
@@ -80,17 +98,26 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
                 f"{folder}: a checkpoint of version {state['version']} and run id {state['run']}; expected "
                 f"version {VERSION} and run id {run}; it is not used: choose another run.name"
             )
+        best = Kept(state["best"], *_read_pair(folder / BEST)) if "best" in state else None
+        weights, labels = _read_pair(folder)
         return Saved(
             run=run,
-            weights=torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True),
+            weights=weights,
             optimizer=torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
             progress=Progress(**state["progress"]),
-            labels=Manifest.decode((folder / LABELS).read_bytes(), str(folder / LABELS)),
+            labels=labels,
             figures=state["figures"],
+            best=best,
+            agreed=state["agreed"],
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PencilError(f"{folder}: not a complete checkpoint ({reason}); use the one before it") from error
+
+
+def _read_pair(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
+    weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+    return weights, Manifest.decode((folder / LABELS).read_bytes(), str(folder / LABELS))
 
 
 class CheckpointStore:

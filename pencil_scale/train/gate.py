@@ -25,6 +25,7 @@ from pencil_scale.labels.report import LabelReport
 SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 LEAST_POWER = 0.2
+UNLIKELY = 0.01
 
 Epoch = Mapping[str, Any]  # its figures
 
@@ -39,7 +40,7 @@ def judge(
 ) -> tuple[str, ...]:
     """Give the reasons why labels must wait for a person; none if they can be published.
 
-    `figures` are those of every epoch, `report` describes the labels after the last one, and `num_clean`
+    `figures` are those of every epoch up to the published one, `report` describes its labels, `num_clean`
     is the number of samples of the clean sets ("validation", "test"). `found` is what the watched samples
     and the planted errors say. A missing figure is not a reason.
     """
@@ -47,7 +48,7 @@ def judge(
         _guesses(figures, report),
         _guesses_clean(figures[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
-        _declined(figures),
+        _declined(figures[-1]),
         _no_gain(found),
     ]
     given, corrected = report.given_right, report.corrected_right
@@ -124,20 +125,61 @@ def _no_gain(found: Assessment | None) -> str:
     )
 
 
-def _declined(figures: Sequence[Epoch]) -> str:
+def _declined(last: Epoch) -> str:
     """Doubt a network that agrees less with the labels of watched samples than before labels moved."""
-    name = "watch_agreement_judged"
-    before = [epoch for epoch in figures if epoch["stage"] == "backbone" and name in epoch][-1:]
-    if not before or name not in figures[-1]:
-        return ""
-    was, now, num = before[0][name], figures[-1][name], max(figures[-1]["watched_judged"], 1)
-    error = SURELY * math.sqrt((was * (1 - was) + now * (1 - now)) / num)
-    if now >= was - error:
+    lost, won = int(last.get("watch_lost", 0)), int(last.get("watch_won", 0))
+    if chance_of(lost, lost + won) > UNLIKELY:
         return ""
     return (
-        f"the network got worse while labels moved: on {num:,.0f} watched samples its agreement with the "
-        f"given labels fell from {was:.3f} to {now:.3f}; use a lower stages.pencil.lambda"
+        f"the network got worse while labels moved: of the watched samples that judge, {lost:,} agreed with "
+        f"their given label only before, {won:,} only after; use a lower stages.pencil.lambda"
     )
+
+
+def chance_of(num: int, of: int) -> float:
+    """The chance that a fair coin shows at least this many heads (McNemar's exact test, one-sided)."""
+    return math.fsum(math.exp(_log_choose(of, heads) - of * math.log(2)) for heads in range(num, of + 1))
+
+
+def _log_choose(of: int, num: int) -> float:
+    return math.lgamma(of + 1) - math.lgamma(num + 1) - math.lgamma(of - num + 1)
+
+
+def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: bool = True) -> str:
+    """Say why labels must not start to move after these epochs; nothing if they may.
+
+    `agreements` are with the given labels of `num` watched samples. A network that still learns is not ready,
+    unless it has taken as long as it may.
+    """
+    chance, found = 1 / num_classes, max(agreements)
+    if found <= (least := needed(num_classes, math.sqrt(chance * (1 - chance) / max(num, 1)))):
+        return (
+            f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
+            f"labels, more than {least:.3f} was expected among {num_classes} classes; no label was moved"
+        )
+    if may_rise or not still_rises(agreements, num, num_classes):
+        return ""
+    was = max(agreements[: -_late(agreements)])
+    return (
+        "the network was still learning when labels were about to move: agreement with the watched labels "
+        f"rose from {was:.3f} to {found:.3f} in the last epochs; no label was moved; set a higher "
+        "stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage lasts as "
+        "long as it has to"
+    )
+
+
+def still_rises(agreements: Sequence[float], num: int, num_classes: int) -> bool:
+    """Whether the last third of the epochs is clearly better than those before."""
+    late = _late(agreements)
+    if late == len(agreements):
+        return False
+    was, now = max(agreements[:-late]), max(agreements[-late:])
+    error = math.sqrt((was * (1 - was) + now * (1 - now)) / max(num, 1))
+    return now - was > max(2 * error, (now - 1 / num_classes) / 10)
+
+
+def _late(agreements: Sequence[float]) -> int:
+    return max(1, len(agreements) // 3)
 
 
 def _shrunken(report: LabelReport, class_names: Sequence[str], limit: float) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -36,6 +36,9 @@ ARRIVED_AFTER = 2 * (AHEAD + 1)  # steps: the owners allow only AHEAD + 1 in the
 NAMED_PROBLEMS = 20
 
 
+Readiness = Literal["ready", "not yet", "never"]
+
+
 class Host(Protocol):
     """What the loop calls: a worker of a run, or a test. `close_epoch` evaluates, reports and saves."""
 
@@ -45,6 +48,7 @@ class Host(Protocol):
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None: ...
     def report(self, kind: str, **what: Any) -> None: ...  # an event, for people and MLflow
     def stop(self) -> bool: ...  # whether any rank was asked to stop
+    def readiness(self, schedule: Schedule) -> Readiness: ...  # whether labels may start to move
 
 
 class Clock:
@@ -111,11 +115,22 @@ class Loop:
         self._num_unreadable, self._unreadable = 0, list[str]()  # in this epoch
 
     def run(self, progress: Progress) -> Progress:
-        """Train; return progress with all epochs done, unless a stop was requested."""
+        """Train; return progress with all epochs done, unless a stop was requested or labels may not move.
+
+        The first stage lasts longer than planned while the host is not ready for the second.
+        """
         if self.ranks.rank == 0:  # what all ranks had found, however many there were
             self._num_unreadable, self._unreadable = progress.num_unreadable, list(progress.unreadable)
-        while progress.epoch < self.schedule.epochs:
-            stage = self.schedule.stage_at(progress.epoch)
+        schedule = self.schedule.extended(progress.extended)
+        while progress.epoch < schedule.epochs:
+            if progress.step == 0 and schedule.labels_move_from(progress.epoch):
+                readiness = self.host.readiness(schedule)
+                if readiness == "never":
+                    return progress
+                if readiness == "not yet":
+                    progress = replace(progress, extended=progress.extended + 1)
+                    schedule = self.schedule.extended(progress.extended)
+            stage = schedule.stage_at(progress.epoch)
             clock = Clock(self.owners)
             progress, finished = self._train_epoch(stage, progress, clock)
             progress = self._ready_to_save(stage, progress)
@@ -123,10 +138,10 @@ class Loop:
                 self.host.save(progress)
                 return progress
             figures = self._figures(stage, progress, clock)
-            progress = Progress(progress.epoch + 1, all_steps=progress.all_steps)
+            progress = Progress(progress.epoch + 1, 0, progress.all_steps, progress.extended)
             self.host.close_epoch(stage, progress, figures)
             # An epoch may be shorter than the steps between two checks, or end exactly where one is due.
-            if progress.epoch < self.schedule.epochs and self.host.stop():
+            if progress.epoch < schedule.epochs and self.host.stop():
                 return progress
         return progress
 

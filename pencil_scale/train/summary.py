@@ -21,17 +21,18 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoints import Saved, read_checkpoint
-from pencil_scale.train.gate import judge
+from pencil_scale.train.checkpoints import Kept, Saved, read_checkpoint
+from pencil_scale.train.gate import judge, unready
 from pencil_scale.train.plan import RunPlan, price_of
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 TABLE = {
     "given_label_accuracy": "labels right as given",
     "corrected_label_accuracy": "labels right as repaired",
-    "test_accuracy": "test accuracy, last epoch",
+    "test_accuracy": "test accuracy",
     "test_accuracy_best": "test accuracy, best epoch",
-    "validation_accuracy": "validation accuracy, last epoch",
+    "validation_accuracy": "validation accuracy",
+    "published_epoch": "published epoch",
     "samples": "samples",
     "corrected": "labels changed",
     "wrong_labels": "labels that are wrong, estimated",
@@ -100,20 +101,23 @@ def publish(
     config, storage = plan.config, Storage(plan.config.run.storage)
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
-    found = assess(saved.labels, plan.catalogue, plan.roles)
-    saved = replace(saved, labels=found.labels)
+    kept = saved.best or Kept(saved.progress.epoch, saved.weights, saved.labels)
+    found = assess(kept.labels, plan.catalogue, plan.roles)
+    kept = replace(kept, labels=found.labels)
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
-    doubts = judge(saved.figures, report, plan.class_names, max_loss, num_clean, found)
+    figures = saved.figures[: kept.epoch]
+    doubts = judge(figures, report, plan.class_names, max_loss, num_clean, found)
+    doubts = (*filter(None, [_ended_early(plan, record, saved)]), *doubts)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
     held = hold and bool(doubts)
     labels = storage.held(record.name) if held else storage.published(record.name)
-    _save(saved, storage.model(record.name), labels, lease)
+    _save(kept, storage.model(record.name), labels, lease)
     facts = {
-        **_facts(saved.figures),
+        **_facts(saved.figures, kept.epoch),
         **report.figures(),
         "corrected": report.num_corrected,
         **_evidence(found, report.num_rows),
@@ -133,8 +137,18 @@ def publish(
         alias = None  # until a person promotes the run
         tracker.set_tag("labels", "held")
         tracker.set_tag("labels.held_because", "; ".join(doubts))
-    tracker.log_model(config.model.backbone, saved.weights, plan.class_names, config.images.crop, alias)
+    tracker.log_model(config.model.backbone, kept.weights, plan.class_names, config.images.crop, alias)
     return Summary(facts)
+
+
+def _ended_early(plan: RunPlan, record: RunRecord, saved: Saved) -> str:
+    """Why labels never moved, if the watched samples did not allow it."""
+    if saved.progress.epoch == plan.schedule.extended(saved.progress.extended).epochs:
+        return ""
+    seen = [epoch["watch_agreement"] for epoch in saved.figures]
+    num = int(saved.figures[-1]["watched_selecting"])
+    is_automatic = "stages.backbone.epochs" in record.automatic
+    return unready(seen, num, len(plan.class_names), may_rise=is_automatic)
 
 
 def _evidence(found: Assessment, num_rows: int) -> dict[str, float]:
@@ -162,18 +176,18 @@ def write_facts(storage: str, name: str, facts: dict[str, Any], lease: Lease) ->
         lease.put("summary.json", text)
 
 
-def _save(saved: Saved, model: str, labels: str, lease: Lease) -> None:
+def _save(kept: Kept, model: str, labels: str, lease: Lease) -> None:
     """Store weights and labels."""
     weights = io.BytesIO()
-    torch.save(saved.weights, weights)
-    saved.labels.require_whole()
+    torch.save(kept.weights, weights)
+    kept.labels.require_whole()
     lease.put(model, weights.getvalue())
-    lease.put(labels, saved.labels.encode())
+    lease.put(labels, kept.labels.encode())
 
 
-def _facts(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """The final figures, and the typical ones of an epoch."""
-    last = figures[-1]
+def _facts(figures: list[dict[str, Any]], published: int) -> dict[str, Any]:
+    """The figures of the published epoch, and the typical ones of an epoch."""
+    last = figures[published - 1]
     facts = {key: last[key] for key in last if key.endswith("_accuracy")}
     for key in ("test_accuracy", "validation_accuracy"):
         if key in last:
@@ -182,6 +196,7 @@ def _facts(figures: list[dict[str, Any]]) -> dict[str, Any]:
     facts |= {
         "samples": last["rows_planned"],
         "epochs": len(figures),
+        "published_epoch": published,
         # The share of the epoch's rows that was trained; rows taken down during it count on neither side.
         "coverage": [min(epoch["rows_visited"] / max(epoch["rows_planned"], 1), 1.0) for epoch in figures],
         "unreadable": last["rows_unreadable"],

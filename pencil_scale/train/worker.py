@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -26,26 +25,34 @@ from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
-from pencil_scale.labels.roles import judges
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
-from pencil_scale.train.checkpoints import CheckpointStore, Progress, Saved, read_checkpoint, write_checkpoint
-from pencil_scale.train.loop import Loop
+from pencil_scale.train.checkpoints import (
+    CheckpointStore,
+    Kept,
+    Progress,
+    Saved,
+    read_checkpoint,
+    write_checkpoint,
+)
+from pencil_scale.train.gate import still_rises, unready
+from pencil_scale.train.loop import Loop, Readiness
 from pencil_scale.train.preparation import (
     CleanSet,
     Preparation,
     build_network,
     claim_scratch,
     count_right,
-    predict,
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
+from pencil_scale.train.watch import Watch, weights_of
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
+LONGEST = 2  # times as long as planned the first stage may last
 ANSWER_S = 10.0
 STOP, REFUSED = "stop", "refused"  # notes on the control of a run: end now; why a new attempt is useless
 
@@ -118,9 +125,11 @@ class Worker:
         for name, spec in job.clean.items():
             self.clean[name] = CleanSet(spec, rank, world, local)
             opened.callback(self.clean[name].close)
-        self.watched = None if job.watched is None else CleanSet(job.watched, rank, world, local)
-        if self.watched is not None:
-            opened.callback(self.watched.close)
+        self.watch: Watch | None = None
+        if job.watched is not None:
+            watched = CleanSet(job.watched, rank, world, local)
+            opened.callback(watched.close)
+            self.watch = Watch(watched, config, self.ranks, self.owners, self.device, saved)
         self.study = LabelStudy(
             config.run.storage,
             job.record.catalogue_version,
@@ -129,6 +138,7 @@ class Worker:
             history=config.checkpoint.history,
             max_class_loss=config.stages.pencil.max_class_loss,
         )
+        self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
         gc.collect()
@@ -155,7 +165,8 @@ class Worker:
         )
         self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
         self.progress = loop.run(self.progress)
-        return {"finished": self.progress.epoch == schedule.epochs}
+        done = self.progress.epoch == schedule.extended(self.progress.extended).epochs
+        return {"finished": done or self.ended_early}
 
     def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
         """This rank's batches, without the rows that were visited before the run was interrupted."""
@@ -187,9 +198,11 @@ class Worker:
             counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
             right, seen = (self.ranks.total(count) for count in counts)
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
-        if self.watched is not None:
-            figures |= self._watch(self.watched, epoch)
+        if self.watch is not None:
+            figures |= self.watch.look(self.model, stage.name, epoch)
         manifest = self._snapshot()
+        if self.watch is not None:
+            self.watch.keep(Kept(progress.epoch, weights_of(self.model), manifest))
         if self.ranks.rank == 0:
             before = self.figures[-1] if self.figures else {}
             found = self.study.of(manifest, epoch, stage.moves_labels, before)
@@ -197,29 +210,33 @@ class Worker:
             self.report("epoch", progress=progress, figures=self.figures[-1], found=found)
         self._save_pair(progress, manifest)
 
-    def _watch(self, watched: CleanSet, epoch: int) -> dict[str, float]:
-        """Predict the watched samples; return how often the predictions agree with the given labels.
+    def readiness(self, schedule: Schedule) -> Readiness:
+        """Whether labels may move: from the weights of the best epoch, if the watched samples allow it.
 
-        One half of the samples selects what is published; the other half only judges it.
+        An automatic first stage goes on while the network clearly improves, up to a limit.
         """
-        config, agreed = self.job.config, np.zeros((2, 2))
-        bf16 = config.optimizer.precision == "bf16"
-        for rows, predicted, given in predict(
-            self.model, watched.batches(), config.images, self.device, bf16
-        ):
-            self.owners.mark(rows, predicted, epoch)
-            agrees = predicted[:, 0].cpu().numpy() == given.numpy()
-            half = judges(rows.numpy()).astype(np.int64)
-            agreed += np.stack([np.bincount(half, agrees, 2), np.bincount(half, minlength=2)])
-        self.owners.drain()
-        (select, judge), (num_select, num_judge) = (
-            [self.ranks.total(value) for value in row] for row in agreed
-        )
-        return {
-            "watch_agreement": select / max(num_select, 1),
-            "watch_agreement_judged": judge / max(num_judge, 1),
-            "watched_judged": num_judge,
-        }
+        watch, classes = self.watch, len(self.job.record.class_names)
+        if watch is None:
+            return "ready"
+        seen = watch.agreements(first_stage=True)
+        if not seen:  # a network that was trained before
+            found = watch.look(self.model, "start", None)
+            if reason := unready([found["watch_agreement"]], watch.num_selecting, classes):
+                raise PencilError(f"labels may not move: {reason}")
+            return "ready"
+        planned = self.job.record.automatic.get("stages.backbone.epochs", 0)
+        if len(seen) < LONGEST * planned and still_rises(seen, watch.num_selecting, classes):
+            self.report("extended", epochs=schedule.epochs + 1)
+            return "not yet"
+        self.ended_early = bool(unready(seen, watch.num_selecting, classes, may_rise=planned > 0))
+        if self.ended_early:
+            return "never"
+        best = watch.start_to_move()
+        if best is not None and best.epoch < len(seen):
+            self.model.load_state_dict(best.weights)
+            for state in self.stepper.optimizer.state.values():
+                state["momentum_buffer"].zero_()  # it belongs to later weights
+        return "ready"
 
     def report(self, kind: str, **what: Any) -> None:
         """Report an event to the driver; only rank 0 does."""
@@ -240,7 +257,12 @@ class Worker:
         if self.saved_in is None or not options.in_process:  # in this process, Ray keeps the folder as it is
             self.saved_in = claim_scratch(options.scratch, "checkpoint")
         weights, optimizer = self.model.state_dict(), self.stepper.optimizer.state_dict()
-        write_checkpoint(self.saved_in, Saved(run, weights, optimizer, progress, manifest, self.figures))
+        saved = Saved(run, weights, optimizer, progress, manifest, self.figures)
+        if self.watch is not None:
+            best = self.watch.best
+            is_this = best is not None and (best.epoch, 0) == (progress.epoch, progress.step)
+            saved = replace(saved, best=None if is_this else best, agreed=self.watch.agreed)
+        write_checkpoint(self.saved_in, saved)
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(self.saved_in),

@@ -15,6 +15,7 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import (
     SNAPSHOT,
     CheckpointStore,
+    Kept,
     Progress,
     Saved,
     read_checkpoint,
@@ -33,7 +34,9 @@ def saved(tmp_path: Path) -> Saved:
     labels = new_labels(tmp_path / "store", [0, 1, 2], names(10))
     figures = [{"epoch": 0, "stage": "backbone", "loss": 2.3}]
     progress = Progress(epoch=1, step=3, all_steps=7, num_unreadable=2, unreadable=["a.png", "b.png"])
-    return Saved(RUN, model.state_dict(), optimizer.state_dict(), progress, labels, figures)
+    best = Kept(1, {name: tensor + 1 for name, tensor in model.state_dict().items()}, labels)
+    weights, momenta = model.state_dict(), optimizer.state_dict()
+    return Saved(RUN, weights, momenta, progress, labels, figures, best, agreed=[3, 7])
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, saved: Saved) -> None:
@@ -41,13 +44,17 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, saved: Saved) -> No
     write_checkpoint(tmp_path / "checkpoint", saved)
     found = read_checkpoint(tmp_path / "checkpoint", RUN)
     assert (found.progress, found.labels, found.figures) == (saved.progress, saved.labels, saved.figures)
+    assert (found.best.epoch, found.best.labels, found.agreed) == (1, saved.labels, [3, 7])
     for name, tensor in saved.weights.items():
         assert torch.equal(found.weights[name], tensor)
+        assert torch.equal(found.best.weights[name], tensor + 1)
     momentum = saved.optimizer["state"][0]["momentum_buffer"]
     assert torch.equal(found.optimizer["state"][0]["momentum_buffer"], momentum)
 
 
-@pytest.mark.parametrize("name", ["weights.pt", "optimizer.pt", "labels.json", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["weights.pt", "optimizer.pt", "labels.json", "state.json", "best/weights.pt"]
+)
 def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
     tmp_path: Path, saved: Saved, name: str
 ) -> None:
@@ -65,7 +72,7 @@ def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, saved: Saved) -> None:
     write_checkpoint(tmp_path, saved)
-    with pytest.raises(PencilError, match=r"version 3 and run id a1b2; expected version 3 and run id c3d4"):
+    with pytest.raises(PencilError, match=r"version 4 and run id a1b2; expected version 4 and run id c3d4"):
         read_checkpoint(tmp_path, "c3d4")
 
 

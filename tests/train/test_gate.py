@@ -11,7 +11,7 @@ from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import LabelReport, Share
 from pencil_scale.method.evidence import Gain
-from pencil_scale.train.gate import judge, needed
+from pencil_scale.train.gate import chance_of, judge, needed, still_rises, unready
 
 NONE = Share(0, 0)
 
@@ -175,13 +175,32 @@ def test_a_repair_that_is_not_clearly_a_gain_is_held(found: Assessment, reason: 
 
 
 def test_a_network_that_got_worse_while_labels_moved_is_held() -> None:
-    def watched(agreement: float) -> dict[str, float]:
-        return {"watch_agreement_judged": agreement, "watched_judged": 1000}
+    def ended(lost: int, won: int) -> tuple[str, ...]:
+        last = epoch("finetune", balanced_agreement=0.9, watch_lost=lost, watch_won=won)
+        return judged([epoch("backbone", balanced_agreement=0.9), last], report([1000, 1000]))
 
-    before = epoch("backbone", balanced_agreement=0.9, **watched(0.70))
-    assert judged([before, epoch("finetune", **watched(0.67))], report([1000, 1000])) == ()
-    (reason,) = judged([before, epoch("finetune", **watched(0.50))], report([1000, 1000]))
-    assert "on 1,000 watched samples its agreement with the given labels fell from 0.700 to 0.500" in reason
+    assert ended(40, 30) == ()
+    assert ended(30, 40) == ()
+    (reason,) = ended(40, 15)
+    assert "40 agreed with their given label only before, 15 only after" in reason
+
+
+@pytest.mark.parametrize(
+    ("num", "of", "chance"), [(0, 0, 1.0), (3, 3, 0.125), (2, 3, 0.5), (5000, 10000, 0.504)]
+)
+def test_the_chance_of_this_many_heads_is_exact(num: int, of: int, chance: float) -> None:
+    assert chance_of(num, of) == pytest.approx(chance, abs=1e-3)
+
+
+def test_labels_start_to_move_only_if_the_network_is_better_than_chance_and_has_stopped_learning() -> None:
+    assert "not clearly better than chance" in unready([0.11, 0.12], 500, 10)
+    still_learning = [0.2, 0.3, 0.4, 0.5, 0.6]
+    assert "rose from 0.500 to 0.600" in unready(still_learning, 500, 10, may_rise=False)
+    assert unready(still_learning, 500, 10) == ""
+    assert unready([0.2, 0.4, 0.55, 0.6, 0.58, 0.61], 500, 10, may_rise=False) == ""
+    assert not still_rises([0.5], 500, 10)
+    assert not still_rises([0.50, 0.55], 100, 10)  # too few samples to tell
+    assert still_rises([0.50, 0.55], 10_000, 10)
 
 
 def test_every_reason_is_given() -> None:

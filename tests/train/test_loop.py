@@ -323,3 +323,23 @@ def test_forty_percent_wrong_digits_are_nearly_all_repaired(tmp_path: Path) -> N
     assert given == pytest.approx(0.64, abs=0.03)
     assert repaired > 0.95
     assert accuracy > 0.95
+
+
+@pytest.mark.slow
+def test_the_first_stage_goes_on_until_labels_may_move_also_after_a_restart(tmp_path: Path) -> None:
+    run = short_run(tmp_path)
+    run.answers = ["not yet", "not yet"]
+    asked = iter(range(1000))
+    progress = run.run(stop=lambda: next(asked) == 1)  # at the end of the second epoch
+    assert (progress.epoch, progress.extended) == (2, 1)
+    done = run.run(progress)
+    assert (done.epoch, done.extended) == (6, 2)
+    stages = [epoch["stage"] for epoch in run.epochs]
+    assert stages == ["backbone", "backbone", "backbone", "pencil", "pencil", "finetune"]
+
+
+def test_a_run_whose_labels_may_not_move_ends_before_they_do(tmp_path: Path) -> None:
+    run = short_run(tmp_path)
+    start, run.answers = run.table.read(range(200)), ["never"]
+    assert run.run().epoch == 1
+    assert (run.table.read(range(200)) == start).all()

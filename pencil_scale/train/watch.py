@@ -1,0 +1,115 @@
+"""Watch: what a run learns, while it trains, from samples that it never trains on.
+
+    watch = Watch(samples, config, ranks, owners, device, saved)
+    figures |= watch.look(model, "pencil", epoch)           # after every epoch
+    watch.keep(Kept(epochs_done, weights, labels))          # if this is the best epoch of its kind so far
+    watch.best                                              # the epoch to return to, or to publish
+
+One half of the samples selects: it says when labels may start to move, and which epoch is the best. The other
+half judges whether the network got worse while labels moved. No label of these samples is ever learned, so
+agreement with them, noisy as they are, ranks the epochs of a run.
+
+Epochs within a standard error of each other cannot be told apart; the latest of them is the best.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pencil_scale.config.settings import Config
+from pencil_scale.labels.owners import Owners
+from pencil_scale.labels.roles import judges
+from pencil_scale.train.checkpoints import Kept, Saved
+from pencil_scale.train.preparation import CleanSet, predict
+from pencil_scale.train.ranks import Ranks
+
+FIRST = "backbone"  # the stage before labels move
+
+
+class Watch:
+    """The watched samples of a run; every rank predicts its share, and all know the result."""
+
+    def __init__(
+        self,
+        samples: CleanSet,
+        config: Config,
+        ranks: Ranks,
+        owners: Owners,
+        device: torch.device,
+        saved: Saved | None,
+    ) -> None:
+        self._samples, self._config, self._ranks = samples, config, ranks
+        self._owners, self._device = owners, device
+        figures = saved.figures if saved else []
+        self._seen = [(one["stage"], one["watch_agreement"]) for one in figures]  # of every epoch
+        self._agree: list[int] = []  # the judging samples that are predicted as given now
+        self.num_selecting = 0
+        self.agreed = saved.agreed if saved else None  # the same before labels moved
+        self.best = saved.best if saved else None
+        if saved and self.best is None and saved.progress.step == 0 and self._seen:
+            self.best = Kept(saved.progress.epoch, saved.weights, saved.labels)
+
+    def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, float]:
+        """Predict the samples, store the predictions if an epoch is over, and compare with what was given."""
+        config = self._config
+        bf16 = config.optimizer.precision == "bf16"
+        found = [(np.zeros(0, np.int64), np.zeros(0, np.bool_))]
+        for some, predicted, given in predict(
+            model, self._samples.batches(), config.images, self._device, bf16
+        ):
+            if epoch is not None:
+                self._owners.mark(some, predicted, epoch)
+            found.append((some.numpy(), predicted[:, 0].cpu().numpy() == given.numpy()))
+        self._owners.drain()
+        rows, agrees = map(np.concatenate, zip(*chain(*self._ranks.gather(found)), strict=True))
+        judging = judges(rows)
+        self._agree = sorted(rows[judging & agrees].tolist())
+        self.num_selecting = int((~judging).sum())
+        figures = {
+            "watch_agreement": float(agrees[~judging].sum() / max(self.num_selecting, 1)),
+            "watch_agreement_judged": float(agrees[judging].sum() / max(judging.sum(), 1)),
+            "watched_selecting": self.num_selecting,
+        }
+        if stage == FIRST:
+            self._seen.append((stage, figures["watch_agreement"]))
+            return figures
+        if epoch is None:
+            self.agreed = self._agree  # before the first epoch of a run whose network has been trained before
+            return figures
+        self._seen.append((stage, figures["watch_agreement"]))
+        before, now = set(self.agreed or ()), set(self._agree)
+        here = set(rows.tolist())
+        return figures | {"watch_lost": len((before & here) - now), "watch_won": len(now - before)}
+
+    def agreements(self, first_stage: bool) -> list[float]:
+        """The agreement after each epoch before, or after, labels started to move."""
+        return [agreement for stage, agreement in self._seen if (stage == FIRST) == first_stage]
+
+    def keep(self, last: Kept) -> None:
+        """Keep the last epoch if it is the best so far."""
+        is_first = self._seen[-1][0] == FIRST
+        if is_best(self.agreements(is_first), self.num_selecting):
+            self.best = last
+            if is_first:
+                self.agreed = self._agree
+
+    def start_to_move(self) -> Kept | None:
+        """Forget the best epoch of the first stage, after which labels move; return it."""
+        best, self.best = self.best, None
+        return best
+
+
+def is_best(agreements: Sequence[float], num: int) -> bool:
+    """Whether the last epoch is within a standard error of the best."""
+    highest = max(agreements)
+    return agreements[-1] >= highest - math.sqrt(highest * (1 - highest) / max(num, 1))
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """A copy of the weights, in the memory of the host."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,97 @@
+"""Watched samples: every rank knows what all predicted, and the best epoch is kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from label_making import names, new_table
+from loops import DEMO
+from torch import Tensor, nn
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.owners import Batch, Owners
+from pencil_scale.labels.roles import judges
+from pencil_scale.train.checkpoints import Kept, Progress, Saved
+from pencil_scale.train.ranks import Ranks
+from pencil_scale.train.watch import Watch, is_best
+
+NUM = 40
+ROWS = np.arange(NUM)
+
+
+class Lookup(nn.Module):
+    """Predicts class 1 for the images whose brightness is listed, else class 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bright: set[int] = set()
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = (images[:, 0, 0, 0] * 255).round().int().tolist()
+        return torch.eye(2)[[int(value in self.bright) for value in values]] * 5
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    """Forty images, each as bright as its row number, all given class 1."""
+    plain = ["images.mean=[0,0,0]", "images.std=[1,1,1]", "images.crop=8", "images.pad=0"]
+    images = torch.arange(NUM, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8)
+    batch = Batch(torch.arange(NUM), images, torch.ones(NUM), noisy_class=torch.ones(NUM, dtype=torch.int64))
+    samples = SimpleNamespace(batches=lambda: iter([batch]))
+    table = new_table(tmp_path, np.ones(NUM, np.int64), names(2))
+    with Owners(table, 0, 1) as owners:
+        yield Watch(samples, load_config(DEMO, plain), Ranks(), owners, torch.device("cpu"), None)
+
+
+def test_agreement_is_counted_apart_for_the_samples_that_select_and_those_that_judge(watch: Watch) -> None:
+    model = Lookup()
+    model.bright = set(ROWS[~judges(ROWS)].tolist())
+    found = watch.look(model, "backbone", 0)
+    assert (found["watch_agreement"], found["watch_agreement_judged"]) == (1.0, 0.0)
+    assert found["watched_selecting"] == len(model.bright) == watch.num_selecting
+
+
+def test_the_judging_samples_are_compared_one_by_one_with_the_best_epoch_before_labels_moved(
+    watch: Watch,
+) -> None:
+    model, judging = Lookup(), ROWS[judges(ROWS)].tolist()
+    for number, bright in enumerate((ROWS.tolist(), judging)):  # the first is better by the selecting half
+        model.bright = set(bright)
+        watch.look(model, "backbone", number)
+        watch.keep(Kept(number + 1, {}, None))
+    assert watch.start_to_move().epoch == 1
+    model.bright = set(judging[3:])
+    found = watch.look(model, "pencil", 2)
+    assert (found["watch_lost"], found["watch_won"]) == (3, 0)
+
+
+def test_a_network_that_was_trained_before_is_compared_with_itself_at_the_start(watch: Watch) -> None:
+    model, judging = Lookup(), ROWS[judges(ROWS)].tolist()
+    model.bright = set(judging[:5])
+    watch.look(model, "start", None)
+    model.bright = set(judging[4:6])
+    found = watch.look(model, "pencil", 0)
+    assert (found["watch_lost"], found["watch_won"]) == (4, 1)
+
+
+def test_a_run_that_resumes_knows_its_best_epoch(watch: Watch) -> None:
+    def resumed(step: int, best: Kept | None) -> Kept | None:
+        figures = [{"stage": "backbone", "watch_agreement": 0.5}]
+        progress = Progress(epoch=1, step=step)
+        saved = Saved("id", {"here": torch.ones(1)}, {}, progress, None, figures, best, agreed=[1])
+        return Watch(None, None, Ranks(), None, torch.device("cpu"), saved).best
+
+    earlier = Kept(1, {"there": torch.ones(1)}, None)
+    assert resumed(step=3, best=earlier) is earlier
+    assert resumed(step=3, best=None) is None
+    assert list(resumed(step=0, best=None).weights) == ["here"]
+
+
+def test_the_latest_epoch_that_is_not_clearly_worse_is_the_best() -> None:
+    assert is_best([0.5], 100)
+    assert is_best([0.50, 0.49], 100)
+    assert not is_best([0.50, 0.40], 100)
+    assert not is_best([0.50, 0.49], 100_000)
