@@ -63,6 +63,17 @@ def judge(
     return tuple(reason for reason in reasons if reason)
 
 
+def unmeasured(found: Assessment) -> str:
+    """Say in one line what could not be measured; nothing if everything was."""
+    if found.noise is None:
+        what = "nothing could be measured: too few samples are watched"
+    elif found.gain is None:
+        what = "what the repair gains could not be measured: too few errors are planted"
+    else:
+        return ""
+    return f"{what}; review the labels (pipelines.review_report), or give clean shards (data.validation)"
+
+
 def needed(num_classes: int, deviation: float) -> float:
     """The figure above which a network is clearly better than chance; see the top of this module."""
     chance = 1 / num_classes
