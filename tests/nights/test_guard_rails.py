@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from catalogue_making import samples
-from label_making import pin_rows
+from label_making import packed, pin_rows
 from night_making import Nights, started
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import NightlyJob
 from pencil_scale.labels.published import published_url
+from pencil_scale.labels.start_labels import set_roles
 from pencil_scale.nights.guard_rails import Evidence, check_night, count_moves, judge
 from pencil_scale.nights.record import Night
 from pencil_scale.nights.start import prepare
@@ -39,6 +40,25 @@ def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinne
         "new_repaired": 1,
     }
     assert between == {(0, 1): 1}
+
+
+def test_watched_rows_count_and_so_does_any_other_old_label_that_changes(bench: Nights) -> None:
+    bench.shard("a.tar", samples(range(6)))
+    noise = {"temperature": 1.0, "replaced": 0.3, "wrong": 0.2, "wrong_low": 0.15, "wrong_high": 0.25}
+    table = bench.table(set_roles(bench.labels(bench.version()), None, np.array([1, 4])))
+    table.mark(range(6), packed(np.eye(3)[[0, 1, 2, 0, 1, 2]] * 9), epoch=0)  # all labels look right
+    carried = replace(table.snapshot(), noise=noise).for_new_run("tonight")
+    table = bench.table(carried)
+    table.mark([1, 4], packed(np.eye(3)[[2, 0]] * 9), epoch=0)
+    figures, between = count_moves(carried, table.snapshot(), trained=np.array([0]), fresh=np.array([4]))
+    assert (figures["old_decided"], figures["old_changed"]) == (2, 1)
+    assert (figures["new_decided"], figures["new_repaired"]) == (1, 1)
+    assert between == {(1, 2): 1}
+
+    # Labels that nothing was learned about change with their noise model.
+    sure = replace(carried, noise={**noise, "min_log_odds": -1e9})
+    figures, _ = count_moves(carried, sure, trained=np.array([0]), fresh=np.array([4]))
+    assert (figures["old_decided"], figures["old_changed"]) == (2, 5)
 
 
 def test_a_night_is_compared_with_its_parent(bench: Nights) -> None:
