@@ -10,6 +10,7 @@ from catalogue_making import CLASSES, Bench, samples
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.roles import Roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
@@ -237,3 +238,23 @@ def test_what_is_not_measured_is_said_before_the_run_starts(bench: Bench) -> Non
     few = make_plan(config(bench, "evidence.watched=null"))
     assert few.lines[-1].endswith(f"; too few to measure {what}")
     assert few.num_samples == 30
+
+
+def test_a_run_keeps_the_roles_that_it_started_with_and_none_of_a_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ensure_ray", "require_room"):
+        monkeypatch.setattr(f"pencil_scale.train.run.{name}", lambda *_: None)
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(300)))
+    bench.index()
+
+    def start(*overrides: str) -> Roles:
+        with Lease.hold(bench.storage, "runs/t/lease", what="a test") as lease:
+            plan, record = _start_or_resume(config(bench, *overrides), None, lease)
+        resumed = make_plan(config(bench, *overrides), record=record)
+        assert resumed.roles.watched.tolist() == plan.roles.watched.tolist()
+        return resumed.roles
+
+    assert len(start("evidence.watched=0.5").watched) > 100
+    assert len(start("evidence.watched=0").watched) == 0
