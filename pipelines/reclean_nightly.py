@@ -219,7 +219,8 @@ def _check(
     facts = run_facts(storage.url, name) if is_trained else {}
     reasons = tuple(facts.get("held_because", ()))
     if prepared is None:
-        counts = {"new_samples": facts["samples"], "new_repaired": facts["corrected"]}
+        num_samples = facts["samples"] + facts["watched"]
+        counts = {"new_samples": num_samples, "new_repaired": facts["corrected"]}
         return Findings({**counts, **clean_accuracy(facts)}, reasons)
     figures = clean_accuracy(facts) if is_trained else prepared.parent.figures
     labels = Manifest.load(storage.path(storage.published(name)))
