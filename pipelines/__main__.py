@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 
-from pencil_scale.config.command import PROGRAM, exit_code
+from pencil_scale.config.command import PROGRAM, as_started, exit_code
 from pencil_scale.storage.errors import PencilError
 
 HERE = Path(__file__).parent
@@ -74,9 +74,10 @@ def print_configs(names: Sequence[str]) -> None:
     """List the example configs, each with its first sentence, or print those that are named."""
     files = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
     for name in names:
-        if name.removesuffix(".yaml") not in files:
+        name = name.removesuffix(".yaml")
+        if name not in files:
             raise PencilError(f"configs: there is no '{name}'; there are {', '.join(files)}")
-        print(files[name.removesuffix(".yaml")].read_text(), end="")
+        print(as_started(files[name].read_text()).replace("configs/", ""), end="")
     for name, path in files.items() if not names else ():
         comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         about = " ".join(line.removeprefix("#").strip() for line in comment)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pencil_scale.config.command import exit_code, program, refuse_lost
+from pencil_scale.config.command import as_started, exit_code, program, refuse_lost
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import PencilError
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The demo has no arguments, but --help must not rebuild runs/demo.
     argparse.ArgumentParser(
         prog=program("pipelines.demo"),
-        description=__doc__,
+        description=as_started(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
     return exit_code(run)
@@ -81,7 +81,8 @@ def run() -> dict[str, object]:
     print(f"The labels for other tools are in {export.folder}. See also {FOLDER}/summary.json and")
     print(f"{FOLDER}/catalogue/summary.html. To see the story of one sample:")
     python = os.path.relpath(sys.executable)
-    print(f"  {python} -m pipelines.why {CONFIG} digit-0555")
+    why = program("pipelines.why").replace("python", python)
+    print(f"  {why} {CONFIG} digit-0555")
     print("To see all metrics:")
     print(f"  {python} -m mlflow ui --backend-store-uri sqlite:///{FOLDER}/mlflow.db")
     return summary

@@ -2,10 +2,12 @@
 
     python -m pipelines.export_labels configs/demo.yaml
     python -m pipelines.export_labels CONFIG export.labels=night-12 export.corrected_shards=true
+    python -m pipelines.export_labels CONFIG --force          # also labels that are held
 
 The labels that are least likely right as given, changed or kept, are also in a file of their own, ranked.
 Labels that have not changed since the last export are not written again; the manifest is written last. Shards
 and labels are never modified. Ids in data.exclude never appear, even before the catalogue is indexed again.
+Held labels are refused; with --force they are exported, and the manifest says why they are held.
 """
 
 import sys
@@ -65,16 +67,22 @@ class Summary:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on the config that the command line names."""
-    return run_job(run, argv, module="pipelines.export_labels", what=__doc__ or "")
+    return run_job(
+        run,
+        argv,
+        module="pipelines.export_labels",
+        what=__doc__ or "",
+        flags={"force": "export labels that are held, which may be worse than the given ones"},
+    )
 
 
-def run(config: Config) -> Summary:
+def run(config: Config, force: bool = False) -> Summary:
     """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
     storage = Storage(config.run.storage)
     named = config.export.labels or config.run.name
     model = None
     if config.export.predict:
-        run = find_published(storage.url, named).name
+        run = find_published(storage.url, named, held=force).name
         weights = storage.path(storage.model(run))
         filesystem, path = filesystem_of(weights)
         if not filesystem.exists(path):
@@ -86,7 +94,7 @@ def run(config: Config) -> Summary:
         trained = filled(config, record.automatic if record else {})
         model = partial(predict, trained.model.backbone, weights, trained.images)
     source = find_source(
-        storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap
+        storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap, held=force
     )
     folder = config.export.folder or storage.path(storage.export(source.published.name))
     refuse_lost("export.folder", folder)
@@ -96,6 +104,8 @@ def run(config: Config) -> Summary:
             f"WARNING: {config.data.classes} {differs}, compared with the catalogue; the class numbers of "
             "this export are those of class_names in its manifest"
         )
+    for reason in source.published.held_because:
+        say(f"WARNING: HELD LABELS ARE EXPORTED (--force): {reason}")
     if warning := source.pins.void_warning():
         print(f"WARNING: {warning}", flush=True)
     refuse_strangers(folder)  # before a lease is put there
@@ -164,6 +174,7 @@ def _manifest(
         doubts=doubts,
         sidecars={urls[number]: file for number, file in sidecars.items()},
         shards={urls[number]: file for number, file in shards.items()},
+        held_because=source.published.held_because,
     )
 
 
@@ -186,6 +197,8 @@ def print_summary(summary: Summary) -> None:
         rows["  of corrected shards"] = f"{num_lost:,}; export.corrected_shards=true writes them again"
     print_table("export", rows)
     say(f"export: {summary.folder}")  # a table would cut a long path
+    if manifest.held_because:
+        say("WARNING: the labels of this export are HELD: use them only if you have checked them yourself")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pencil_scale.catalogue.shard_index import IndexRules
 from pencil_scale.catalogue.shard_urls import Changes, expand_urls, find_changes
 from pencil_scale.catalogue.staging import check_damage, check_usable, stage_shard
 from pencil_scale.catalogue.update import CatalogueUpdate
-from pencil_scale.config.command import refuse_lost, run_job
+from pencil_scale.config.command import program, refuse_lost, run_job
 from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError, TaskDiedError, many, new_id
 from pencil_scale.storage.folder import Folder
@@ -228,7 +228,7 @@ def _warn_about_excluded(
     if found < overlay.num_listed:
         print(
             f"WARNING: data.exclude lists {many(overlay.num_listed, 'id')}, of which {found:,} are in the "
-            "catalogue; the others match no sample: pipelines.why shows how an id is spelled",
+            f"catalogue; the others match no sample: `{program('pipelines.why')}` shows how an id is spelled",
             file=sys.stderr,
         )
     if now < was:

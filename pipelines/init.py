@@ -22,7 +22,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
 from pencil_scale.catalogue.shard_urls import expand_urls
 from pencil_scale.catalogue.survey import Survey, survey
-from pencil_scale.config.command import exit_code, program, refuse_lost, say
+from pencil_scale.config.command import as_started, exit_code, program, refuse_lost, say
 from pencil_scale.config.loader import load_config
 from pencil_scale.method.automatic import SMALL, Facts, choose
 from pencil_scale.storage.errors import PencilError
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes."""
     parser = argparse.ArgumentParser(
         prog=program("pipelines.init"),
-        description=__doc__,
+        description=as_started(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -77,9 +77,13 @@ def run(source: str, name: str, storage: str, output: str) -> None:
     facts = Facts(catalogue.num_ok, catalogue.num_classes, catalogue.manifest["sizes"])
     for key, value in choose(config, facts).items():
         say(f"  automatic  {key:<28} {value}")
-    say(f"next: python -m pencil_scale.train {output} --dry-run   (what it will take)")
-    say(f"      python -m pencil_scale.train {output}             (repair the labels)")
-    say(f"      python -m pipelines.review_report {output}        (see what changed)")
+    train, review = program("pencil_scale.train"), program("pipelines.review_report")
+    for start, command, why in (
+        ("next:", f"{train} {output} --dry-run", "what it will take"),
+        ("", f"{train} {output}", "repair the labels"),
+        ("", f"{review} {output}", "see what changed"),
+    ):
+        say(f"{start:<5} {command:<{len(review) + len(output) + 6}} ({why})")
 
 
 def find_shards(source: str, storage: str) -> str:
@@ -127,11 +131,11 @@ def config_text(
     size, _ = found.sizes.most_common(1)[0] if found.sizes else ("unknown", 0)
     sizes = f"{size} pixels" if len(found.sizes) == 1 else f"different sizes, such as {size}"
     lines = [
-        f"# Written by pipelines.init for {source}.",
+        f"# Written by init for {source}.",
         f"# It looked at {found.num_samples:,} samples in {found.num_read:,} shards: "
         f"{len(found.class_names):,} classes, images of {sizes}.",
         "#",
-        f"#   python -m pencil_scale.train {output}",
+        f"#   {program('pencil_scale.train')} {output}",
         "#",
         "# Network, batch, rates, epochs and label rate are chosen from the data when the run starts, and",
         "# printed. To decide one of them yourself, set its key; every command lists all keys under --help.",

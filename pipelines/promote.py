@@ -5,14 +5,14 @@
 
 The labels of a held run are published. To any night that is kept, <storage>/nights/CURRENT is moved, and the
 next night starts from it; an export or a page of it that was removed is made again first. Both move the
-registered model's alias. The job may be run again. Review the labels first: pipelines.review_report also
+registered model's alias. The job may be run again. Review the labels first: review_report also
 shows held ones.
 """
 
 import sys
 from collections.abc import Sequence
 
-from pencil_scale.config.command import run_job, say
+from pencil_scale.config.command import program, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published, held_names
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
@@ -118,7 +118,7 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> None:
     ):
         say(f"{what:<8} {url or '-'}")
     if export is None:
-        command = f"python -m pipelines.export_labels CONFIG export.labels={night.name}"
+        command = f"{program('pipelines.export_labels')} CONFIG export.labels={night.name}"
         print(f"no export of these labels was found; to make one: {command}")
 
 

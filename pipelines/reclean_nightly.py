@@ -18,7 +18,7 @@ import numpy as np
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
-from pencil_scale.config.command import HELD, run_job, say
+from pencil_scale.config.command import HELD, program, run_job, say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
@@ -97,8 +97,8 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     if current is None and passed:
         raise PencilError(
             f"{nights.storage}/nights/CURRENT is gone, but {passed[-1]} is there; the next night would start "
-            "from nothing: choose the night to start from with python -m pipelines.promote CONFIG "
-            f"{passed[-1]}"
+            f"from nothing: choose the night to start from with `{program('pipelines.promote')} CONFIG "
+            f"{passed[-1]}`"
         )
     if current is not None:  # before indexing with a class list that cannot be followed
         class_mapping(current.class_names, class_names, config.nightly.remap)
@@ -284,7 +284,8 @@ def print_summary(summary: Summary) -> None:
     for reason in night.reasons if summary.status == "held" else ():
         print(f"HELD: {reason}")
     if summary.status == "held":
-        print(f"review it; to use it all the same: python -m pipelines.promote CONFIG {night.name}")
+        print("review it, best with the blind audit of its page: judge 100 to 200 changed samples")
+        print(f"to use it all the same: {program('pipelines.promote')} CONFIG {night.name}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@
 It also shows the labels of a held run: check them before you promote the run.
 
 The page starts with how good the network is, and ranks labels by doubt, changed or kept. It needs no server
-and no network. Decisions made there are saved as a file for pipelines.pin_labels. Its audit asks for a
+and no network. Decisions made there are saved as a file for pin_labels. Its audit asks for a
 judgement on random labels, and estimates how many repairs are right and how many labels are still wrong, with
-95 % intervals. report.judged prints the same estimates from a saved file.
+95 % intervals. report.judged prints the same estimates from a saved file, beside the gain that the run itself
+estimated, and how well the confidence of labels is calibrated.
 """
 
 import sys
@@ -25,15 +26,15 @@ from pencil_scale.catalogue.shards import IMAGE_SUFFIXES
 from pencil_scale.config.command import refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
-from pencil_scale.labels.published import find_published
+from pencil_scale.labels.published import find_published, held_names, published_names
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.review.audit import read_judged, study
-from pencil_scale.review.network import network_notes
+from pencil_scale.review.audit import read_judged, reliability, study
+from pencil_scale.review.network import GAIN, network_facts, network_notes
 from pencil_scale.review.page import page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config) -> Summary:
     """Scan all labels once, gather what is shown about the chosen samples, and write the page."""
     if config.report.judged is not None:
-        return _print_audit(config.report.judged)
+        return _print_audit(config.report.judged, Storage(config.run.storage))
     if config.report.page is not None and not config.report.page.endswith(".html"):
         raise PencilError(f"report.page: {config.report.page} is not a page; name a file that ends in .html")
     refuse_lost("report.page", config.report.page)
@@ -115,15 +116,14 @@ def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
 def _page(
     config: Config, storage: Storage, source: Source, tally: Tally, rules: Rules, warnings: list[str]
 ) -> str:
-    name, held = source.published.name, source.published.held
+    name = source.published.name
     # Labels may come from elsewhere, without a run.
     figures = storage.read_json(storage.run(name, "epochs.json")) or []
     known = {
         **(figures[-1] if figures else {}),
         **(storage.read_json(storage.run(name, "summary.json")) or {}),
     }
-    record = read_record(storage.url, name) if held else None
-    warnings = [*network_notes(known, held, record.held_because if record else ()), *warnings]
+    warnings = [*network_notes(known, name, source.published.held_because), *warnings]
     thumbnails = _thumbnails(config, source, tally, is_in_memory(storage.url))
     rows = samples_of(tally)["row"].to_numpy()
     order = np.argsort(rows, kind="stable")
@@ -173,18 +173,29 @@ def _copy(config: Config, storage: Storage, name: str, html: str) -> str:
     return "report.html, in the run" if reason is None else f"none: {reason}"
 
 
-def _print_audit(url: str) -> Summary:
-    changed, unchanged = read_judged(url)
+def _print_audit(url: str, storage: Storage) -> Summary:
+    changed, unchanged, run = read_judged(url)
     findings = study(changed, unchanged)
+    is_known = run in (*published_names(storage.url), *held_names(storage.url))
+    known = (storage.read_json(storage.run(run, "summary.json")) if is_known else None) or {}
+    estimated = [fact for fact in network_facts(known, 2) if fact.name == GAIN]
     wrong = unchanged.num_judged - unchanged.num_right
     rows = {
-        "correct repairs": f"{findings.precision}\n"
+        "correct repairs": f"{findings.precision.spelled()}\n"
         f"{changed.num_right:,} of {changed.num_judged:,} judged; {changed.num_all:,} changed",
-        "wrong, unchanged": f"{findings.missed}\n"
+        "wrong, unchanged": f"{findings.missed.spelled()}\n"
         f"{wrong:,} of {unchanged.num_judged:,} judged; {unchanged.num_all:,} unchanged",
-        "wrong after repair": str(findings.remaining),
+        "wrong after repair": findings.remaining.spelled(),
+        GAIN: f"{findings.gain.spelled('+')}\nof all labels, put right minus spoiled",
+        "  estimated by the run": "\n".join(f"{one.value}\n{one.detail}" for one in estimated) or "unknown",
     }
     print_table(f"audit {without_passwords(url)}", rows)
+    shown = {
+        f"confidence {one.low:.2f} to {one.high:.2f}": f"{one.confidence:.3f} on average, {one.right:.3f} of "
+        f"{many(one.num, 'judged label')} right"
+        for one in reliability([changed, unchanged])
+    }
+    print_table("calibration", shown)
     return Summary(None, {})
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.page import page_data, review_page
-from pencil_scale.review.scan import SCORE_BINS, Cells, Tally
+from pencil_scale.review.scan import SCORE_BINS, TRUTH_BINS, Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
 
 NUM_EPOCHS = 10
@@ -28,7 +28,8 @@ def large_page(path: Path, num_samples: int = 100_000, num_classes: int = 1000) 
     counts = Counter(labels=1_300_000, changed=num_samples, learned_changed=num_samples, rows=1_300_000)
     none = Cells.of(given[:0], given[:0])
     scores = np.full((2, SCORE_BINS), 1000)
-    tally = Tally(counts, transitions, none, scores, none, table, table.slice(0, 400))
+    known = np.array([[100.0], [0.9], [0.8]]) * [np.ones(TRUTH_BINS), *2 * [np.arange(5, 105, 10.0)]]
+    tally = Tally(counts, transitions, none, scores, none, table, table.slice(0, 400), known)
     moves = (chance.random((num_samples, NUM_EPOCHS)) < 0.5).cumsum(1) > 2
     classes = np.where(moves, suggested[:, None], given[:, None]).astype(np.uint16)
     traces = Traces(tuple(range(NUM_EPOCHS)), classes, chance.random(classes.shape).astype(np.float16))

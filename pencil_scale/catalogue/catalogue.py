@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW
+from pencil_scale.config.command import program
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -126,7 +127,8 @@ class Catalogue:
         manifest = read_manifest(folder, version)
         if manifest is None:
             which = "" if version is None else f" of version {version}"
-            raise PencilError(f"{folder}: no catalogue{which}; run pipelines.index_shards first")
+            command = program("pipelines.index_shards")
+            raise PencilError(f"{folder}: no catalogue{which}; run `{command} CONFIG` first")
         return cls(folder, manifest)
 
     @property

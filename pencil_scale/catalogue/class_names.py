@@ -37,12 +37,15 @@ from pencil_scale.storage.urls import filesystem_of
 SHOWN = 5
 
 
-def read_lines(url: str, key: str, errors: str = "strict") -> list[str]:
-    """Read the lines of a text file that a key of the config names."""
+def read_lines(url: str, key: str, errors: str = "strict", advice: str = "") -> list[str]:
+    """Read the lines of a text file that a key of the config names; `advice` is for one that is missing."""
     try:
         with fsspec.open(url, "rt", encoding="utf-8-sig", errors=errors, newline="") as file:
             # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
             lines: list[str] = file.read().replace("\r\n", "\n").split("\n")
+    except FileNotFoundError as error:
+        where = "a relative path starts at the current folder"
+        raise PencilError(f"{key}: {url} cannot be read: no such file ({where}){advice}") from error
     except (OSError, ImportError, ValueError) as error:
         raise PencilError(f"{key}: {url} cannot be read: {error}") from error
     return lines if lines[-1] else lines[:-1]
@@ -50,7 +53,8 @@ def read_lines(url: str, key: str, errors: str = "strict") -> list[str]:
 
 def read_class_names(url: str) -> tuple[str, ...]:
     """Read and check the list: at least two names, none blank, no duplicates."""
-    names = tuple(line.strip() for line in read_lines(url, "data.classes"))
+    advice = "; write one class name per line, or use the classes.txt that make_shards and init write"
+    names = tuple(line.strip() for line in read_lines(url, "data.classes", advice=advice))
     first: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         if not name:
@@ -58,7 +62,9 @@ def read_class_names(url: str) -> tuple[str, ...]:
         if first.setdefault(name, number) != number:
             raise PencilError(f"data.classes: {url}: '{name}' is on lines {first[name]} and {number}")
     if len(names) < 2:
-        raise PencilError(f"data.classes: {url} has {len(names)} classes; expected at least 2")
+        raise PencilError(
+            f"data.classes: {url} has {'one class' if names else 'no classes'}; expected at least 2"
+        )
     return names
 
 

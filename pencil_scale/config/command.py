@@ -48,7 +48,7 @@ def run_job(
     """
     parser = argparse.ArgumentParser(
         prog=program(module),
-        description=what,
+        description=as_started(what),
         epilog=help_page(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -77,9 +77,17 @@ def run_job(
 
 
 def program(module: str) -> str:
-    """How this process was started: as `pencil-scale JOB`, or with the name of a module."""
+    """How to start a job, in the form that started this process: `pencil-scale JOB`, or with its module.
+
+    Messages use it to name the command to run next.
+    """
     is_script = Path(sys.argv[0]).name == PROGRAM
     return f"{PROGRAM} {module.rpartition('.')[2]}" if is_script else f"python -m {module}"
+
+
+def as_started(text: str) -> str:
+    """Spell the commands in a text in the form that started this process."""
+    return re.sub(r"python -m (pencil_scale\.train|pipelines\.\w+)", lambda found: program(found[1]), text)
 
 
 def refuse_repeated(overrides: Sequence[str]) -> None:

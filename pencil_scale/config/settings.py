@@ -65,7 +65,7 @@ class Data(Settings):
     label: Label = key("where to read the given label", "cls")
     clean_label: Label | None = key("where to read it in validation and test shards; null: as in label", None)
     aliases: str | None = key("file of lines 'label text<TAB>class' that maps label texts to classes", None)
-    subset: str | None = key("train only on this subset (made by pipelines.balance_subset)", None)
+    subset: str | None = key("train only on this subset (made by balance_subset)", None)
     validation: URLS | None = key(
         "clean shards to evaluate on after each epoch; their ids are held out of training", None
     )
@@ -333,11 +333,11 @@ class Config(Settings):
     gate: Gate = key("when labels are held for a person to check", Gate())
     evidence: Evidence = key("how a run measures itself without clean data", Evidence())
     cost: Cost = key("prices", Cost())
-    subset: SubsetJob = key("what pipelines.balance_subset draws", SubsetJob())
-    export: ExportJob = key("what pipelines.export_labels writes", ExportJob())
-    pin: PinJob = key("what pipelines.pin_labels reads", PinJob())
-    report: ReportJob = key("what pipelines.review_report shows", ReportJob())
-    nightly: NightlyJob = key("what pipelines.reclean_nightly does, and when it holds a night", NightlyJob())
+    subset: SubsetJob = key("what balance_subset draws", SubsetJob())
+    export: ExportJob = key("what export_labels writes", ExportJob())
+    pin: PinJob = key("what pin_labels reads", PinJob())
+    report: ReportJob = key("what review_report shows", ReportJob())
+    nightly: NightlyJob = key("what reclean_nightly does, and when it holds a night", NightlyJob())
 
     @model_validator(mode="after")
     def _recordable(self) -> Self:

@@ -23,7 +23,7 @@ from pencil_scale.storage.folder import LOCK, Folder
 from pencil_scale.storage.urls import filesystem_of, is_local
 
 KIND = "pencil_scale export"
-FORMAT = 3
+FORMAT = 4
 MANIFEST, LEASE = "manifest.json", ".lease"
 FOLDERS = ("table", "doubts", "sidecars", "shards")
 _NAME = re.compile(
@@ -46,6 +46,7 @@ class ExportManifest:
     doubts: str = ""
     sidecars: dict[str, str] = field(default_factory=dict)  # shard URL to file
     shards: dict[str, str] = field(default_factory=dict)
+    held_because: tuple[str, ...] = ()  # of labels that were held and exported with --force
     format: int = FORMAT
     kind: str = KIND
 
@@ -67,7 +68,9 @@ def read_manifest(folder: str) -> ExportManifest | None:
         raise PencilError(
             f"export.folder: {folder}/{MANIFEST} is not an export of format {FORMAT}; choose another folder"
         )
-    return ExportManifest(**found | {name: tuple(found[name]) for name in ("table", "class_names")})
+    return ExportManifest(
+        **found | {name: tuple(found[name]) for name in ("table", "class_names", "held_because")}
+    )
 
 
 def same_content(file: str) -> str:

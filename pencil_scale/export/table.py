@@ -32,6 +32,10 @@ LAST_CHANGE = (
     "epoch of the run, counted from 0 (the console counts from 1), in which the label last changed its "
     "class; null: it never changed, was never trained on, or no history was kept"
 )
+MARGIN = (
+    "confidence minus the probability, or share, of the next best class, from 0 to 1; 0: a tie, or the label "
+    "was kept although another class is more likely, because not enough labels are surely wrong"
+)
 SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -45,7 +49,7 @@ SCHEMA = pa.schema(
         ("given_class", pa.string()),
         ("predicted_class", pa.string()),
         ("confidence", pa.float32()),
-        ("margin", pa.float32()),
+        pa.field("margin", pa.float32(), metadata={"description": MARGIN}),
         ("top_labels", pa.list_(pa.int64())),
         ("top_shares", pa.list_(pa.float32())),
         pa.field("last_change_epoch", pa.int32(), metadata={"description": LAST_CHANGE}),
@@ -117,8 +121,9 @@ def export_table(
 
 
 def most_doubtful(table: pa.Table) -> pa.Table:
-    """The learned labels that are least likely right as given, changed or kept, in the order of doubt."""
-    judged = pc.and_(pc.equal(table["predicted_by"], LABELS), pc.is_valid(table["label_score"]))
+    """The labels that no person decided and that are least likely right as given, in the order of doubt."""
+    learned = pc.is_in(table["predicted_by"], pa.array([LABELS, WATCHED]))
+    judged = pc.and_(learned, pc.is_valid(table["label_score"]))
     order = [("label_score", "ascending"), ("row", "ascending")]
     return table.filter(judged).sort_by(order).slice(0, MOST_DOUBTFUL)
 

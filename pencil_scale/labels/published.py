@@ -50,7 +50,11 @@ class Published:
     url: str
     manifest: Manifest
     history: str  # folder of its labels after each epoch; may be empty
-    held: bool = False
+    held_because: tuple[str, ...] = ()  # at least one reason if the labels are held
+
+    @property
+    def held(self) -> bool:
+        return bool(self.held_because)
 
 
 @dataclass(frozen=True)
@@ -197,8 +201,8 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
         raise PencilError(f"{url}: no published labels; {known}")
     name = PurePosixPath(url).name.removesuffix(".json")
     is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
+    record = read_record(storage, name) if is_held else None
     if is_held and not held:
-        record = read_record(storage, name)
         if record is None:
             raise PencilError(
                 f"{url}: the labels of this run are held, and its record ({files.path(files.run(name))}) is "
@@ -206,7 +210,9 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
             )
         raise PencilError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
     manifest.require_whole()
-    return Published(name, url, manifest, files.path(files.history(manifest.run)), is_held)
+    reasons = tuple(record.held_because if record else ()) or ("the record of the run gives no reason",)
+    history = files.path(files.history(manifest.run))
+    return Published(name, url, manifest, history, reasons if is_held else ())
 
 
 def published_url(storage: str, name: str) -> str:

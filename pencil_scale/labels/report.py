@@ -98,6 +98,7 @@ class LabelReport:
             found |= {"given_label_accuracy": self.given_right.share, "label_accuracy_n": self.given_right.of}
             found |= {"corrected_label_accuracy": self.corrected_right.share}
             found |= {"corrected_label_accuracy_low": low, "corrected_label_accuracy_high": high}
+            found |= {"gain_true": self.corrected_right.share - self.given_right.share}
         return found
 
     def shrunken_classes(self, most_lost: float) -> list[tuple[int, float]]:
@@ -105,6 +106,18 @@ class LabelReport:
         before, after = self.transitions.sum(1), self.transitions.sum(0)
         lost = 1 - after / np.maximum(before, 1)
         return [(int(c), float(lost[c])) for c in np.flatnonzero((lost > most_lost) & (before > 0))]
+
+
+def worse(figures: Mapping[str, Any]) -> str:
+    """Say that the labels got worse, if their truth is known; otherwise nothing."""
+    given, corrected = figures.get("given_label_accuracy"), figures.get("corrected_label_accuracy")
+    if given is None or corrected is None or not corrected < given:
+        return ""
+    num = figures.get("label_accuracy_n") or 0
+    return (
+        f"WORSE: of {num:,.0f} labels whose true class is known, {given * num:,.0f} were right as given and "
+        f"{corrected * num:,.0f} are right now"
+    )
 
 
 def study_labels(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pencil_scale.config.command import program
 from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -112,15 +113,20 @@ def results_of(storage: str, name: str) -> list[str]:
 
 def why_held(name: str, reasons: Sequence[str]) -> str:
     """Say why a run is held, and what a person can do about it."""
-    return f"{'; '.join(reasons) or 'its record gives no reason'}. {ways_on(name)}"
+    return f"{'; '.join(reasons) or 'its record gives no reason'}. {' '.join(ways_on(name))}"
 
 
-def ways_on(name: str) -> str:
-    """Say how to look at the labels of a held run, and what to do then."""
-    return (
-        f"Look at them with `python -m pipelines.review_report CONFIG report.labels={name}`, then release "
-        f"them with `python -m pipelines.promote CONFIG {name}`, or train again under another run.name"
-    )
+def ways_on(name: str) -> list[str]:
+    """Say what to do about the labels of a held run, one way per line."""
+    review, promote = program("pipelines.review_report"), program("pipelines.promote")
+    return [
+        "Weak network or heavy noise: these cannot be told apart. For better labels, train again "
+        "under another run.name, with pretrained weights (model.weights), more epochs, or larger images "
+        "(images.resize).",
+        "To find out how good these labels are, judge 100 to 200 changed samples in the blind audit of the "
+        f"review page (`{review} CONFIG report.labels={name}`), the only test without assumptions.",
+        f"If the audit finds them good, release them: `{promote} CONFIG {name}`",
+    ]
 
 
 def read_record(storage: str, name: str) -> RunRecord | None:

@@ -26,7 +26,7 @@ class Decisions:
 
     corrected_class: npt.NDArray[np.int64]
     confidence: npt.NDArray[np.float32]  # share of the label on the corrected class
-    margin: npt.NDArray[np.float32]  # that share minus the share of the next best class
+    margin: npt.NDArray[np.float32]  # that share minus the next best one; 0 if kept though another is ahead
     score: npt.NDArray[np.float32]  # share of the given class: low means suspicious; nan if none was given
     changed: npt.NDArray[np.bool_]
 
@@ -87,7 +87,7 @@ def decide_by_evidence(
     return Decisions(
         corrected_class=np.where(changed, judged.rival, given),
         confidence=confidence.astype(np.float32),
-        margin=(confidence - other).astype(np.float32),
+        margin=np.maximum(confidence - other, 0.0).astype(np.float32),
         score=judged.given_right.astype(np.float32),
         changed=changed,
     )

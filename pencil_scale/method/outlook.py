@@ -17,7 +17,7 @@ from pencil_scale.config.values import Steps
 from pencil_scale.method.automatic import FEWEST_VISITS
 from pencil_scale.method.pencil import LabelOutlook, label_outlook
 from pencil_scale.method.schedule import Schedule
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 
 PAPER_SCALE = 10.0
 SAFE_PULL = 1.0  # as in the paper on CIFAR-10; the bound of the released form is 2
@@ -48,19 +48,18 @@ def check_outlook(schedule: Schedule) -> str:
     numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
     if _is_good(outlook, schedule):
         return (
-            f"labels: a label the network doubts changes after {outlook.visits} of {stage.epochs} visits and "
-            f"ends with {outlook.share:.2f} on the new class ({numbers})"
+            f"labels: a label the network doubts changes after {outlook.visits} of "
+            f"{many(stage.epochs, 'visit')} and ends with {outlook.share:.2f} on the new class ({numbers})"
         )
     if not stage.allow_fast_labels and outlook.visits is not None and outlook.visits < FEWEST_VISITS:
-        times = "one visit" if outlook.visits == 1 else f"{outlook.visits} visits"
         raise PencilError(
-            f"stages.pencil: a label changes after {times} with {_spelled({'lambda_': stage.lambda_})}, so "
-            f"one or two wrong predictions are enough to ruin it; {_advice(schedule)}, or set "
-            "stages.pencil.allow_fast_labels=true"
+            f"stages.pencil: a label changes after {many(outlook.visits, 'visit')} with "
+            f"{_spelled({'lambda_': stage.lambda_})}, so one or two wrong predictions are enough to ruin "
+            f"it; {_advice(schedule)}, or set stages.pencil.allow_fast_labels=true"
         )
     why = "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
     if outlook.visits is not None:
-        why = f"it takes {outlook.visits} visits, and the stage has {stage.epochs} epochs"
+        why = f"it takes {many(outlook.visits, 'visit')}, and the stage has {many(stage.epochs, 'epoch')}"
     if stage.allow_fixed_labels:
         return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
     raise PencilError(

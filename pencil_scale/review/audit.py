@@ -8,12 +8,15 @@ true share in at least 95 % of all draws, however small the share or the stratum
     found = study(Stratum(num_right=188, num_judged=200, num_all=41_250), Stratum(197, 200, 210_000))
     found.precision.share, found.precision.low, found.precision.high
 
-    findings = study(*read_judged("decisions.json"))      # from the decisions that the review page saved
+    changed, unchanged, run = read_judged("decisions.json")    # from the decisions that the review page saved
+    reliability([changed, unchanged])                     # how often labels are right, by their confidence
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import exp, isnan, lgamma, nan
 from typing import NamedTuple
 
@@ -26,7 +29,8 @@ from pencil_scale.subset.choice import seeded_order
 
 CONFIDENCE = 0.95
 CHANGED, UNCHANGED = "changed", "unchanged"
-KIND, VERSION = "pencil_scale decisions", 2
+KIND, VERSION = "pencil_scale decisions", 3
+BINS = (0.0, 0.5, 0.7, 0.9, 0.97, 1.0)  # of the confidence
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Stratum:
     num_right: int
     num_judged: int
     num_all: int  # labels of this stratum in the dataset
+    num_given_right: int = 0  # judged labels that were right as given
+    confidence: tuple[tuple[float, bool], ...] = ()  # of each judged label, and whether it is right
 
 
 class Estimate(NamedTuple):
@@ -45,9 +51,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        middle = "unknown" if isnan(self.share) else f"{100 * self.share:.1f} %"
-        return f"{middle} (95 % interval {100 * self.low:.1f} % to {100 * self.high:.1f} %)"
+    def spelled(self, sign: str = "") -> str:
+        """In per cent; with the sign "+" of a change."""
+        middle, low, high = (f"{100 * share:{sign}.1f} %" for share in self)
+        return f"{'unknown' if isnan(self.share) else middle} (95 % interval {low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Findings:
     precision: Estimate  # of the changed labels, those whose new class is right
     missed: Estimate  # of the unchanged labels, those that are wrong
     remaining: Estimate  # of all labels, those that are wrong after the repair
+    gain: Estimate  # of all labels, those that the repair put right minus those that it spoiled
 
 
 def draw(rows: npt.NDArray[np.int64], seed: int, num: int) -> npt.NDArray[np.int64]:
@@ -74,7 +82,51 @@ def study(changed: Stratum, unchanged: Stratum) -> Findings:
     strata = [stratum for stratum in (changed, unchanged) if stratum.num_all]
     wrong = [_wrong(stratum, (1 + CONFIDENCE) / 2) for stratum in strata]
     remaining = np.average(wrong, axis=0, weights=[stratum.num_all for stratum in strata])
-    return Findings(_estimate(changed.num_right, changed), _wrong(unchanged), Estimate(*remaining.tolist()))
+    return Findings(
+        _estimate(changed.num_right, changed),
+        _wrong(unchanged),
+        Estimate(*remaining.tolist()),
+        _gain(changed, unchanged),
+    )
+
+
+def _gain(changed: Stratum, unchanged: Stratum) -> Estimate:
+    """Only changed labels gain or lose; a change between two wrong classes does neither."""
+    if changed.num_all == 0:
+        return Estimate(0.0, 0.0, 0.0)
+    share, confidence = changed.num_all / (changed.num_all + unchanged.num_all), (1 + CONFIDENCE) / 2
+    now = _estimate(changed.num_right, changed, confidence)
+    was = _estimate(changed.num_given_right, changed, confidence)
+    return Estimate(
+        share * (now.share - was.share), share * (now.low - was.high), share * (now.high - was.low)
+    )
+
+
+class Bin(NamedTuple):
+    """Judged labels of similar confidence."""
+
+    low: float
+    high: float
+    num: int
+    confidence: float  # on average
+    right: float  # share of right labels
+
+
+def reliability(strata: Sequence[Stratum]) -> list[Bin]:
+    """Compare the confidence of judged labels with how often they are right; each stratum by its size."""
+    judged = [
+        (confidence, right, stratum.num_all / stratum.num_judged)
+        for stratum in strata
+        for confidence, right in stratum.confidence
+    ]
+    confidence, right, weight = np.array(judged, np.float64).reshape(-1, 3).T
+    places, found = np.clip(np.searchsorted(BINS, confidence, "right") - 1, 0, len(BINS) - 2), []
+    for place, (low, high) in enumerate(pairwise(BINS)):
+        here = places == place
+        if here.any():
+            means = (float(np.average(some[here], weights=weight[here])) for some in (confidence, right))
+            found.append(Bin(low, high, int(here.sum()), *means))
+    return found
 
 
 def _wrong(stratum: Stratum, confidence: float = CONFIDENCE) -> Estimate:
@@ -122,8 +174,8 @@ def _log_choose(n: int, k: int) -> float:
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
 
-def read_judged(url: str) -> tuple[Stratum, Stratum]:
-    """Count the labels that were judged in the page's audit: the changed ones, and the unchanged ones."""
+def read_judged(url: str) -> tuple[Stratum, Stratum, str]:
+    """Count the labels that were judged in the page's audit: changed, unchanged, and the name of the run."""
     filesystem, path = filesystem_of(url)
     try:
         with store_errors(f"{url}: cannot be read"):
@@ -142,10 +194,12 @@ def read_judged(url: str) -> tuple[Stratum, Stratum]:
             known, here = found["audit"][kind], [entry for entry in judged if entry["audit"] == kind]
             if not len(here) <= int(known["drawn"]) <= int(known["all"]):
                 raise ValueError(f"{len(here)} judged of {known['drawn']} drawn of {known['all']} {kind}")
-            right = sum(entry["class"] is not None and entry["class"] == entry["suggested"] for entry in here)
-            strata.append(Stratum(right, len(here), int(known["all"])))
+            right = [entry["class"] is not None and entry["class"] == entry["suggested"] for entry in here]
+            given = sum(entry["class"] is not None and entry["class"] == entry["given"] for entry in here)
+            confidence = zip((float(entry["confidence"]) for entry in here), right, strict=True)
+            strata.append(Stratum(sum(right), len(here), int(known["all"]), given, tuple(confidence)))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PencilError(f"{url}: entries are missing or invalid ({error!r}); save it again") from error
     if not judged:
         raise PencilError(f"{url}: nothing was judged in an audit; choose Audit in the page, judge, and save")
-    return strata[0], strata[1]
+    return strata[0], strata[1], str(found.get("run"))

@@ -1,12 +1,17 @@
 """How good the network is, and what it says about the labels: the figures at the top of the review page.
 
-facts = network_facts(known, num_classes=10)          # `known`: figures of the last epoch, and summary.json
-notes = network_notes(known, held=True, reasons=[])   # what a person must know before using the labels
+facts = network_facts(known, num_classes=10)            # `known`: figures of the last epoch, and summary.json
+notes = network_notes(known, "demo", held_because=())   # what a person must know before using the labels
 """
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
+
+from pencil_scale.labels.report import worse
+from pencil_scale.labels.run_record import ways_on
+
+GAIN = "gain of the repair"
 
 
 class Fact(NamedTuple):
@@ -44,23 +49,20 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
     if _is_number(known, "gain"):
         detail = _interval(known, "gain", "{:+.1f} %", 100)
         detail = f"of all labels, put right minus spoiled; estimated{detail}"
-        facts.append(Fact("gain of the repair", f"{100 * known['gain']:+.1f} %", detail))
+        if _is_number(known, "gain_true"):
+            detail += f"; by the true classes {100 * known['gain_true']:+.1f} %"
+        facts.append(Fact(GAIN, f"{100 * known['gain']:+.1f} %", detail))
     return facts
 
 
-def network_notes(known: Mapping[str, Any], held: bool, reasons: Sequence[str]) -> list[str]:
-    """Warn of labels that are held or were promoted by a person, and of labels that got worse."""
-    what = "These labels are held" if held else "These labels were held, and a person promoted them"
-    found = [f"{what}: {reason}." for reason in reasons or known.get("held_because") or ()]
+def network_notes(known: Mapping[str, Any], name: str, held_because: Sequence[str]) -> list[str]:
+    """Warn of labels that are held, and say what to do; and of labels that were promoted or got worse."""
+    what = "These labels are held" if held_because else "The gate held these labels before they were used"
+    found = [f"{what}: {reason}." for reason in held_because or known.get("held_because") or ()]
+    found += ways_on(name) if held_because else []
     if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
         found.append(f"The gate would have held these labels: {gate}.")
-    names = ("given_label_accuracy", "corrected_label_accuracy")
-    if all(_is_number(known, name) for name in names) and known[names[1]] < known[names[0]]:
-        given, now = (_percent(known[name]) for name in names)
-        found.append(
-            f"WORSE: where the true class is known, {given} of the labels were right and {now} are now."
-        )
-    return found
+    return [*found, *(f"{text}." for text in [worse(known)] if text)]
 
 
 def _is_number(known: Mapping[str, Any], key: str) -> bool:
@@ -77,4 +79,4 @@ def _interval(known: Mapping[str, Any], key: str, form: str, factor: int) -> str
     if not all(_is_number(known, end) for end in ends):
         return ""
     low, high = (form.format(factor * known[end]) for end in ends)
-    return f", 95 % interval {low} to {high}"
+    return f", 90 % interval {low} to {high}"

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
+from pencil_scale.config.command import program
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
@@ -68,6 +69,7 @@ def page_data(
         "top_change": _top_change(tally.transitions),
         "moves": _cells(tally.moves),
         "scores": tally.scores.tolist(),
+        "reliability": tally.reliability.tolist() if tally.reliability.any() else None,
         "network": network_facts(known or {}, len(words.class_names)),
         "truth": {name: _known((known or {}).get(name)) for name in TRUTH},
         "epochs": [{name: _known(value) for name, value in epoch.items()} for epoch in figures],
@@ -169,6 +171,7 @@ def review_page(
         data | known,
         catalogue_version=catalogue_version,
         warnings=warnings,
+        pin_labels=program("pipelines.pin_labels"),
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),

@@ -29,7 +29,7 @@ from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.review.audit import draw
 
-SCORE_BINS = 20
+SCORE_BINS, TRUTH_BINS = 20, 10
 SAMPLES = SCHEMA.append(pa.field("before", pa.int64()))  # as exported, and the class to compare with
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -98,6 +98,7 @@ class Tally:
     learned: Cells  # given -> corrected, without pinned labels
     listed: pa.Table
     drawn: pa.Table  # for the audit: the changed labels, then the unchanged ones
+    reliability: npt.NDArray[np.float64]  # [3, TRUTH_BINS], by confidence: labels of known truth, sum, right
 
 
 def scan(source: Source, rules: Rules, rows: range) -> Tally:
@@ -109,11 +110,11 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
             found = labels.decide().corrected_class
             before[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
         before = ClassOrder.between(manifest.class_names, source.words.class_names, name).classes(before)
-    tallies = []
+    true, tallies = _numbers(source.catalogue.read(rows.start, rows.stop, ["true_class"])["true_class"]), []
     for table in export_tables(source, rows):
-        here = before[table["row"].to_numpy() - rows.start]
-        column = pa.array(here, pa.int64(), mask=here == UNLABELLED)
-        tallies.append(_of_table(table.append_column("before", column), rules))
+        places = table["row"].to_numpy() - rows.start
+        column = pa.array(before[places], pa.int64(), mask=before[places] == UNLABELLED)
+        tallies.append(_of_table(table.append_column("before", column), rules, true[places]))
     return merged(tallies, rules)
 
 
@@ -138,10 +139,11 @@ def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:
         sizes,
         listed.take(pa.array(picked)),
         pa.concat_tables(chosen),
+        sum((tally.reliability for tally in tallies), np.zeros((3, TRUTH_BINS))),
     )
 
 
-def _of_table(table: pa.Table, rules: Rules) -> Tally:
+def _of_table(table: pa.Table, rules: Rules, true: Int64s) -> Tally:
     speaker = table["predicted_by"].fill_null("").to_numpy(zero_copy_only=False)
     given, now, before = (_numbers(table[name]) for name in ("given_label", "predicted_label", "before"))
     judged = np.isin(speaker, JUDGED) & (given != UNLABELLED)
@@ -162,6 +164,9 @@ def _of_table(table: pa.Table, rules: Rules) -> Tally:
     )
     score, shown = table["label_score"].fill_null(0.0).to_numpy(), table.filter(pa.array(learned))
     scores = [np.histogram(score[some], SCORE_BINS, (0.0, 1.0))[0] for some in (judged & ~changed, changed)]
+    known = learned & (true != UNLABELLED)
+    confidence = table["confidence"].fill_null(0.0).to_numpy()[known]
+    weights = (np.ones(len(confidence)), confidence, (now == true)[known])
     return Tally(
         counts,
         Cells.of(given[judged], now[judged]),
@@ -170,6 +175,7 @@ def _of_table(table: pa.Table, rules: Rules) -> Tally:
         Cells.of(given[learned], now[learned]),
         shown,
         shown,
+        np.array([np.histogram(confidence, TRUTH_BINS, (0.0, 1.0), weights=some)[0] for some in weights]),
     )
 
 

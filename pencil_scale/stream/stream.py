@@ -105,7 +105,7 @@ class Stream:
         self._selection = Selection(read.catalogue(), spec.subset, spec.left_out)
         self.num_rows = self._selection.num_rows  # of a complete epoch, over all ranks
         if self.num_rows == 0:
-            raise PencilError(f"{spec.storage}: no row to read; see the report of pipelines.index_shards")
+            raise PencilError(f"{spec.storage}: no row to read; see the report of index_shards")
         resized = None if spec.resize is None else (spec.resize, spec.resize)
         self.image_size = resized or common_size(read, self._selection)  # height, width
         self.read = replace(read, size=self.image_size if spec.decode == "cpu" else None)

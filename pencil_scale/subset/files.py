@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.config.command import program
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 
@@ -91,7 +92,8 @@ def read_members(folder: str, catalogue: Catalogue) -> npt.NDArray[np.int64]:
     """Read the rows of a subset for training, after checking that they belong to this catalogue."""
     words = read_words(folder)
     if words is None:
-        raise PencilError(f"data.subset: {folder} has no subset; make one with pipelines.balance_subset")
+        command = program("pipelines.balance_subset")
+        raise PencilError(f"data.subset: {folder} has no subset; make one with `{command}`")
     members = read_table(folder, words).sort_by("row")
     if len(members) == 0:
         raise PencilError(f"data.subset: {folder} has no members; draw it again")

@@ -19,16 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from pencil_scale.config.command import program
 from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.report import LabelReport
 
 SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 LEAST_POWER = 0.2
-ADVICE = (
-    "a weak network and heavy noise cannot be told apart: use pretrained weights, more epochs or larger "
-    "images, or review the labels and release them with pipelines.promote"
-)
 
 Epoch = Mapping[str, Any]  # its figures
 
@@ -71,7 +68,7 @@ def unmeasured(found: Assessment) -> str:
         what = "what the repair gains could not be measured: too few errors are planted"
     else:
         return ""
-    return f"{what}; review the labels (pipelines.review_report), or give clean shards (data.validation)"
+    return f"{what}; review the labels ({program('pipelines.review_report')}), or give clean data.validation"
 
 
 def needed(num_classes: int, deviation: float) -> float:
@@ -113,8 +110,7 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
         return ""
     return (
         f"the network is not clearly better than chance: {what} {found:.3f}; more than {least:.3f} was "
-        f"expected among {num_classes} classes; train longer or with another rate (stages.backbone), or from "
-        "pretrained weights (model.weights)"
+        f"expected among {num_classes} classes"
     )
 
 
@@ -129,14 +125,14 @@ def _no_gain(found: Assessment | None) -> str:
             return ""  # there was nothing to repair
         return (
             f"no label changed, and the network is too weak to find wrong ones: it would find {power:.0%} of "
-            f"the errors planted on purpose if 10 % of the labels were wrong; {ADVICE}"
+            f"the errors planted on purpose if 10 % of the labels were wrong"
         )
     if gain.low > 0:
         return ""
     return (
         f"the repair is not clearly a gain: it changed {gain.changed:.1%} of the labels, and the share of "
         f"right labels is estimated to change by {gain.gain:+.1%} ({gain.low:+.1%} to {gain.high:+.1%}); "
-        f"{measured}; {ADVICE}"
+        f"{measured}"
     )
 
 

@@ -30,6 +30,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
+from pencil_scale.config.command import program
 from pencil_scale.config.settings import Config, Evidence
 from pencil_scale.images.augment import require_sizes
 from pencil_scale.labels.columns import NARROW_BYTES
@@ -53,7 +54,7 @@ from pencil_scale.train.preparation import Preparation, build_network
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
-REMEDY = "run pipelines.index_shards again with this config, or undo the change"
+REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
 TRIAL_S = 30.0
 ROLES = "roles.npz"
 FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
@@ -202,7 +203,7 @@ def _check_clean(
         if differs := difference(catalogue.class_names, class_names):
             raise PencilError(
                 f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "
-                "compared with the training samples'; run pipelines.index_shards again"
+                f"compared with the training samples'; run `{program('pipelines.index_shards')}` again"
             )
         require_sizes(config.images, catalogue.manifest.get("sizes", {}), config.data.max_damaged_share)
         subset, _ = _rows_to_read(config, catalogue)

@@ -14,7 +14,7 @@ import torch
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.assessment import Assessment, assess
-from pencil_scale.labels.report import study_labels
+from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
@@ -38,12 +38,14 @@ TABLE = {
     "corrected": "labels changed",
     "wrong_labels": "labels that are wrong, estimated",
     "gain": "gain in right labels, estimated",
+    "gain_true": "gain in right labels, true",
     "watch_agreement": "agreement on watched samples",
     "images_per_s": "images/s",
     "epoch_s": "seconds per epoch",
     "model": "model",
     "labels": "labels",
 }
+SIGNED = ("gain", "gain_true")
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,31 @@ class Summary:
 
     def table(self) -> str:
         """The most important facts, one per line."""
-        rows = [(words, self.facts[name]) for name, words in TABLE.items() if name in self.facts]
-        return "\n".join(f"{words:<32} {_spelled(value)}" for words, value in rows)
+        rows = [(words, self._spelled(name)) for name, words in TABLE.items() if name in self.facts]
+        return "\n".join(f"{words:<32} {value}" for words, value in rows)
+
+    def _spelled(self, name: str) -> str:
+        """A fact, with its interval if it has one."""
+        spell = "{:+.4f}".format if name in SIGNED else _spelled
+        ends = [spell(self.facts[end]) for end in (f"{name}_low", f"{name}_high") if end in self.facts]
+        return spell(self.facts[name]) + (f"   ({' to '.join(ends)})" if ends else "")
 
     @property
     def held(self) -> bool:
         return bool(self.facts["status"] == "held")
 
     def last_lines(self) -> list[str]:
-        """The last lines of the output: why the labels are held, or what a gate that only warns found."""
+        """The last lines of the output: why the labels are held, or what a gate that only warns found.
+
+        Where the truth is known and the labels got worse, the very last line says so.
+        """
+        warnings = self.facts["warnings"]
+        lines = [f"WARNING: {warnings[kind]}" for kind in (GATE, EVIDENCE) if kind in warnings]
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
-            return [*held, f"The labels of {name} are not published. {ways_on(name)}"]
-        return [
-            f"WARNING: {text}" for kind, text in self.facts["warnings"].items() if kind in (GATE, EVIDENCE)
-        ]
+            lines = [*held, f"The labels of {name} are not published.", *ways_on(name)]
+        return [*lines, *filter(None, [worse(self.facts)])]
 
 
 def publish(

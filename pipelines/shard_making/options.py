@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pencil_scale.config.command import program
+from pencil_scale.config.command import as_started, program
 from pencil_scale.storage.errors import PencilError
 from pipelines.shard_making.files import CLOTHING1M_SPLITS, read_clothing1m, read_digits, read_folder
 from pipelines.shard_making.samples import Classes, Source, absolute_url
@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program("pipelines.make_shards"),
         description=DESCRIPTION,
-        epilog=EXAMPLES,
+        epilog=as_started(EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="folder|table|clothing1m|digits")

@@ -319,7 +319,7 @@ def test_of_two_jobs_that_publish_the_same_version_one_succeeds(bench: Bench) ->
 
 
 def test_no_catalogue_a_torn_manifest_and_another_format_are_one_line_errors(tmp_path: Path) -> None:
-    with pytest.raises(PencilError, match=r"run pipelines\.index_shards first"):
+    with pytest.raises(PencilError, match=r"run `python -m pipelines\.index_shards CONFIG` first"):
         Catalogue.open(str(tmp_path))
     folder = tmp_path / "catalogue"
     folder.mkdir()

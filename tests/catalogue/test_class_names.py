@@ -16,8 +16,8 @@ def test_a_class_is_its_line_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"", "has 0 classes; expected at least 2"),
-        (b"one\n", "has 1 classes; expected at least 2"),
+        (b"", "has no classes; expected at least 2"),
+        (b"one\n", "has one class; expected at least 2"),
         (b"a\n\nb\n", "line 2 is blank"),
         (b"a\nb\na\n", "'a' is on lines 1 and 3"),
         (b"a\n\xff\n", "cannot be read: 'utf-8' codec"),
@@ -31,5 +31,5 @@ def test_an_unusable_class_list_is_refused(text: bytes, says: str, tmp_path: Pat
 
 
 def test_a_missing_class_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PencilError, match=r"absent.txt cannot be read"):
+    with pytest.raises(PencilError, match=r"absent.txt cannot be read: no such file .* that make_shards"):
         read_class_names(str(tmp_path / "absent.txt"))

@@ -47,9 +47,10 @@ def test_a_row_of_the_papers_table_is_a_set_of_overrides() -> None:
     assert "changes after 3 of 130 visits" in check_outlook(found)
 
 
-def test_clothing1m_has_its_fourteen_classes() -> None:
-    names = (CONFIGS / "classes" / "clothing1m.txt").read_text().splitlines()
-    assert len(names) == len(set(names)) == 14
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_class_list_is_beside_the_shards_where_make_shards_writes_it(path: Path) -> None:
+    data = load_config(path).data
+    assert data.classes == f"{data.shards[0].rpartition('/')[0]}/classes.txt"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 from catalogue_making import samples
@@ -65,6 +66,24 @@ def test_scores_are_the_probability_that_a_label_is_right(bench: ExportBench) ->
     assert changed["confidence"] == pytest.approx(0.95 * 0.1 / total, abs=1e-3)
     assert changed["margin"] == pytest.approx((0.095 - 0.024) / total, abs=2e-3)
     assert kept["confidence"] == kept["label_score"] == pytest.approx(0.16 / 0.24, abs=1e-3)
+
+
+def test_a_label_that_is_kept_though_another_class_is_ahead_has_a_margin_of_0(bench: ExportBench) -> None:
+    url = published_url(bench.storage, "t")
+    replace(Manifest.load(url), noise=NOISE | {"min_log_odds": 3.0}).save(url)
+    bench.export()
+    kept = bench.table()[4]
+    assert (kept["is_label_issue"], kept["margin"]) == (False, 0.0)
+    assert kept["label_score"] == kept["confidence"] < 0.5
+
+
+def test_duckdb_reads_every_file_of_an_export(bench: ExportBench) -> None:
+    bench.export()
+    for files in ("table/*.parquet", "doubts/*.parquet", "sidecars/*/*.parquet"):
+        rows = duckdb.sql(f"select * from '{bench.out}/{files}' order by row").fetchall()
+        assert len(rows) == (6 if files.startswith("doubts") else 8)
+        shares = duckdb.sql(f"select label_score, confidence, margin, top_shares from '{bench.out}/{files}'")
+        assert list(map(str, shares.types)) == ["FLOAT", "FLOAT", "FLOAT", "FLOAT[]"]
 
 
 def test_the_top_classes_are_those_of_the_prediction(bench: ExportBench) -> None:

@@ -87,7 +87,8 @@ def test_evidence_changes_a_label_only_if_the_odds_beat_the_given_class() -> Non
 def test_a_raised_bar_keeps_labels_that_would_have_changed() -> None:
     barred = by_evidence([0.05, 0.9, 0.05], given=0, noise=replace(NOISE, min_log_odds=1.0))
     assert (barred.corrected_class[0], barred.changed[0]) == (0, False)
-    assert barred.margin[0] < 0  # the other class is more likely, but not enough
+    assert barred.score[0] == barred.confidence[0] < 0.5
+    assert barred.margin[0] == 0  # the other class is more likely, but not enough
 
 
 def test_other_decisions_replace_only_some_rows() -> None:

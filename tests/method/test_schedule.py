@@ -113,6 +113,7 @@ def test_a_config_tuned_at_ten_classes_pulls_as_hard_at_four_hundred() -> None:
 def test_the_check_before_a_run_reports_when_labels_change() -> None:
     assert "changes after 20 of 130 visits" in check_outlook(schedule(CIFAR10_50))
     assert "after 1 of 10 visits" in check_outlook(schedule(CLOTHING, 14))
+    assert "after 1 of 1 visit " in check_outlook(schedule(f"{CLOTHING} stages.pencil.epochs=1", 14))
 
 
 def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
@@ -171,7 +172,7 @@ def test_labels_that_never_move_are_refused_with_a_lambda_that_moves_them() -> N
 def test_labels_that_change_within_two_visits_are_refused_with_numbers_that_take_longer(
     overrides: str,
 ) -> None:
-    with pytest.raises(PencilError, match=r"a label changes after one visit with .*lambda=4000") as refused:
+    with pytest.raises(PencilError, match=r"a label changes after 1 visit with .*lambda=4000") as refused:
         check_outlook(schedule(overrides))
     tried = re.search(
         r"try (.+?)(?: or .*)?, or set stages.pencil.allow_fast_labels=true", str(refused.value)

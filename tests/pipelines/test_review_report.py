@@ -18,6 +18,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.report import read_traces
+from pencil_scale.labels.run_record import ways_on
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.network import network_facts, network_notes
 from pencil_scale.review.page import as_json, content_policy
@@ -262,7 +263,12 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     assert "chance level 33.3 % of guessing among 3 classes" in seen
     assert "watch rows" not in seen
     assert "gain of the repair" not in seen
-    for limit in ("the majority for their kind of image", "people and the network share"):
+    for limit in (
+        "the majority for their kind of image",
+        "people and the network share",
+        "swapped class names",
+        "harm in small subgroups",
+    ):
         assert limit in seen
     bench.keep_figures([{"epoch": 0, "stage": "pencil", "test_accuracy": 0.5, "balanced_agreement": 0.625}])
     facts = {"test_accuracy": 0.875, "watch_agreement": 0.75, "held_because": [], "model": "s3://me:secret@x"}
@@ -274,9 +280,9 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     assert "accuracy on the test set 87.5 %" in seen  # of the labels, not of the last epoch
     assert "watch agreement 75.0 %" in seen
     assert "training agreement 62.5 %" in seen
-    assert "wrong labels as given ≈ 1,494 estimated, 95 % interval 1,380 to 1,610" in seen
+    assert "wrong labels as given ≈ 1,494 estimated, 90 % interval 1,380 to 1,610" in seen
     assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
-    assert "estimated, 95 % interval -1.0 % to +25.0 %" in seen
+    assert "estimated, 90 % interval -1.0 % to +25.0 %" in seen
     assert seen.index("accuracy on the test set") < seen.index("most frequent change")
     assert "secret" not in bench.page.read_text()
 
@@ -291,17 +297,20 @@ def test_a_figure_that_is_unknown_is_left_out() -> None:
     assert names == ["accuracy", "chance level"]
     (fact,) = [one for one in network_facts({"gain": 0.1}, 10) if one.name == "gain of the repair"]
     assert "interval" not in fact.detail
+    fact = network_facts({"gain": 0.1, "gain_true": -0.02}, 10)[-1]
+    assert fact.detail.endswith("estimated; by the true classes -2.0 %")
 
 
 def test_labels_that_were_held_or_got_worse_are_marked() -> None:
-    known = {"held_because": ["weak network"], "given_label_accuracy": 0.696}
-    assert network_notes(known, held=True, reasons=["x"]) == ["These labels are held: x."]
-    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, held=False, reasons=())
-    assert promoted == "These labels were held, and a person promoted them: weak network."
-    warned = network_notes({"warnings": {"gate": "at chance"}}, held=False, reasons=())
+    known = {"held_because": ["weak network"], "given_label_accuracy": 0.696, "label_accuracy_n": 5000}
+    held, *ways = network_notes(known, "bad", held_because=["x"])
+    assert (held, ways) == ("These labels are held: x.", ways_on("bad"))
+    promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, "bad", held_because=())
+    assert promoted == "The gate held these labels before they were used: weak network."
+    warned = network_notes({"warnings": {"gate": "at chance"}}, "bad", held_because=())
     assert warned == ["The gate would have held these labels: at chance."]
-    assert worse.startswith(
-        "WORSE: where the true class is known, 69.6 % of the labels were right and 33.9 %"
+    assert worse == (
+        "WORSE: of 5,000 labels whose true class is known, 3,480 were right as given and 1,695 are right now."
     )
 
 
@@ -408,14 +417,26 @@ def test_the_command_writes_the_page_to_the_storage_and_prints_the_results_of_an
     with fsspec.open(f"{bench.storage}/reports/t.html") as file:
         (bench.folder / "copy.html").write_bytes(file.read())
     assert shown_in(bench.folder / "copy.html")["run"] == "t"
-    entry = {"sample_id": "000001", "class": 2, "suggested": 2, "audit": CHANGED}
+    entry = {"sample_id": "000001", "class": 2, "given": 1, "suggested": 2, "audit": CHANGED}
+    entry |= {"confidence": 0.8}
+    bench.keep_summary({"gain": 0.12, "gain_low": 0.1, "gain_high": 0.14})
     known = {kind: {"all": 100, "drawn": 50} for kind in (CHANGED, UNCHANGED)}
-    head = {"kind": "pencil_scale decisions", "version": 2, "audit": known, "decisions": [entry] * 20}
+    head = {
+        "kind": "pencil_scale decisions",
+        "version": 3,
+        "run": "t",
+        "audit": known,
+        "decisions": [entry] * 20,
+    }
     (bench.folder / "d.json").write_text(json.dumps(head))
     assert main([str(bench.config), f"report.judged={bench.folder}/d.json"]) == 0
     said = capsys.readouterr().out
-    assert "correct repairs    │ 100.0 % (95 % interval 85.0 % to 100.0 %)" in said
-    assert "wrong, unchanged   │ unknown" in said
+    seen = " ".join(said.replace("│", " ").split())
+    assert "correct repairs 100.0 % (95 % interval 85.0 % to 100.0 %)" in seen
+    assert "wrong, unchanged unknown" in seen
+    assert "gain of the repair +50.0 % (95 % interval +33.0 % to +50.0 %)" in seen
+    assert "estimated by the run +12.0 %" in seen
+    assert "confidence 0.70 to 0.90 0.800 on average, 1.000 of 20 judged labels right" in seen
 
 
 def test_a_file_that_is_not_a_review_page_is_not_overwritten(bench: ReviewBench) -> None:

@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pencil_scale.review.audit import Findings, Stratum, draw, interval, read_judged, study
+from pencil_scale.review.audit import (
+    BINS,
+    Bin,
+    Findings,
+    Stratum,
+    draw,
+    interval,
+    read_judged,
+    reliability,
+    study,
+)
 from pencil_scale.storage.errors import PencilError
 
 
@@ -49,6 +59,25 @@ def test_the_intervals_cover_the_truth_in_95_of_100_audits(right: float, wrong: 
         assert np.mean([one.share for one in found]) == pytest.approx(true_share, abs=0.01)
 
 
+def test_the_gain_is_what_was_put_right_minus_what_was_spoiled() -> None:
+    # All 100 changes of 1,000 labels are judged: 70 are right now, 20 were right before, 10 never.
+    found = study(Stratum(70, 100, 100, num_given_right=20), Stratum(0, 0, 900)).gain
+    assert found == pytest.approx((0.05, 0.05, 0.05))
+    few = study(Stratum(7, 10, 100, num_given_right=2), Stratum(0, 0, 900)).gain
+    assert few.share == pytest.approx(0.05)
+    assert few.low < 0 < 0.05 < few.high  # ten judgements do not decide it
+    assert study(Stratum(0, 0, 0), Stratum(5, 5, 900)).gain == (0, 0, 0)
+
+
+def test_labels_are_as_often_right_as_their_confidence_says_or_not() -> None:
+    changed = Stratum(1, 2, 20, confidence=((0.6, True), (0.65, False)))  # each stands for 10 labels
+    unchanged = Stratum(2, 2, 60, confidence=((0.6, True), (1.0, True)))  # and each for 30
+    low, high = reliability([changed, unchanged])
+    assert low == Bin(0.5, 0.7, 3, pytest.approx((6 + 6.5 + 18) / 50), pytest.approx(40 / 50))
+    assert high == Bin(BINS[-2], 1.0, 1, 1.0, 1.0)
+    assert reliability([Stratum(0, 0, 20)]) == []
+
+
 def _audit(repaired_well: np.ndarray, still_wrong: np.ndarray, seed: int) -> Findings:
     changed = repaired_well[draw(np.arange(len(repaired_well)), seed, 120)]
     unchanged = still_wrong[draw(np.arange(900, 900 + len(still_wrong)), seed, 150)]
@@ -73,26 +102,30 @@ def test_drawing_again_from_draws_of_stretches_gives_the_draw_from_all_rows() ->
 
 def saved(folder: Path, **changes: object) -> str:
     known = {"changed": {"all": 50, "drawn": 10}, "unchanged": {"all": 400, "drawn": 10}}
-    head = {"kind": "pencil_scale decisions", "version": 2, "audit": known}
+    head = {"kind": "pencil_scale decisions", "version": 3, "run": "t", "audit": known}
     path = folder / "decisions.json"
     path.write_text(json.dumps({**head, "decisions": [judged(1, 1)], **changes}))
     return str(path)
 
 
 def judged(number: int | None, suggested: int, audit: str | None = "changed") -> dict[str, object]:
-    return {"sample_id": "x", "class": number, "suggested": suggested, "audit": audit}
+    given = 2 if audit == "changed" else suggested
+    known = {"sample_id": "x", "class": number, "given": given, "suggested": suggested}
+    return {**known, "audit": audit, "confidence": 0.75}
 
 
 def test_only_audited_samples_that_got_the_suggested_class_count_as_right(tmp_path: Path) -> None:
     decisions = [judged(1, 1), judged(2, 1), judged(None, 1), judged(1, 1, None), judged(4, 4, "unchanged")]
-    assert read_judged(saved(tmp_path, decisions=decisions)) == (Stratum(1, 3, 50), Stratum(1, 1, 400))
+    changed, unchanged, run = read_judged(saved(tmp_path, decisions=decisions))
+    assert changed == Stratum(1, 3, 50, 1, ((0.75, True), (0.75, False), (0.75, False)))
+    assert (unchanged, run) == (Stratum(1, 1, 400, 1, ((0.75, True),)), "t")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"kind": "shopping list"}, "not a file of decisions"),
-        ({"version": 9}, "not a file of decisions of version 2"),
+        ({"version": 9}, "not a file of decisions of version 3"),
         ({"decisions": [judged(1, 1, None)]}, "nothing was judged in an audit"),
         ({"audit": {}}, "entries are missing or invalid"),
         ({"decisions": [judged(1, 1)] * 11}, "11 judged of 10 drawn of 50 changed"),

@@ -142,6 +142,19 @@ def test_the_saved_file_pins_exactly_what_was_judged_with_keys(reader: Reader, b
     assert by_verdict["reject"]["class"] == by_verdict["reject"]["given"]
 
 
+def test_a_name_typed_after_judging_is_saved_with_every_decision_that_has_none(
+    reader: Reader, tmp_path: Path
+) -> None:
+    reader.press("a r")
+    reader.page.fill("#by", "ada")
+    reader.page.reload()  # the name is kept in the browser, as the decisions are
+    reader.page.wait_for_selector("html[data-ready]")
+    reader.press("j j a")
+    reader.page.fill("#by", "bob")
+    entries = json.loads(reader.save(tmp_path).read_text())["decisions"]
+    assert [entry["by"] for entry in entries] == ["ada"] * 3
+
+
 def test_the_page_names_the_file_it_saves_and_no_axis_exceeds_100_percent(reader: Reader) -> None:
     assert "pin.file=decisions-t.json" in reader.text("footer")
     chart = reader.page.locator("#curves figure", has_text="Network accuracy")  # 100 % in every epoch
@@ -332,7 +345,7 @@ def test_the_page_and_the_command_line_give_the_same_audit_results(reader: Reade
     assert reader.text("#shown") == "30 drawn at random"
     reader.press("a r 1 1 1 2 1 1 2 1 1 1")  # the audit does not say what a and r would mean
     file = reader.save(tmp_path)
-    changed, unchanged = read_judged(str(file))
+    changed, unchanged, _ = read_judged(str(file))
     assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
     findings = study(changed, unchanged)
     reader.page.click("#audit-panel summary")
@@ -381,6 +394,9 @@ def test_the_page_follows_the_dark_or_light_preference(browser: Any, bench: Revi
 def test_a_page_of_a_hundred_thousand_samples_stays_responsive(browser: Any, tmp_path: Path) -> None:
     reader = Reader(browser, large_page(tmp_path / "large.html"))
     assert reader.text("#shown") == "100,000 of 100,000 listed"
+    dots = reader.page.locator("#curves figure", has_text="Reliability").locator("circle title")
+    assert dots.all_text_contents()[-1] == "confidence 0.855: 76.0 % of 100 labels are right"
+    assert dots.count() == 10
     count = "document.querySelectorAll('.card').length"
     assert 0 < reader.page.evaluate(count) < 60
     reader.page.evaluate("document.querySelector('#list').scrollTop = 1e9")

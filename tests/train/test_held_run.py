@@ -1,6 +1,8 @@
 """A run whose labels look wrong: the command holds them, no job uses them, and a person releases them."""
 
+import html
 import io
+import json
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ import mlflow
 import pytest
 from training_runs import TinyData
 
+from pencil_scale.labels.run_record import ways_on
 from pencil_scale.train import __main__ as train
 from pipelines import balance_subset, export_labels, promote, review_report, why
 
@@ -76,6 +79,7 @@ def story(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Story:
     story.do("export", export_labels.main)
     url = f"export.labels={story.data.storage}/labels/held/tiny.json"
     story.do("export by URL", export_labels.main, url)
+    story.do("export by force", export_labels.main, "--force", f"export.folder={story.data.folder}/forced")
     story.do("subset", balance_subset.main, "subset.by=corrected", "subset.per_class=2")
     story.do("look", review_report.main, page, "report.mlflow=false")
     story.do("why", why.main, "00001")
@@ -98,9 +102,19 @@ def test_the_reasons_are_the_last_lines_followed_by_what_to_do(story: Story) -> 
     reasons = story.summaries["held"]["held_because"]
     assert any("classes lost most of their samples" in reason for reason in reasons)
     lines = story.said["held"].splitlines()
-    assert lines[-len(reasons) - 1 : -1] == [f"HELD: {reason}" for reason in reasons]
-    assert "pipelines.review_report CONFIG report.labels=tiny" in lines[-1]
-    assert "pipelines.promote CONFIG tiny" in lines[-1]
+    first = lines.index(f"HELD: {reasons[0]}")
+    assert lines[first : first + len(reasons)] == [f"HELD: {reason}" for reason in reasons]
+    after = lines[first + len(reasons) :]
+    assert after == ["The labels of tiny are not published.", *ways_on("tiny")]
+    assert "pipelines.review_report CONFIG report.labels=tiny" in after[2]
+    assert "pipelines.promote CONFIG tiny" in after[3]
+
+
+def test_page_and_mlflow_say_the_same_as_the_last_lines(story: Story) -> None:
+    page = html.unescape((story.data.folder / "page.html").read_text())
+    for line in [*story.summaries["held"]["held_because"], *ways_on("tiny")]:
+        assert line in story.tags["held"]["mlflow.note.content"]
+        assert line in page
 
 
 def test_a_held_run_is_not_trained_again_and_the_refusal_names_both_options(story: Story) -> None:
@@ -115,6 +129,13 @@ def test_no_job_uses_held_labels(story: Story, step: str) -> None:
     assert story.codes[step] == 2
     assert "the labels of this run are held: " in story.said[step]
     assert "pipelines.promote CONFIG tiny" in story.said[step]
+
+
+def test_held_labels_can_be_exported_by_force(story: Story) -> None:
+    assert story.codes["export by force"] == 0, story.said["export by force"]
+    assert "WARNING: HELD LABELS ARE EXPORTED (--force): " in story.said["export by force"]
+    manifest = json.loads((story.data.folder / "forced" / "manifest.json").read_text())
+    assert manifest["held_because"] == story.summaries["held"]["held_because"]
 
 
 def test_held_labels_can_be_reviewed(story: Story) -> None:

@@ -56,7 +56,7 @@ def test_a_config_changed_since_indexing_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(PencilError, match=says) as refused:
         require_agreement(config(bench, override.format(bench.folder)))
-    assert "run pipelines.index_shards again" in str(refused.value)
+    assert "run `python -m pipelines.index_shards` again" in str(refused.value)
 
 
 @pytest.mark.parametrize(

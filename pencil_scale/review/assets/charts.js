@@ -134,6 +134,21 @@ function scoreChart(parent) {
   }
 }
 
+function reliabilityChart(parent) {
+  const [num, sum, right] = DATA.reliability;
+  const svg = frame(parent, 'Reliability', 'share of right labels by confidence, where the true class is known');
+  const x = scale(0, 1, BOX.left, BOX.width - BOX.right);
+  const y = scale(0, 1, BOX.height - BOX.bottom, BOX.top);
+  axes(svg, x, y, [0, 1], [0, 1], (value) => percent(value, 0));
+  draw(svg, 'polyline', { class: 'line quiet', points: `${x(0)},${y(0)} ${x(1)},${y(1)}` });
+  const bins = num.map((of, bin) => ({ of, at: sum[bin] / of, share: right[bin] / of })).filter(({ of }) => of);
+  draw(svg, 'polyline', { class: 'line loud', points: bins.map(({ at, share }) => `${x(at)},${y(share)}`).join(' ') });
+  for (const { of, at, share } of bins) {
+    const dot = draw(svg, 'circle', { class: 'dot loud', cx: x(at), cy: y(share), r: 3 });
+    draw(dot, 'title', {}, `confidence ${at.toFixed(3)}: ${percent(share)} of ${whole(of)} labels are right`);
+  }
+}
+
 function curves(parent) {
   const epochs = DATA.epochs;
   const knows = (name) => epochs.some((one) => one[name] != null);
@@ -159,4 +174,5 @@ function curves(parent) {
       (value, digits) => percent(value, Math.max(0, digits - 2)));
   }
   if (DATA.counts.labels) scoreChart(parent);
+  if (DATA.reliability) reliabilityChart(parent);
 }

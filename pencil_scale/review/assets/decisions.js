@@ -35,16 +35,17 @@ function notify() {
 }
 
 function entries() {
+  const name = byId('by').value.trim(); // of those who typed it only after judging, too
   return [...decided].sort((a, b) => a[0] - b[0]).map(([place, made]) => ({
     sample_id: S.id[place],
     class: made.label === null ? null : className(made.label),
     verdict: made.verdict,
     given: className(S.given_label[place]),
     suggested: className(S.predicted_label[place]),
-    by: made.by || null,
+    by: made.by || name || null,
     at: made.at,
     note: VERDICTS[made.verdict] + (made.audit ? ', in an audit' : ''),
-    ...(made.audit ? { audit: made.audit } : {}),
+    ...(made.audit ? { audit: made.audit, confidence: Number(S.confidence[place].toFixed(4)) } : {}),
   }));
 }
 
@@ -52,7 +53,7 @@ function asFile() {
   const drawn = (stratum) => DATA.audit.stratum.filter((one) => one === stratum).length;
   const audit = Object.fromEntries(['changed', 'unchanged'].map(
     (stratum) => [stratum, { all: DATA.audit[stratum], drawn: drawn(stratum) }]));
-  return { kind: 'pencil_scale decisions', version: 2, run: DATA.run, page: DATA.created, audit, decisions: entries() };
+  return { kind: 'pencil_scale decisions', version: 3, run: DATA.run, page: DATA.created, audit, decisions: entries() };
 }
 
 function take(file) {
