@@ -58,6 +58,7 @@ stages:
   finetune: {{epochs: 0, rate: 0.02}}
 workers: {{count: {workers}, cpus: 0.5, timeout_s: 120, scratch: {folder}/scratch, max_failures: 0}}
 checkpoint: {{every_steps: {steps}, keep: 1}}
+evidence: {{watched: 0, planted: 0}}
 """
 
 

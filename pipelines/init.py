@@ -153,7 +153,7 @@ def config_text(
     lines += [
         "  # validation: clean/*.tar   # some hundred samples with checked labels measure the repair",
         "images: {flip: true}   # false if a mirrored image can be another class, as with digits or text",
-        "evidence: {watched: null, planted: null}   # hold a repair that is not clearly a gain",
+        "# evidence: {watched: 0.05, planted: 0.01}   # samples that measure the repair; 0 switches it off",
         *_model_lines(found),
         *_worker_lines(),
     ]

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
 from pencil_scale.config.command import HELD, program, run_job, say
@@ -196,8 +198,8 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared 
     if prepared is None or len(prepared.rows):
         what, labels = "all samples", None
         if prepared is not None:
-            fresh, labels = len(prepared.crawl.fresh), prepared.labels
-            what = f"{many(len(prepared.rows), 'row')}, {fresh:,} new"
+            labels, fresh = prepared.labels, prepared.crawl.fresh["row"].to_numpy()
+            what = f"{many(len(prepared.rows), 'row')}, {np.isin(prepared.rows, fresh).sum():,} new"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
         start = Start(night.id, night.catalogue_version, labels)
         train(night_config(config, night, prepared), start, alias=None, hold=False)
@@ -217,7 +219,8 @@ def _check(
     facts = run_facts(storage.url, name) if is_trained else {}
     reasons = tuple(facts.get("held_because", ()))
     if prepared is None:
-        counts = {"new_samples": facts["samples"], "new_repaired": facts["corrected"]}
+        num_samples = facts["samples"] + facts["watched"]
+        counts = {"new_samples": num_samples, "new_repaired": facts["corrected"]}
         return Findings({**counts, **clean_accuracy(facts)}, reasons)
     figures = clean_accuracy(facts) if is_trained else prepared.parent.figures
     labels = Manifest.load(storage.path(storage.published(name)))

@@ -22,6 +22,7 @@ stages:
   pencil: {epochs: 1, rate: 0.05, alpha: 0.1, beta: 0.4, lambda: 1200, tuned_classes: 3,
            allow_fast_labels: true}
   finetune: {epochs: 1, rate: 0.05}
+evidence: {watched: 0, planted: 0}
 """
 
 

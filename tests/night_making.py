@@ -39,6 +39,7 @@ stages:
   finetune: {{epochs: 1, rate: 0.01}}
 workers: {{count: 1, in_process: true, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch}}
 checkpoint: {{every_steps: 2, keep: 2}}
+evidence: {{watched: 0, planted: 0}}
 tracking: {{register_as: colours}}
 report: {{thumbnails: 4, audit: 4}}
 nightly: {{first_epochs: [3, 2, 1], max_accuracy_fall: 0.5, keep_nights: 3}}

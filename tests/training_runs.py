@@ -54,6 +54,7 @@ stages:
   finetune: {{epochs: 2, rate: 0.02, drop_after: [1]}}
 workers: {{count: 2, cpus: 0.5, timeout_s: 60, scratch: {folder}/scratch, max_failures: 5}}
 checkpoint: {{every_steps: 3, keep: 2}}
+evidence: {{watched: 0, planted: 0}}
 """
 
 

@@ -226,15 +226,15 @@ class Gate(Settings):
 class Evidence(Settings):
     watched: float | None = key(
         "share of the samples that are predicted but never trained on, to measure the network and the noise "
-        "without clean data; null: about 5 %",
-        0.0,
+        "without clean data; null: about 5 %, 0: none",
+        None,
         ge=0,
         le=0.5,
     )
     planted: float | None = key(
         "share of the labels replaced by a wrong class while the run trains, to measure how many errors it "
-        "finds; never published; null: about 1 %",
-        0.0,
+        "finds; never published; null: about 1 %, 0: none",
+        None,
         ge=0,
         le=0.2,
     )

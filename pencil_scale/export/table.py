@@ -185,13 +185,14 @@ def _top(
     Where there is evidence, these are the most likely classes. Then there are at most as many of them, for
     every label, as a prediction keeps.
     """
-    if labels.noise is None:
+    if not labels.noise:
         return _top_of_logits(labels.logits, first, top_k)
-    predictions, some = labels.predictions(), labels.has_evidence
+    predictions = labels.predictions()
     likely = predictions.classes[:, :top_k]
     found, shares = _top_of_logits(labels.logits, first, likely.shape[1])
-    found[some] = likely[some]
-    shares[some] = predictions.at(labels.noise.temperature)[0][some, :top_k]
+    for noise, some in labels.by_noise():
+        found[some] = likely[some]
+        shares[some] = predictions.at(noise.temperature)[0][some, :top_k]
     return found, shares
 
 

@@ -7,6 +7,10 @@
 The noise is fitted to the half of the watched samples that selects. One rule, stored in the manifest, then
 decides all labels, and no more of them change than are surely wrong. Planted errors are judged by the same
 rule as all others before they get their original class back.
+
+The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
+networks, and stay as decided by the rules that were fitted to those. If nothing could be fitted, the rule of
+the parent stays in force.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +22,8 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.columns import PINNED, PLANTED, WATCHED, Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import LabelRows, PublishedLabels
-from pencil_scale.labels.roles import Roles, judges
-from pencil_scale.labels.start_labels import regive
+from pencil_scale.labels.roles import FEWEST, Roles, judges
+from pencil_scale.labels.start_labels import unplant
 from pencil_scale.method.evidence import (
     Gain,
     Judged,
@@ -32,7 +36,6 @@ from pencil_scale.method.evidence import (
 )
 
 Mask = npt.NDArray[np.bool_]
-FEWEST = 30  # watched samples, or planted errors, below which nothing is concluded
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
 STRETCH = 1 << 18
 
@@ -50,28 +53,35 @@ class Assessment:
 def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment:
     """Fit the noise, decide all labels, and measure the decisions."""
     original = _given(catalogue, roles.planted)
-    labels = regive(manifest, roles.planted, original) if len(original) else manifest
+    labels = unplant(manifest, (roles.planted, roles.planted_class), original)
     noise = _fit(PublishedLabels(manifest), roles)
     if noise is None:
         return Assessment(labels)
-    noise = replace(noise, watched_below=float(roles.threshold))
-    judged, planted = [np.zeros(0)], list[Judged]()
+    noise = replace(noise, watched_below=float(roles.threshold), since=manifest.first_epoch)
+    watched, trained, planted = [np.zeros(0)], [np.zeros(0)], list[Judged]()
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
     for part in PublishedLabels(manifest).batches():
+        is_watched = part.role == WATCHED
         usable = _predicted(part) & (part.noisy_class >= 0) & (part.role != PINNED)
-        judged.append(_judge(part, usable & (part.role != PLANTED), noise).log_odds)
+        usable &= is_watched | (part.last_epoch >= manifest.first_epoch)
+        watched.append(_judge(part, usable & is_watched, noise).log_odds)
+        trained.append(_judge(part, usable & ~is_watched & (part.role != PLANTED), noise).log_odds)
         here = usable & (part.role == PLANTED)
         rows.append(part.rows.start + np.flatnonzero(here))
         planted.append(_judge(part, here, noise))
-        power.append(_judge(part, here, replace(noise, replaced=max(noise.replaced, ASSUMED))).log_odds)
-    log_odds, found_rows = np.concatenate(judged), np.concatenate(rows)
-    noise = limit_changes(noise, log_odds)
-    labels = replace(labels, noise=asdict(noise))
+        power.append(_judge(part, here, replace(noise, replaced=ASSUMED)).log_odds)
+    log_odds, found_rows = np.concatenate(trained), np.concatenate(rows)
+    # The limit holds for all rows, and for those trained on: a night may watch more rows than it trains on.
+    limits = (limit_changes(noise, some) for some in (log_odds, np.concatenate([log_odds, *watched])))
+    noise = max(limits, key=lambda limited: limited.min_log_odds)
+    earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
+    labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
     if len(found_rows) < FEWEST:
         return Assessment(labels, noise)
     found = np.concatenate([one.log_odds for one in planted]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in planted])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
+    # Planted errors were trained on, so they are compared with rows that were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
     return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()))

@@ -35,7 +35,7 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 KIND = "pencil_scale labels"
-VERSION = 4
+VERSION = 5
 LABELS, LEDGER = "parts", "ledger"  # the folders of a store
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
@@ -81,6 +81,7 @@ class Manifest:
     attempt: int = 0  # which start of the run wrote it; 0: the run had not started to train
     catalogue: str = ""  # id of the catalogue whose rows these are
     noise: dict[str, float] | None = None  # fields of a NoiseModel: decide by predictions, not by logits
+    earlier_noise: tuple[dict[str, float], ...] = ()  # of the networks before, the oldest first
 
     @classmethod
     def empty(
@@ -134,6 +135,7 @@ class Manifest:
                 "use the program that wrote it"
             )
         found["layout"], found["class_names"] = Layout(**found["layout"]), tuple(found["class_names"])
+        found["earlier_noise"] = tuple(found["earlier_noise"])
         found["parts"] = {
             int(part): StoredPart(*(StoredFile(*fields) for fields in files))
             for part, files in found["parts"].items()

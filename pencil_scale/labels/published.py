@@ -62,7 +62,7 @@ class LabelRows:
     """The labels of consecutive rows, and what the network predicted when it last saw each."""
 
     rows: range
-    noise: NoiseModel | None
+    noise: tuple[NoiseModel, ...]  # the oldest first; none: decide by logits
     logits: npt.NDArray[np.float32]  # [B, C]
     noisy_class: npt.NDArray[np.int32]  # as given, or pinned to; -1 where a row has no usable label
     role: npt.NDArray[np.uint8]
@@ -72,11 +72,14 @@ class LabelRows:
     predicted_log_p: npt.NDArray[np.float16]  # [B, K]; NaN: never predicted
 
     @classmethod
-    def of(cls, first_row: int, labels: pa.RecordBatch, ledger: pa.RecordBatch, noise: Any) -> "LabelRows":
+    def of(
+        cls, first_row: int, labels: pa.RecordBatch, ledger: pa.RecordBatch, manifest: Manifest
+    ) -> "LabelRows":
         """View the batches of both files that start at this row."""
         columns = to_columns(labels.drop_columns(["row"])) | to_columns(ledger)
         rows = range(first_row, first_row + labels.num_rows)
-        noise = None if noise is None else NoiseModel(**noise)
+        models = [*manifest.earlier_noise, manifest.noise] if manifest.noise else []
+        noise = tuple(NoiseModel(**model) for model in models)  # type: ignore[arg-type]
         return cls(rows, noise, columns.pop("label_logits"), **columns)
 
     @classmethod
@@ -84,7 +87,7 @@ class LabelRows:
         """Rows that are newer than the labels."""
         logits, keys = np.zeros((len(rows), num_classes), np.float32), np.zeros((len(rows), 16), np.uint8)
         classes, role = np.full(len(rows), UNLABELLED, np.int32), np.full(len(rows), FREE, np.uint8)
-        return cls(rows, None, logits, classes, role, keys, **to_columns(new_ledger(len(rows), num_classes)))
+        return cls(rows, (), logits, classes, role, keys, **to_columns(new_ledger(len(rows), num_classes)))
 
     @property
     def pinned(self) -> npt.NDArray[np.bool_]:
@@ -95,8 +98,25 @@ class LabelRows:
     @property
     def has_evidence(self) -> npt.NDArray[np.bool_]:
         """Whether the label is decided by its prediction."""
+        found = np.zeros(len(self.rows), np.bool_)
+        for _, some in self.by_noise():
+            found |= some
+        return found
+
+    def by_noise(self) -> Iterator[tuple[NoiseModel, npt.NDArray[np.bool_]]]:
+        """Each noise model, with the rows that it decides: those that its own network predicted last.
+
+        So a label that a night does not visit stays as it is, whatever that night finds. Rows that were never
+        trained on are predicted by the newest network.
+        """
         known = ~np.isnan(self.predicted_log_p[:, 0]) & (self.noisy_class != UNLABELLED) & ~self.pinned
-        return known if self.noise is not None else np.zeros(len(known), np.bool_)
+        newest = len(self.noise) - 1
+        number = np.searchsorted([model.since for model in self.noise], self.last_epoch, side="right") - 1
+        number[self.last_epoch == 0] = newest
+        for nth, model in enumerate(self.noise):
+            some = known & (number == nth)
+            if some.any():
+                yield model, some
 
     def predictions(self, some: Any = slice(None)) -> Predictions:
         """What the network predicted when it last saw each row, or some of them; NaN: never."""
@@ -105,11 +125,11 @@ class LabelRows:
 
     def decide(self) -> Decisions:
         """Decide the class of every row by its prediction, if there is evidence, else by its logits."""
-        found, some = decide(self.logits, self.noisy_class), self.has_evidence
-        if self.noise is None or not some.any():
-            return found
-        judged = decide_by_evidence(self.predictions(some), self.noisy_class[some], self.noise)
-        return found.but(some, judged)
+        found = decide(self.logits, self.noisy_class)
+        for noise, some in self.by_noise():
+            judged = decide_by_evidence(self.predictions(some), self.noisy_class[some], noise)
+            found = found.but(some, judged)
+        return found
 
     def under(self, order: ClassOrder, given: npt.NDArray[np.integer]) -> "LabelRows":
         """The same rows with the class numbers of another list, and with other given classes of that list."""
@@ -138,21 +158,19 @@ class PublishedLabels:
                 (LEDGER, new_ledger(0, num_classes)),
             )
         )
-        return LabelRows.of(rows.start, labels, ledger, self.manifest.noise)
+        return LabelRows.of(rows.start, labels, ledger, self.manifest)
 
     def batches(self, rows: range | None = None) -> Iterator[LabelRows]:
         """Read these rows, or all, one part at a time and a few parts ahead."""
         both = zip(self._read(rows, LABELS), self._read(rows, LEDGER), strict=True)
-        return (
-            LabelRows.of(first, labels, ledger, self.manifest.noise) for (first, labels), (_, ledger) in both
-        )
+        return (LabelRows.of(first, labels, ledger, self.manifest) for (first, labels), (_, ledger) in both)
 
     def parts_with(self, rows: npt.NDArray[np.int64]) -> Iterator[LabelRows]:
         """Read the complete parts that hold any of these rows."""
         parts = np.unique(rows[rows < self._layout.num_rows] >> self._layout.shift).tolist()
         both = (get_parts(self.manifest, parts, folder) for folder in (LABELS, LEDGER))
         for part, labels, ledger in zip(parts, *both, strict=True):
-            yield LabelRows.of(self._layout.rows_of(part).start, labels, ledger, self.manifest.noise)
+            yield LabelRows.of(self._layout.rows_of(part).start, labels, ledger, self.manifest)
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
         """Read the last epoch of the table's life in which each row was trained on; 0: never."""

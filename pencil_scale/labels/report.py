@@ -144,8 +144,7 @@ def study_labels(
         given, true = (columns[name].fill_null(-1).to_numpy() for name in ("noisy_class", "true_class"))
         on = pa.compute.equal(columns["status"], "ok").to_numpy() & (given >= 0)
         on &= part.role != PLANTED  # wrong on purpose
-        if part.noise is None:
-            on &= part.role != WATCHED  # not decided yet
+        on &= (part.role != WATCHED) | part.has_evidence  # else not decided yet
         if members is not None:
             first, last = np.searchsorted(members, [rows.start, rows.stop])
             on &= np.isin(np.arange(rows.start, rows.stop), members[first:last])

@@ -5,15 +5,18 @@ is and how many labels are wrong. Planted errors are trained on like all other s
 wrong labels the run finds. Neither needs clean data.
 
     roles = choose_roles(catalogue, rows, pinned, config.evidence, seed=1)
+    roles = choose_roles(catalogue, rows, pinned, config.evidence, seed=1, parent=carried)    # of a night
     roles.watched, roles.planted, roles.planted_class
 
 Watched samples are those whose image hashes below a threshold, so copies of an image are watched together. A
-run that continues another passes its threshold on, and a threshold only falls: no sample that was trained on
-is ever watched.
+run that continues another never raises its threshold, and watches no sample that was ever trained on, nor a
+copy of one. It watches samples of the whole catalogue, also those that it would not have trained on.
+
+So few samples that nothing could be measured get no role, but a night keeps watching: later ones add to them.
 """
 
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +27,19 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import hashes_of
 from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.columns import Int64s
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.storage.hashing import UInt64s, hashes
 
 ALL = 2**64  # a threshold above every hash
 FEWEST_WATCHED, MOST_WATCHED, MOST_PER_CLASS = 1_000, 20_000, 100
 FEWEST_PLANTED = 300
+FEWEST = 30  # watched samples that select, or planted errors, below which nothing is concluded
 JUDGE_KEY = 0x6A75646765
 COLUMNS = ["row", "status", "noisy_class", "content_key", "image_bytes"]
+Mask = npt.NDArray[np.bool_]
+Samples = npt.NDArray[np.void]  # of the type SAMPLE
+SAMPLE = np.dtype([("row", "i8"), ("content", "u8"), ("given", "i8"), ("num_bytes", "i8")])
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,18 @@ class Roles:
         """No row has a role."""
         rows = np.zeros(0, np.int64)
         return cls(rows, rows, rows, np.zeros(0, np.int32), 0)
+
+    def but(self, taken_down: Int64s) -> "Roles":
+        """The same roles, but some rows are not watched: they may not be read any more."""
+        here = ~np.isin(self.watched, taken_down)
+        return replace(self, watched=self.watched[here], watched_bytes=self.watched_bytes[here])
+
+    @property
+    def unmeasured(self) -> str:
+        """What cannot be measured with these roles; empty if everything can."""
+        if not _select_enough(self.watched):
+            return "how many labels are wrong and what the repair gains"
+        return "what the repair gains" if len(self.planted) < FEWEST else ""
 
     def encode(self) -> bytes:
         """As the bytes of a file: a run that resumes has the same roles, whatever was pinned since."""
@@ -81,34 +102,97 @@ def choose_roles(
     pinned: Int64s,
     evidence: Evidence,
     seed: int,
-    highest: int = ALL,
+    parent: Manifest | None = None,
 ) -> Roles:
-    """Choose among the unpinned rows of a run (None: all ok rows); `highest` limits the threshold."""
+    """Choose among the unpinned rows of a run (None: all ok rows); `parent`: the labels that it continues."""
+    if evidence.watched == 0:
+        return Roles.none()  # what planted errors say depends on the noise
     num_rows = catalogue.num_ok if rows is None else len(rows)
+    num_known = num_rows if parent is None else catalogue.num_ok
     watched, planted = evidence.watched, evidence.planted
     if watched is None:
-        watched = watched_share(num_rows, catalogue.num_classes)
+        watched = watched_share(num_known, catalogue.num_classes)
     if planted is None:
         planted = planted_share(num_rows)
-    threshold = min(int(watched * ALL), highest)
-    no_rows = np.zeros(0, np.int64)
-    found = [(no_rows, no_rows, no_rows, np.zeros(0, np.int32))]
+    threshold, key = int(watched * ALL), seed
+    if parent is not None:
+        threshold = min(threshold, int(parent.noise["watched_below"]) if parent.noise else ALL)
+        key += 2 * parent.first_epoch  # other rows every night
+    found, errors = _candidates(catalogue, rows, pinned, parent, threshold, int(planted * ALL), key)
+    if (parent is None and not _select_enough(found["row"])) or not len(found):
+        return Roles.none()
+    if not _select_enough(found["row"]) or len(errors) < FEWEST:
+        errors = errors[:0]
+    wrong = _wrong_classes(errors, catalogue.num_classes, key, parent)
+    watched_rows, watched_bytes = found["row"].copy(), found["num_bytes"].copy()
+    return Roles(watched_rows, watched_bytes, errors["row"].copy(), wrong, threshold)
+
+
+def _candidates(
+    catalogue: Catalogue,
+    rows: Int64s | None,
+    pinned: Int64s,
+    parent: Manifest | None,
+    threshold: int,
+    planted_below: int,
+    key: int,
+) -> tuple[Samples, Samples]:
+    """The samples to watch, and those to plant errors in."""
+    watched, planted, copies = [np.zeros(0, SAMPLE)], [np.zeros(0, SAMPLE)], [np.zeros(0, np.uint64)]
     for table in catalogue.batches(COLUMNS):
-        numbers = table["row"].to_numpy()
-        given = table["noisy_class"].fill_null(-1).to_numpy()
-        usable = (given >= 0) & pc.equal(table["status"], "ok").to_numpy() & ~np.isin(numbers, pinned)
-        if rows is not None:
-            usable &= np.isin(numbers, rows)
-        content = _content(table["content_key"], numbers)
-        is_watched = usable & _below(content, threshold)
+        some = _samples(table)
+        is_pinned = np.isin(some["row"], pinned)
+        usable = (some["given"] >= 0) & pc.equal(table["status"], "ok").to_numpy() & ~is_pinned
+        trains = usable if rows is None else usable & np.isin(some["row"], rows)
+        low, seen = _below(some["content"], threshold), is_pinned | _trained(parent, some["row"])
+        watches = low & ~seen & (trains if parent is None else usable)
         # Another hash of the same content, so the two choices are independent.
-        is_planted = usable & ~is_watched & _below(hashes(content, seed), int(planted * ALL))
-        steps = 1 + hashes(content[is_planted], seed + 1) % np.uint64(max(catalogue.num_classes - 1, 1))
-        wrong = (given[is_planted] + steps.astype(np.int64)) % catalogue.num_classes
-        num_bytes = table["image_bytes"].to_numpy()[is_watched]
-        found.append((numbers[is_watched], num_bytes, numbers[is_planted], wrong.astype(np.int32)))
-    watched_rows, watched_bytes, planted_rows, classes = map(np.concatenate, zip(*found, strict=True))
-    return Roles(watched_rows, watched_bytes, planted_rows, classes, threshold)
+        plants = trains & ~watches & _below(hashes(some["content"], key), planted_below)
+        watched.append(some[watches])
+        planted.append(some[plants])
+        copies.append(some["content"][low & seen])
+    found = np.concatenate(watched)
+    return found[~np.isin(found["content"], np.concatenate(copies))], np.concatenate(planted)
+
+
+def _samples(table: pa.Table) -> Samples:
+    """What the choice needs to know of some rows of the catalogue."""
+    some = np.zeros(len(table), SAMPLE)
+    some["row"], some["given"] = table["row"].to_numpy(), table["noisy_class"].fill_null(-1).to_numpy()
+    some["num_bytes"] = table["image_bytes"].fill_null(0).to_numpy()
+    some["content"] = _content(table["content_key"], some["row"])
+    return some
+
+
+def _trained(parent: Manifest | None, rows: Int64s) -> Mask:
+    """Which of these consecutive rows the network may have been trained on before."""
+    seen = np.zeros(len(rows), np.bool_)
+    if parent is not None and len(rows):
+        epochs = PublishedLabels(parent).last_epoch(range(int(rows[0]), int(rows[-1]) + 1))
+        seen[: len(epochs)] = epochs > 0
+    return seen
+
+
+def _wrong_classes(
+    errors: Samples, num_classes: int, key: int, parent: Manifest | None
+) -> npt.NDArray[np.int32]:
+    """A random wrong class for each row.
+
+    If earlier predictions are known, half of them get the class that is most likely confused with theirs. A
+    label that looks wrong does not, since that class is probably the right one.
+    """
+    rows = np.ascontiguousarray(errors["row"])
+    steps = 1 + hashes(errors["content"], key + 1) % np.uint64(max(num_classes - 1, 1))
+    wrong: npt.NDArray[np.int32] = ((errors["given"] + steps.astype(np.int64)) % num_classes).astype(np.int32)
+    for part in PublishedLabels(parent).parts_with(rows) if parent is not None else ():
+        here = slice(*np.searchsorted(rows, [part.rows.start, part.rows.stop]).tolist())
+        slots = rows[here] - part.rows.start
+        classes = part.predictions(slots).classes
+        place = (classes != errors["given"][here, None]).argmax(axis=1)
+        known = ~np.isnan(part.predicted_log_p[slots, 0]) & ~part.decide().changed[slots]
+        known &= hashes(rows[here], key) % np.uint64(2) == 0
+        wrong[here] = np.where(known, classes[np.arange(len(slots)), place], wrong[here])
+    return wrong
 
 
 def _content(keys: pa.ChunkedArray, rows: Int64s) -> UInt64s:
@@ -117,11 +201,15 @@ def _content(keys: pa.ChunkedArray, rows: Int64s) -> UInt64s:
     return np.where(keys.is_null().to_numpy(), hashes(rows, 0), content)
 
 
-def _below(values: UInt64s, threshold: int) -> npt.NDArray[np.bool_]:
+def _below(values: UInt64s, threshold: int) -> Mask:
     return values < np.uint64(threshold) if threshold < ALL else np.ones(len(values), np.bool_)
 
 
-def judges(rows: Int64s) -> npt.NDArray[np.bool_]:
+def _select_enough(watched: Int64s) -> bool:
+    return bool(np.count_nonzero(~judges(watched)) >= FEWEST)
+
+
+def judges(rows: Int64s) -> Mask:
     """Which watched rows judge a result; the others select it."""
-    judging: npt.NDArray[np.bool_] = hashes(rows, JUDGE_KEY) % np.uint64(2) == 1
+    judging: Mask = hashes(rows, JUDGE_KEY) % np.uint64(2) == 1
     return judging

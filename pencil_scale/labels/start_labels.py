@@ -8,6 +8,7 @@ every other row of those, stay as they are.
     manifest = grow(manifest, catalogue)
     manifest = regive(manifest, rows, classes)
     manifest = set_roles(manifest, (planted_rows, wrong_classes), watched_rows)
+    manifest = unplant(manifest, (planted_rows, wrong_classes), classes)           # at the end of a run
     manifest = pin(manifest, read_pins(storage).resolve(class_names))
 
 Another class list changes every row. The mapping names, for every new class, the old classes it is made of,
@@ -146,6 +147,25 @@ def regive(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
     return _set(manifest, rows, classes, lambda labels, slots, to: ~labels.pinned[slots], FREE)
 
 
+def unplant(manifest: Manifest, planted: Planted, classes: Classes) -> Manifest:
+    """Give planted errors their original class back, and take the wrong one out of their predictions.
+
+    The network was trained to predict the wrong class, so what it says of that class must not decide.
+    """
+    rows, wrong = planted
+    manifest = regive(manifest, rows, classes)
+    parts = dict(manifest.parts)
+    for labels in PublishedLabels(manifest).parts_with(rows):
+        here = _within(rows, labels.rows)
+        slots = rows[here] - labels.rows.start
+        found, some = labels.predictions(), labels.predictions(slots).without(wrong[here].astype(np.int64))
+        found.classes[slots], found.log_p[slots] = some.classes, some.log_p
+        part = labels.rows.start >> manifest.layout.shift
+        ledger = put_batch(Folder(manifest.store), LEDGER, _ledger(labels.last_epoch, found), manifest.run)
+        parts[part] = replace(parts[part], ledger=ledger)
+    return replace(manifest, parts=parts)
+
+
 def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:
     """Give pinned rows their given class back: their pins are void. Rows that are not pinned stay."""
     return _set(manifest, rows, classes, lambda labels, slots, to: labels.pinned[slots], FREE)
@@ -275,9 +295,12 @@ def _remapped_ledger(old: LabelRows, mapping: Mapping) -> pa.RecordBatch:
     np.put_along_axis(shares, top.classes, kept, axis=1)
     shares = np.stack([shares[:, list(olds)].sum(axis=1) for olds in mapping], axis=1)
     found = Predictions.from_logits(np.log(np.maximum(shares, 1e-12)))
-    log_p = np.where(known, found.log_p, np.nan)
-    schema = ledger_schema(len(mapping))
-    columns: list[npt.NDArray[Any]] = [old.last_epoch, found.classes, log_p]
+    return _ledger(old.last_epoch, replace(found, log_p=np.where(known, found.log_p, np.nan)))
+
+
+def _ledger(last_epoch: npt.NDArray[np.int32], found: Predictions) -> pa.RecordBatch:
+    schema = ledger_schema(found.num_classes)
+    columns: list[npt.NDArray[Any]] = [last_epoch, found.classes, found.log_p]
     kinds = [getattr(kind, "value_type", kind).to_pandas_dtype() for kind in schema.types]
     cast = (values.astype(kind) for values, kind in zip(columns, kinds, strict=True))
     return to_batch(schema, dict(zip(schema.names, cast, strict=True)))

@@ -24,6 +24,7 @@ Floats = npt.NDArray[np.float64]
 Classes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+NEVER = -60_000.0  # the log-probability of a class that cannot be; the ledger keeps 16 bits
 TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
@@ -58,6 +59,17 @@ class Predictions:
         """The predictions of some of the samples."""
         return replace(self, classes=self.classes[samples], log_p=self.log_p[samples])
 
+    def without(self, classes: Classes) -> Self:
+        """The predictions if one class of each sample could not be; it is the last of those kept."""
+        is_it = self.classes == classes[:, None]
+        shares = np.where(is_it, 0.0, np.exp(self.log_p))
+        left = np.maximum(1 - np.where(is_it, np.exp(self.log_p), 0.0).sum(-1), shares.sum(-1))
+        log_p = np.where(is_it, NEVER, self.log_p - np.log(np.maximum(left, 1e-12))[:, None])
+        log_p = np.where(np.isnan(self.log_p), np.nan, log_p)
+        order = np.argsort(-log_p, axis=-1, kind="stable")
+        classes = np.take_along_axis(self.classes, order, -1)
+        return replace(self, classes=classes, log_p=np.take_along_axis(log_p, order, -1))
+
     def at(self, temperature: float) -> tuple[Floats, Floats]:
         """Probabilities of the top classes [N, K] and of every other class [N] at a temperature."""
         top = np.exp(self.log_p / temperature)
@@ -85,6 +97,7 @@ class NoiseModel:
     wrong_high: float
     min_log_odds: float = 0.0  # a label changes only if the odds against it are above this
     watched_below: float = 0.0  # images that hash below this were not trained on
+    since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:

@@ -108,8 +108,11 @@ def archive_counts(crawl: Crawl) -> npt.NDArray[np.float64]:
     return np.array([*counts, sum(statuses.get(status, 0) for status in WITHOUT_LABEL)])
 
 
-def old_rows(crawl: Crawl, num: int, key: int) -> pa.Table:
-    """Draw ok rows that were known before, different ones for each key, from as few chunks as possible."""
+def old_rows(crawl: Crawl, num: int, key: int, watched: Int64s | None = None) -> pa.Table:
+    """Draw ok rows that were known before, different ones for each key, from as few chunks as possible.
+
+    Watched rows are never drawn.
+    """
     after, num_known = crawl.after, crawl.before.num_rows
     chunks = np.arange(-(-num_known // CHUNK_ROWS))
     num_ok = after.chunks().num_ok[: len(chunks)]
@@ -119,9 +122,15 @@ def old_rows(crawl: Crawl, num: int, key: int) -> pa.Table:
     for first in sorted((CHUNK_ROWS * order[:enough]).tolist() if num else []):
         tables.append(_members(after.read(first, min(first + CHUNK_ROWS, num_known), COLUMNS)))
     table = pa.concat_tables(tables)
-    table = table.filter(pc.invert(pc.is_in(table["row"], crawl.fresh["row"])))
+    table = without(table, crawl.fresh["row"].to_numpy())
+    table = table if watched is None else without(table, watched)
     drawn = shuffled(table["row"].to_numpy(), key)[:num]
     return table.filter(pc.is_in(table["row"], pa.array(drawn)))
+
+
+def without(table: pa.Table, rows: Int64s) -> pa.Table:
+    """Leave out some rows."""
+    return table.filter(pa.array(~np.isin(table["row"].to_numpy(), rows)))
 
 
 def given_classes(table: pa.Table) -> npt.NDArray[np.int32]:

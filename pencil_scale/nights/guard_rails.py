@@ -3,9 +3,11 @@
     findings = check_night(config.nightly, prepared, labels, accuracy=0.93, clean=night.clean)
     findings.reasons                                             # none: CURRENT may move
 
-Changes are counted only in the parts of the label table that the night wrote. Old rows that were trained on
-again are a fair sample of the archive, so new samples are compared with them. Each check takes the limits and
-the evidence, and returns a reason to hold the night, or an empty text; `judge` lists the checks.
+Rows are decided again if they were trained on or watched. Old ones among them are a fair sample of the
+archive, so new samples are compared with them. An old label that changes counts, whichever row it is. Parts
+of the label table that the night did not write are read only if it has a new noise model. Each check takes
+the limits and the evidence, and returns a reason to hold the night, or an empty text; `judge` lists the
+checks.
 """
 
 import math
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.config.settings import NightlyJob
+from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.nights.crawl import Crawl, archive_counts
@@ -27,8 +30,8 @@ SHOWN = 3  # classes in a reason, and changes from class to class in the summary
 FACTS = {  # of figures, in the summary
     "shards": "{new_shards:,} new, {changed_shards:,} changed, {vanished_shards:,} vanished",
     "samples": "{new_samples:,} new, {regiven_samples:,} regiven, {vanished_samples:,} vanished",
-    "new labels repaired": "{new_repaired:,} of {new_trained:,} trained on",
-    "old labels changed": "{old_changed:,} of {old_trained:,} trained on again",
+    "new labels repaired": "{new_repaired:,} of {new_decided:,} trained on or watched",
+    "old labels changed": "{old_changed:,} of {old_decided:,} trained on or watched again",
 }
 Int64s = npt.NDArray[np.int64]
 Figures = Mapping[str, float]
@@ -55,27 +58,31 @@ class Findings:
 
 
 def count_moves(
-    carried: Manifest, labels: Manifest, rows: Int64s, is_new: npt.NDArray[np.bool_]
+    carried: Manifest, labels: Manifest, trained: Int64s, fresh: Int64s
 ) -> tuple[dict[str, int], Counter[tuple[int, int]]]:
-    """Compare the labels that a night started and ended with, over the rows it trained on.
+    """Compare the labels that a night started and ended with; `fresh` rows are new or start again.
 
     Return the figures, and how many old labels went from one class to another. Pinned rows do not count.
     """
-    found = [np.empty((4, 0), np.int64)]
-    parts = (PublishedLabels(manifest).parts_with(rows) for manifest in (carried, labels))
+    found = [np.empty((5, 0), np.int64)]
+    written = [part for part in labels.parts if labels.parts[part] != carried.parts[part]]
+    some = labels.parts if labels.noise != carried.noise else written
+    firsts = np.array([labels.layout.rows_of(part).start for part in some], np.int64)
+    read = np.concatenate([firsts, trained])
+    parts = (PublishedLabels(manifest).parts_with(read) for manifest in (carried, labels))
     for before, after in zip(*parts, strict=True):
-        some = slice(*np.searchsorted(rows, [after.rows.start, after.rows.stop]).tolist())
-        slots = rows[some] - after.rows.start
-        given = before.noisy_class[slots]
-        was, now = (one.decide().corrected_class[slots] for one in (before, after))
-        found.append(np.stack([given, was, now, is_new[some]])[:, ~before.pinned[slots]])
-    given, was, now, new = np.concatenate(found, axis=1)
+        rows = np.arange(after.rows.start, after.rows.stop)
+        was, now = (one.decide().corrected_class for one in (before, after))
+        again = np.isin(rows, trained) | (after.role == WATCHED)
+        columns = [before.noisy_class, was, now, np.isin(rows, fresh), again]
+        found.append(np.stack(columns)[:, ~before.pinned & (again | (was != now))])
+    given, was, now, new, again = np.concatenate(found, axis=1)
     changed = (new == 0) & (was != now)
     figures = {
-        "old_trained": int((new == 0).sum()),
+        "old_decided": int(((new == 0) & (again == 1)).sum()),
         "old_changed": int(changed.sum()),
-        "old_repaired": int(((new == 0) & (was != given)).sum()),  # before the night
-        "new_trained": int((new == 1).sum()),
+        "old_repaired": int(((new == 0) & (again == 1) & (was != given)).sum()),  # before the night
+        "new_decided": int(((new == 1) & (again == 1)).sum()),
         "new_repaired": int(((new == 1) & (now != given)).sum()),
     }
     return figures, Counter(zip(was[changed].tolist(), now[changed].tolist(), strict=True))
@@ -96,7 +103,7 @@ def _accuracy(limits: NightlyJob, evidence: Evidence) -> str:
 
 
 def _old_labels(limits: NightlyJob, evidence: Evidence) -> str:
-    num, of = evidence.figures["old_changed"], evidence.figures["old_trained"]
+    num, of = evidence.figures["old_changed"], max(evidence.figures["old_decided"], 1)
     limit = limits.max_changed_share
     if num <= limit * of + SURELY * math.sqrt(limit * of):
         return ""
@@ -107,8 +114,8 @@ def _old_labels(limits: NightlyJob, evidence: Evidence) -> str:
 
 
 def _repairs(limits: NightlyJob, evidence: Evidence) -> str:
-    num, of = evidence.figures["new_repaired"], evidence.figures["new_trained"]
-    num_old, limit = evidence.figures["old_trained"], limits.max_repair_jump
+    num, of = evidence.figures["new_repaired"], evidence.figures["new_decided"]
+    num_old, limit = evidence.figures["old_decided"], limits.max_repair_jump
     of_old = evidence.figures["old_repaired"] / num_old if num_old else 1.0  # 1: nothing to compare with
     allowed = min(of_old + limit, 1.0)
     if num <= allowed * of + SURELY * math.sqrt(allowed * (1 - allowed) * of):
@@ -139,9 +146,9 @@ def check_night(
     limits: NightlyJob, prepared: Prepared, labels: Manifest, accuracy: float | None, clean: str
 ) -> Findings:
     """Compare a night with its parent; `clean` names the set on which accuracy was measured."""
-    parent, crawl, rows = prepared.parent, prepared.crawl, prepared.rows
-    is_new = np.isin(rows, crawl.fresh["row"].to_numpy())
-    moved, between = count_moves(prepared.labels, labels, rows, is_new)
+    parent, crawl = prepared.parent, prepared.crawl
+    fresh = crawl.fresh["row"].to_numpy()
+    moved, between = count_moves(prepared.labels, labels, prepared.rows, fresh)
     figures: dict[str, float] = {**_shard_counts(crawl), **crawl.figures, **moved}
     if accuracy is not None:
         figures["clean_accuracy"] = accuracy

@@ -28,9 +28,10 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import now, read_pins
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.report import START, history_file, study_labels
+from pencil_scale.labels.roles import choose_roles
 from pencil_scale.labels.run_record import FREE, read_record, why_held
 from pencil_scale.method.automatic import filled
-from pencil_scale.nights.crawl import Crawl, carry_over, class_mapping, find_crawl, old_rows
+from pencil_scale.nights.crawl import Crawl, carry_over, class_mapping, find_crawl, old_rows, without
 from pencil_scale.nights.record import CARRIED, Night, NightFiles, remove_made
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
@@ -40,6 +41,7 @@ from pencil_scale.stream.plan import mixed_key
 from pencil_scale.subset.files import SubsetWords, read_table, read_words, write_subset
 
 ROWS, WEIGHTS = "rows", "start.pt"
+NO_ROWS = np.zeros(0, np.int64)
 
 
 def adopt(nights: NightFiles, named: str | None) -> Night | None:
@@ -197,7 +199,7 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
     crawl = find_crawl(before, after, mapping)
     labels = Manifest.find(nights.path(night.name, CARRIED)) or _carry(config, nights, night, old, crawl)
     subset = nights.path(night.name, ROWS)
-    rows = _rows(config, night, crawl, subset)
+    rows = _rows(config, night, crawl, labels, subset)
     rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # excluded since it started
     weights = _weights(parent, crawl, Folder(nights.path(night.name)))
     return Prepared(parent, crawl, labels, rows, subset, weights)
@@ -223,15 +225,18 @@ def night_config(config: Config, night: Night, prepared: Prepared | None) -> Con
     return config.model_copy(update=sections)
 
 
-def _rows(config: Config, night: Night, crawl: Crawl, folder: str) -> npt.NDArray[np.int64]:
-    """Draw the rows to train on, and keep them as a subset; no row if nothing is new."""
+def _rows(config: Config, night: Night, crawl: Crawl, labels: Manifest, folder: str) -> npt.NDArray[np.int64]:
+    """Draw the rows to train on, and keep them as a subset; none if nothing is new but watched samples."""
     words, after = read_words(folder), crawl.after
     if words is None:
-        num_old = round(config.nightly.old_per_new * len(crawl.fresh))
-        drawn = old_rows(crawl, num_old, mixed_key(config.run.seed, night.number))
-        members = pa.concat_tables([crawl.fresh, drawn]).sort_by("row")
+        pins = read_pins(config.run.storage).resolve(after.class_names, config.nightly.remap)
+        roles = choose_roles(after, NO_ROWS, pins.rows, config.evidence, config.run.seed, labels)
+        fresh = without(crawl.fresh, roles.watched)
+        num_old = round(config.nightly.old_per_new * len(fresh))
+        drawn = old_rows(crawl, num_old, mixed_key(config.run.seed, night.number), roles.watched)
+        members = pa.concat_tables([fresh, drawn]).sort_by("row")
         counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
-        how = {"seed": config.run.seed, "night": night.number, "new": len(crawl.fresh), "old": len(drawn)}
+        how = {"seed": config.run.seed, "night": night.number, "new": len(fresh), "old": len(drawn)}
         drawn_from = config.run.storage, after.id, after.version
         words = SubsetWords(*drawn_from, len(members), after.class_names, tuple(counts), how)
         words = write_subset(folder, words, members)

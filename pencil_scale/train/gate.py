@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from pencil_scale.config.command import program
 from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.report import LabelReport
 
@@ -58,6 +59,17 @@ def judge(
             f"and {corrected.num:,} are right now (data.truth)"
         )
     return tuple(reason for reason in reasons if reason)
+
+
+def unmeasured(found: Assessment) -> str:
+    """Say in one line what could not be measured; nothing if everything was."""
+    if found.noise is None:
+        what = "nothing could be measured: too few samples are watched"
+    elif found.gain is None:
+        what = "what the repair gains could not be measured: too few errors are planted"
+    else:
+        return ""
+    return f"{what}; review the labels ({program('pipelines.review_report')}), or give clean data.validation"
 
 
 def needed(num_classes: int, deviation: float) -> float:

@@ -31,12 +31,12 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import Config, Evidence
 from pencil_scale.images.augment import require_sizes
 from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.roles import ALL, Roles, choose_roles
+from pencil_scale.labels.roles import Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.automatic import Facts, choose, filled
 from pencil_scale.method.backbones import build_backbone
@@ -100,7 +100,7 @@ def make_plan(
             f"data.classes: {config.data.classes} {differs}, compared with the catalogue; restore the list "
             f"of catalogue version {catalogue.version} and index again, or choose another run.name"
         )
-    subset, num_taken_down = _rows_to_read(config, catalogue, config.data.subset)
+    subset, taken_down = _rows_to_read(config, catalogue, config.data.subset)
     num_samples = catalogue.num_ok if subset is None else len(subset)
     if not num_samples:
         found = ", ".join(f"{num:,} {status}" for status, num in catalogue.manifest["status"].items())
@@ -120,20 +120,16 @@ def make_plan(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
     lines.append(check_outlook(schedule))
-    if num_taken_down:
-        lines.append(f"data.exclude: left out {many(num_taken_down, 'more sample')}, taken down since")
-    roles = _roles(config, catalogue, subset, record, parent)
-    if subset is not None:  # watched samples may have been taken down since the run started
-        here = np.isin(roles.watched, subset)
-        roles = replace(roles, watched=roles.watched[here], watched_bytes=roles.watched_bytes[here])
-    if len(roles.watched) + len(roles.planted):
-        num_samples -= len(roles.watched)
-        lines.append(
-            f"evidence: {len(roles.watched):,} samples are watched instead of trained on, "
-            f"{len(roles.planted):,} labels are wrong on purpose while the run trains"
-        )
-    left_out = LeftOut(roles.watched, roles.watched_bytes) if len(roles.watched) else None
-    stream = replace(StreamSpec.from_config(config, catalogue.version, subset=subset), left_out=left_out)
+    roles = _roles(config, catalogue, subset, record, parent).but(taken_down)
+    lines.append(_evidence_line(config.evidence, roles))
+    if len(taken_down):
+        lines.append(f"data.exclude: left out {many(len(taken_down), 'more sample')}, taken down since")
+    # A night also watches samples that are not among its rows.
+    here = slice(None) if subset is None else np.isin(roles.watched, subset)
+    left_out = LeftOut(roles.watched[here], roles.watched_bytes[here])
+    num_samples -= len(left_out.rows)
+    stream = StreamSpec.from_config(config, catalogue.version, subset=subset)
+    stream = replace(stream, left_out=left_out) if len(left_out.rows) else stream
     clean = _check_clean(config, record, names)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     counted = (num_samples, weight_bytes)
@@ -152,13 +148,19 @@ def _roles(
     if record is not None:
         stored = storage.find(storage.run(record.name, ROLES))
         return Roles.none() if stored is None else Roles.decode(stored)
-    if config.evidence.watched == 0 and config.evidence.planted == 0:
-        return Roles.none()
-    highest = ALL
-    if parent is not None:  # its network has seen every sample that was not watched
-        highest = int(parent.noise["watched_below"]) if parent.noise else 0
     pins = read_pins(storage.url).resolve(catalogue.class_names, config.nightly.remap)
-    return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, highest)
+    return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, parent)
+
+
+def _evidence_line(evidence: Evidence, roles: Roles) -> str:
+    """Say what the run measures without clean data, or what it cannot."""
+    if evidence.watched == 0 and evidence.planted == 0:
+        return f"evidence is off: the run does not measure {roles.unmeasured}"
+    missing = f"; too few to measure {roles.unmeasured}" if roles.unmeasured else ""
+    return (
+        f"evidence: {len(roles.watched):,} samples are watched and not trained on, "
+        f"{len(roles.planted):,} labels are wrong on purpose while the run trains{missing}"
+    )
 
 
 def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters: int) -> str:
@@ -209,16 +211,18 @@ def _check_clean(
     return specs
 
 
-def _rows_to_read(config: Config, catalogue: Catalogue, subset: str | None = None) -> tuple[Rows | None, int]:
+def _rows_to_read(
+    config: Config, catalogue: Catalogue, subset: str | None = None
+) -> tuple[Rows | None, Rows]:
     """The rows of a subset, or None for all, without what was taken down since the catalogue was made.
 
-    Also return how many rows were taken down.
+    Also return the rows that were taken down.
     """
     rows = None if subset is None else read_members(subset, catalogue)
     taken_down = newly_excluded(catalogue, config.data.exclude)
     if len(taken_down):
         rows = np.setdiff1d(catalogue.ok_rows() if rows is None else rows, taken_down)
-    return rows, len(taken_down)
+    return rows, taken_down
 
 
 def require_agreement(config: Config) -> None:

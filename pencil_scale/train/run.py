@@ -189,11 +189,10 @@ def _new_record(plan: RunPlan, start: Start | None, lease: Lease) -> RunRecord:
             planted=(plan.roles.planted, plan.roles.planted_class),
             watched=plan.roles.watched,
         )
-    elif len(plan.roles.watched) + len(plan.roles.planted) or labels.noise is not None:
+    else:  # the roles of its parent do not hold any more
         labels = set_roles(labels, (plan.roles.planted, plan.roles.planted_class), plan.roles.watched)
     labels.require_whole()
-    if len(plan.roles.watched) + len(plan.roles.planted):
-        lease.put(storage.run(config.run.name, ROLES), plan.roles.encode())
+    lease.put(storage.run(config.run.name, ROLES), plan.roles.encode())
     name = storage.run(config.run.name, "labels.json")
     lease.put(name, labels.encode())
     record = RunRecord(

@@ -22,10 +22,11 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import Kept, Saved, read_checkpoint
-from pencil_scale.train.gate import judge, unready
+from pencil_scale.train.gate import judge, unmeasured, unready
 from pencil_scale.train.plan import RunPlan, price_of
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
+EVIDENCE = "evidence"  # the warning about what could not be measured
 TABLE = {
     "given_label_accuracy": "labels right as given",
     "corrected_label_accuracy": "labels right as repaired",
@@ -33,7 +34,8 @@ TABLE = {
     "test_accuracy_best": "test accuracy, best epoch",
     "validation_accuracy": "validation accuracy",
     "published_epoch": "published epoch",
-    "samples": "samples",
+    "samples": "samples trained on",
+    "watched": "samples watched",
     "corrected": "labels changed",
     "wrong_labels": "labels that are wrong, estimated",
     "gain": "gain in right labels, estimated",
@@ -73,7 +75,8 @@ class Summary:
 
         Where the truth is known and the labels got worse, the very last line says so.
         """
-        lines = [f"WARNING: {text}" for kind, text in self.facts["warnings"].items() if kind == GATE]
+        warnings = self.facts["warnings"]
+        lines = [f"WARNING: {warnings[kind]}" for kind in (GATE, EVIDENCE) if kind in warnings]
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
@@ -113,6 +116,10 @@ def publish(
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
+    is_off = config.evidence.watched == 0 and config.evidence.planted == 0
+    if missing := "" if is_off else unmeasured(found):
+        warnings = {**warnings, EVIDENCE: missing}
+        tracker.set_tag(f"warning.{EVIDENCE}", missing)
     held = hold and bool(doubts)
     labels = storage.held(record.name) if held else storage.published(record.name)
     _save(kept, storage.model(record.name), labels, lease)
@@ -120,6 +127,8 @@ def publish(
         **_facts(saved.figures, kept.epoch),
         **report.figures(),
         "corrected": report.num_corrected,
+        "watched": len(plan.roles.watched),
+        "planted": len(plan.roles.planted),
         **_evidence(found, report.num_rows),
         "run": record.name,
         "warnings": warnings,

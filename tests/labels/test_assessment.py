@@ -11,10 +11,11 @@ from label_making import packed
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.assessment import Assessment, assess
-from pencil_scale.labels.columns import FREE, WATCHED
+from pencil_scale.labels.columns import FREE, PLANTED, WATCHED
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.roles import Roles, choose_roles
-from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.labels.table import LabelTable
 
 NUM, CLASSES = 3000, 3
@@ -28,8 +29,11 @@ class Made(NamedTuple):
     found: Assessment
 
 
-def run(folder: Path, noise: float, skill: float, evidence: Evidence) -> Made:
-    """Index noisy samples, give them roles, and predict each as a network of this skill would."""
+def run(folder: Path, noise: float, skill: float, evidence: Evidence, learned: float = 0.0) -> Made:
+    """Index noisy samples, give them roles, and predict each as a network of this skill would.
+
+    `learned` is how far the network has learned the planted errors.
+    """
     random, bench = np.random.default_rng(1), Bench(folder)
     wrong = (TRUE + random.integers(1, CLASSES, NUM)) % CLASSES
     given = np.where(random.random(NUM) < noise, wrong, TRUE)
@@ -39,10 +43,17 @@ def run(folder: Path, noise: float, skill: float, evidence: Evidence) -> Made:
     planted = roles.planted, roles.planted_class
     manifest = start_labels(catalogue, str(folder / "store"), 10.0, planted=planted, watched=roles.watched)
     table = LabelTable.restore(manifest, folder / "table")
-    logits = random.normal(size=(NUM, CLASSES))
-    logits[np.arange(NUM), TRUE] += skill
-    table.mark(np.arange(NUM), packed(skill * logits), epoch=0)
+    logits = predicted(skill)
+    logits[roles.planted, roles.planted_class] += learned
+    table.mark(np.arange(NUM), packed(logits), epoch=0)
     return Made(catalogue, given, roles, assess(table.snapshot(), catalogue, roles))
+
+
+def predicted(skill: float, seed: int = 2) -> np.ndarray:
+    """The class logits of a network of this skill, for every row."""
+    logits = np.random.default_rng(seed).normal(size=(NUM, CLASSES))
+    logits[np.arange(NUM), TRUE] += skill
+    return skill * logits
 
 
 def test_a_good_network_repairs_and_the_gain_is_known(tmp_path: Path) -> None:
@@ -70,6 +81,16 @@ def test_planted_errors_are_not_published(tmp_path: Path) -> None:
     assert decided.num_changed <= 3
 
 
+def test_a_wrong_class_is_not_published_even_if_the_network_learned_it(tmp_path: Path) -> None:
+    made = run(tmp_path, 0.3, skill=3.0, evidence=Evidence(watched=0.3, planted=0.2), learned=30.0)
+    assert made.found.gain is not None
+    assert made.found.gain.found < 0.05
+    planted = made.roles.planted
+    decided = PublishedLabels(made.found.labels).rows(range(NUM)).decide()
+    assert (decided.corrected_class[planted] != made.roles.planted_class).all()
+    assert decided.changed[planted].any()
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
 def test_a_network_that_guesses_changes_next_to_nothing_and_has_no_power(
     tmp_path: Path, noise: float
@@ -85,3 +106,85 @@ def test_without_evidence_nothing_is_concluded(tmp_path: Path) -> None:
     made = run(tmp_path, 0.3, 4.0, Evidence(watched=0, planted=0))
     assert made.found == Assessment(made.found.labels)
     assert made.found.labels.noise is None
+
+
+# --- nights --------------------------------------------------------------------------------------------
+
+FIRST = Evidence(watched=0.3, planted=0.1)
+VISITED = np.arange(0, NUM, 5)
+
+
+def night(folder: Path, made: Made, parent: Manifest, skill: float, evidence: Evidence = FIRST) -> Made:
+    """Continue some labels: a network of another skill visits some rows, and all that are watched."""
+    carried, no_rows = parent.for_new_run(folder.name), np.zeros(0, np.int64)
+    watched = choose_roles(made.catalogue, no_rows, no_rows, evidence, 1, carried).watched
+    rows = np.setdiff1d(VISITED, watched)
+    roles = choose_roles(made.catalogue, rows, no_rows, evidence, 1, carried)
+    labels = set_roles(carried, (roles.planted, roles.planted_class), roles.watched)
+    table, logits = LabelTable.restore(labels, folder), predicted(skill, seed=3)
+    for some in (rows, roles.watched):
+        table.mark(some, packed(logits[some]), epoch=0)
+    return Made(made.catalogue, made.given, roles, assess(table.snapshot(), made.catalogue, roles))
+
+
+def decisions(labels: Manifest, rows: np.ndarray) -> dict[str, bytes]:
+    decided = PublishedLabels(labels).rows(range(NUM)).decide()
+    return {name: values[rows].tobytes() for name, values in vars(decided).items()}
+
+
+def test_labels_that_a_night_does_not_visit_stay_whatever_it_finds(tmp_path: Path) -> None:
+    made = run(tmp_path, noise=0.3, skill=4.0, evidence=FIRST)
+    first, before = made.found.labels, made.found.noise
+    second = night(tmp_path / "second", made, first, skill=1.0)
+    noise, labels = second.found.noise, second.found.labels
+    assert before is not None
+    assert noise is not None
+    assert noise.temperature != before.temperature  # all labels would change by this model
+    rest = np.setdiff1d(np.arange(NUM), np.concatenate([VISITED, second.roles.watched]))
+    assert decisions(labels, rest) == decisions(first, rest)
+    again = np.setdiff1d(VISITED, second.roles.watched)
+    assert decisions(labels, again) != decisions(first, again)
+    changed = PublishedLabels(labels).rows(range(NUM)).decide().changed
+    assert changed[again].mean() <= noise.wrong_low
+    assert labels.earlier_noise == (first.noise,)
+
+    third = night(tmp_path / "third", made, labels, skill=4.0).found.labels
+    assert decisions(third, rest) == decisions(first, rest)
+    assert third.earlier_noise == (first.noise, labels.noise)
+
+
+def test_a_night_passes_the_threshold_on_and_watches_the_same_samples(tmp_path: Path) -> None:
+    made = run(tmp_path, noise=0.3, skill=4.0, evidence=FIRST)
+    more = Evidence(watched=0.5, planted=0.1)
+    second = night(tmp_path / "second", made, made.found.labels, 4.0, more)
+    third = night(tmp_path / "third", made, second.found.labels, 4.0, more)
+    for tonight in (second, third):
+        assert tonight.roles.watched.tolist() == made.roles.watched.tolist()
+        assert tonight.found.labels.noise is not None
+        assert tonight.found.labels.noise["watched_below"] == made.roles.threshold
+        labels = PublishedLabels(tonight.found.labels).rows(range(NUM))
+        assert np.flatnonzero(labels.role == WATCHED).tolist() == made.roles.watched.tolist()
+        assert (labels.last_epoch[made.roles.watched] == 0).all()
+    assert third.roles.planted.tolist() != second.roles.planted.tolist()
+    assert not (PublishedLabels(third.found.labels).rows(range(NUM)).role == PLANTED).any()
+
+
+def test_a_night_that_cannot_measure_decides_as_its_parent_did(tmp_path: Path) -> None:
+    made = run(tmp_path, noise=0.3, skill=4.0, evidence=FIRST)
+    off = night(tmp_path / "second", made, made.found.labels, 4.0, Evidence(watched=0, planted=0)).found
+    assert (off.noise, off.gain) == (None, None)
+    assert (off.labels.noise, off.labels.earlier_noise) == (made.found.labels.noise, ())
+
+
+def test_the_first_night_with_evidence_leaves_labels_that_were_learned_without_it(tmp_path: Path) -> None:
+    made = run(tmp_path, noise=0.3, skill=4.0, evidence=Evidence(watched=0, planted=0))
+    table = LabelTable.restore(start_labels(made.catalogue, str(tmp_path / "store"), 10.0), tmp_path / "old")
+    known = np.arange(NUM // 2)  # the other half is new
+    table.mark(known, packed(predicted(4.0)[known]), epoch=0)
+    tonight = night(tmp_path / "night", made, table.snapshot(), 4.0)
+    assert tonight.found.noise is not None
+    assert tonight.roles.watched.min() >= NUM // 2
+    decided = PublishedLabels(tonight.found.labels).rows(range(NUM)).decide()
+    rest = np.setdiff1d(known, VISITED)
+    assert (decided.corrected_class[rest] == made.given[rest]).all()  # no label had moved
+    assert decided.changed[VISITED].mean() > 0.1

@@ -1,17 +1,26 @@
 """Which samples are watched and which labels are wrong on purpose."""
 
+import uuid
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 from catalogue_making import Bench, image, samples
+from label_making import packed
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Evidence
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.roles import ALL, Roles, choose_roles, judges, planted_share, watched_share
+from pencil_scale.labels.start_labels import start_labels
+from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import NoiseModel
 
 NONE = np.zeros(0, np.int64)
-AUTOMATIC = Evidence(watched=None, planted=None)
+AUTOMATIC = Evidence()
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +80,88 @@ def test_a_threshold_only_falls(catalogue: Catalogue) -> None:
     assert watched_share(10**8, 10) * 10**8 == pytest.approx(20_000)
     assert watched_share(10**8, 1000) * 10**8 == pytest.approx(100_000)
     parent = choose_roles(catalogue, None, NONE, Evidence(watched=0.1, planted=0), seed=1)
-    child = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1, highest=parent.threshold)
+    labels = continued(catalogue, parent.threshold)
+    child = choose_roles(catalogue, None, NONE, Evidence(watched=0.5), seed=1, parent=labels)
+    assert child.threshold == parent.threshold
     assert child.watched.tolist() == parent.watched.tolist()
-    assert len(choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1, highest=0).watched) == 0
+
+
+def continued(catalogue: Catalogue, threshold: int = 0, trained: Any = (), predicted: Any = None) -> Manifest:
+    """The labels that a night starts from: rows that were trained on, and what the network said of them."""
+    labels = start_labels(catalogue, f"memory://{uuid.uuid4().hex}", 10.0)
+    if len(trained):
+        with TemporaryDirectory() as folder:
+            table = LabelTable.restore(labels, folder)
+            table.mark(trained, predicted, epoch=0)
+            labels = table.snapshot()
+    noise = asdict(NoiseModel(1.0, 0.1, 0.1, 0.05, 0.2, watched_below=float(threshold)))
+    return replace(labels.for_new_run("tonight"), noise=noise if threshold else None)
+
+
+def test_what_was_trained_on_is_never_watched_nor_is_a_copy_of_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    members = [
+        member
+        for number in range(900)
+        for member in ((f"{number:06d}.png", image(number % 600)), (f"{number:06d}.cls", b"0"))
+    ]
+    bench.shard("a.tar", members)
+    catalogue = bench.index().catalogue
+    labels = continued(catalogue, trained=np.arange(300))  # without watched samples: rows 300 to 899 are new
+    roles = choose_roles(catalogue, None, NONE, Evidence(watched=0.5), seed=1, parent=labels)
+    assert 100 < len(roles.watched) < 200
+    assert roles.watched.min() >= 300
+    assert roles.watched.max() < 600  # rows 600 to 899 are copies of the first 300
+    pinned = choose_roles(catalogue, None, np.arange(300), Evidence(watched=0.5), seed=1)
+    assert pinned.watched.tolist() == roles.watched.tolist()  # pinned samples are trained on as well
+
+
+def test_a_night_watches_the_whole_catalogue_and_plants_errors_only_where_it_trains(
+    catalogue: Catalogue,
+) -> None:
+    parent = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
+    labels, rows = continued(catalogue, parent.threshold), np.arange(0, 3000, 2)
+    tonight = choose_roles(catalogue, rows, NONE, Evidence(planted=0.1), seed=1, parent=labels)
+    assert tonight.watched.tolist() == parent.watched.tolist()
+    assert np.isin(tonight.planted, rows).all()
+    assert not np.isin(tonight.planted, parent.watched).any()
+    later = replace(labels, first_epoch=9)
+    again = choose_roles(catalogue, rows, NONE, Evidence(planted=0.1), seed=1, parent=later)
+    assert again.planted.tolist() != tonight.planted.tolist()  # not the same ones every night
+
+
+def test_half_of_the_errors_of_a_night_are_what_the_network_confuses(catalogue: Catalogue) -> None:
+    given = catalogue.read(0, 3000, ["noisy_class"])["noisy_class"].to_numpy()
+    logits = np.zeros((3000, 3))
+    logits[np.arange(3000), given] = 3.0
+    logits[np.arange(3000), (given + 1) % 3] = 2.0
+    doubtful = np.arange(0, 3000, 3)  # the network is sure of another class
+    logits[doubtful, (given[doubtful] + 1) % 3] = 9.0
+    parent = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
+    trained = np.setdiff1d(np.arange(3000), parent.watched)
+    labels = continued(catalogue, parent.threshold, trained, packed(logits[trained]))
+    roles = choose_roles(catalogue, None, NONE, Evidence(planted=0.2), seed=1, parent=labels)
+    assert (roles.planted_class != given[roles.planted]).all()
+    likely = roles.planted_class == (given[roles.planted] + 1) % 3
+    is_doubtful = np.isin(roles.planted, doubtful)
+    assert likely[~is_doubtful].mean() == pytest.approx(0.75, abs=0.08)
+    assert likely[is_doubtful].mean() == pytest.approx(0.5, abs=0.1)  # that class may well be the right one
+
+
+def test_so_few_samples_that_nothing_can_be_measured_get_no_role(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(60)))
+    few = bench.index().catalogue
+    roles = choose_roles(few, None, NONE, AUTOMATIC, seed=1)
+    assert (len(roles.watched), len(roles.planted)) == (0, 0)
+    assert roles.unmeasured == "how many labels are wrong and what the repair gains"
+    tonight = choose_roles(few, None, NONE, AUTOMATIC, seed=1, parent=continued(few))
+    assert 5 < len(tonight.watched) < 20  # later nights add to them
+    assert (len(tonight.planted), tonight.unmeasured) == (0, roles.unmeasured)
+    bench.shard("b.tar", samples(range(60, 600)))
+    more = choose_roles(bench.index().catalogue, None, NONE, AUTOMATIC, seed=1)
+    assert len(more.watched) > 60
+    assert (len(more.planted), more.unmeasured) == (0, "what the repair gains")
 
 
 def test_shares_of_zero_choose_nothing(catalogue: Catalogue) -> None:

@@ -122,3 +122,15 @@ def test_the_probabilities_of_a_judgement_are_calibrated() -> None:
         some = (judged.given_right >= low) & (judged.given_right < low + 0.2)
         right = (others.given == others.true)[some].mean()
         assert right == pytest.approx(judged.given_right[some].mean(), abs=0.06)
+
+
+def test_a_class_that_cannot_be_leaves_its_share_to_the_others() -> None:
+    shares = np.log([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]])
+    known = Predictions.from_logits(shares).without(np.array([0, 1]))
+    assert known.classes.tolist() == [[1, 2, 0], [2, 0, 1]]
+    assert np.exp(known.log_p) == pytest.approx(np.array([[0.75, 0.25, 0], [0.75, 0.25, 0]]))
+    assert np.isfinite(known.log_p.astype(np.float16)).all()
+    memorised = Predictions(np.array([[0, 1, 2]]), np.array([[0.0, -8.0, -9.0]]), 3).without(np.array([0]))
+    assert np.exp(memorised.log_p).sum() == pytest.approx(1)
+    unknown = Predictions(np.zeros((1, 3), np.int64), np.full((1, 3), np.nan), 3).without(np.array([0]))
+    assert np.isnan(unknown.log_p).all()

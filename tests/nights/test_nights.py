@@ -1,31 +1,36 @@
 """Nights without training: what is new, and what is carried over, also to a new class list."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from catalogue_making import Bench, sample, samples
-from label_making import pin_rows
+from label_making import pin_rows, predicted
 from night_making import Nights, pins_of, started
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import Config, Evidence
 from pencil_scale.labels.columns import FREE, PINNED
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import add_pins, read_pins
-from pencil_scale.labels.published import published_url
+from pencil_scale.labels.published import PublishedLabels, published_url
+from pencil_scale.labels.roles import choose_roles
 from pencil_scale.labels.run_record import RunRecord, write_record
-from pencil_scale.labels.start_labels import pin, regive, start_labels
+from pencil_scale.labels.start_labels import pin, regive, remap, set_roles, start_labels
 from pencil_scale.nights.crawl import Crawl, archive_counts, carry_over, class_mapping, find_crawl, old_rows
 from pencil_scale.nights.record import Night
-from pencil_scale.nights.start import adopt, clean_set, prepare, remapped_head
+from pencil_scale.nights.start import NO_ROWS, Prepared, adopt, clean_set, prepare, remapped_head
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 
 SAME = [[0], [1], [2]]
+NOISE = {"temperature": 1.0, "replaced": 0.3, "wrong": 0.2, "wrong_low": 0.15, "wrong_high": 0.25}
 
 
 @pytest.fixture
@@ -182,6 +187,97 @@ def test_new_pins_are_applied_to_the_labels_that_are_carried_over(bench: Nights)
     assert bench.table(carried).read([3]).tolist() == [[0, 0, 10]]
     untouched = carry_over(carried, crawl, pins, "c3d4")
     assert untouched.parts == carried.parts
+
+
+# --- watched samples ---------------------------------------------------------------------------------
+
+HALF = ["evidence.watched=0.5"]
+
+
+def watching(bench: Nights) -> npt.NDArray[np.int64]:
+    """A first run over 200 samples that watched half of them; the rows that it watched."""
+    bench.shard("a.tar", samples(range(200)))
+    before = bench.version()
+    evidence = load_config(bench.folder / "config.yaml", HALF).evidence
+    roles = choose_roles(before, None, NO_ROWS, evidence, seed=1)
+    table = bench.table(start_labels(before, bench.storage, 10.0, watched=roles.watched))
+    trained = np.setdiff1d(np.arange(200), roles.watched)
+    table.mark(np.arange(200), predicted(np.arange(200), 3), epoch=0)
+    assert np.flatnonzero(table.read(range(200), "last_epoch")).tolist() == trained.tolist()
+    labels = replace(table.snapshot(), noise={**NOISE, "watched_below": float(roles.threshold)})
+    labels.save(published_url(bench.storage, "first"))
+    bench.nights.save(first_night(bench, before))
+    return roles.watched
+
+
+def prepared_night(bench: Nights, version: int, number: int = 1) -> Prepared:
+    config = load_config(bench.folder / "config.yaml", HALF)
+    prepared = prepare(config, bench.nights, started(number, "first", version))
+    assert prepared is not None
+    return prepared
+
+
+def test_a_night_trains_on_no_sample_that_is_watched_and_watches_its_share_of_the_new_ones(
+    bench: Nights,
+) -> None:
+    watched = watching(bench)
+    bench.shard("b.tar", samples(range(200, 240)))
+    after = bench.version()
+    night = prepared_night(bench, after.version)
+    tonight = choose_roles(after, night.rows, NO_ROWS, Evidence(watched=0.5), seed=1, parent=night.labels)
+    assert tonight.watched[tonight.watched < 200].tolist() == watched.tolist()
+    new = tonight.watched[tonight.watched >= 200]
+    assert 10 < len(new) < 30
+    assert not np.isin(night.rows, tonight.watched).any()
+    assert sorted([*night.rows[night.rows >= 200], *new]) == list(range(200, 240))
+    assert (night.rows < 200).sum() == (night.rows >= 200).sum()  # nightly.old_per_new is 1
+
+
+def test_a_night_whose_only_new_sample_is_watched_has_nothing_to_train_on(bench: Nights) -> None:
+    watching(bench)
+    for number in range(200, 230):
+        bench.shard("b.tar", samples([number]))
+        night = prepared_night(bench, bench.version().version, number)
+        if not len(night.rows):
+            break
+        (bench.folder / "b.tar").unlink()
+    assert (len(night.crawl.fresh), len(night.rows)) == (1, 0)
+
+
+def test_a_watched_sample_that_was_taken_down_is_watched_no_more(bench: Nights) -> None:
+    watched = watching(bench)
+    gone = bench.folder / "gone.txt"
+    gone.write_text(f"{watched[0]:06d}\n")
+    bench.shard("b.tar", samples(range(200, 240)))
+    after = bench.version(exclude=str(gone))
+    night = prepared_night(bench, after.version)
+    tonight = choose_roles(after, night.rows, NO_ROWS, Evidence(watched=0.5), seed=1, parent=night.labels)
+    assert tonight.watched[tonight.watched < 200].tolist() == watched[1:].tolist()
+    labels = set_roles(night.labels, None, tonight.watched)
+    assert PublishedLabels(labels).rows(range(200)).role[watched[0]] == FREE
+    assert watched[0] not in night.rows
+
+
+def test_a_night_without_evidence_trains_on_what_was_watched_and_keeps_the_noise(bench: Nights) -> None:
+    watching(bench)
+    bench.shard("b.tar", samples(range(200, 400)))
+    version = bench.version().version
+    config = load_config(bench.folder / "config.yaml", ["evidence.watched=0"])
+    night = prepare(config, bench.nights, started(1, "first", version))
+    assert night is not None
+    assert night.rows.tolist() == list(range(400))
+    assert night.labels.noise is not None
+
+
+def test_labels_keep_their_noise_under_a_new_class_list(bench: Nights) -> None:
+    watching(bench)
+    parent = Manifest.load(published_url(bench.storage, "first"))
+    parent = replace(parent, earlier_noise=({**NOISE, "since": 0},), noise={**parent.noise, "since": 1})
+    changed, _ = remap(parent, [[2], [0], [1]], ("cat", "ant", "bee"))
+    assert (changed.noise, changed.earlier_noise) == (parent.noise, parent.earlier_noise)
+    before, after = (PublishedLabels(labels).rows(range(200)).decide() for labels in (parent, changed))
+    assert (np.array([1, 2, 0])[before.corrected_class] == after.corrected_class).all()
+    assert before.num_changed > 20
 
 
 # --- a new class list --------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from night_making import Crawl, started
 from training_runs import started as started_command
 
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.columns import FREE, WATCHED
 from pencil_scale.labels.manifest import Manifest, visited
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.guard_rails import Findings
 from pencil_scale.nights.record import Night, NightFiles
@@ -24,6 +26,10 @@ from pencil_scale.subset.files import read_table, read_words
 from pipelines import night_outputs, promote, reclean_nightly
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+# So few samples prove no gain, and labels that were repaired without proof return to what was given.
+EVIDENCE = ("evidence.watched=0.5", "evidence.planted=0.2", "gate.hold=false", "nightly.max_changed_share=1")
 
 
 class Killed(BaseException):
@@ -106,7 +112,7 @@ def week(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Week:
     crawl.add(3)
     crawl.add(5)
     (crawl.folder / "crawl-000.tar").unlink()
-    week.night("after the rollback", "workers.in_process=false")
+    week.night("after the rollback", "workers.in_process=false", *EVIDENCE)
     return week
 
 
@@ -196,8 +202,38 @@ def test_after_a_rollback_the_next_night_starts_there_with_everything_added_sinc
     assert shards == {"new_shards": 3, "changed_shards": 0, "vanished_shards": 1}
     assert (night.figures["new_samples"], night.figures["vanished_samples"]) == (240, 80)
     rows = week.rows("night-0005")
-    assert rows[rows >= 240].tolist() == list(range(240, 480))
     assert rows[rows < 240].min() >= 80  # those that vanished cannot be read
+
+
+def watched_rows(week: Week) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(week.tables["night-0005"].read(range(480), "role") == WATCHED)
+
+
+def test_a_night_that_switches_evidence_on_watches_only_samples_that_no_night_trained_on(week: Week) -> None:
+    rows, watched, table = week.rows("night-0005"), watched_rows(week), week.tables["night-0005"]
+    assert 90 < len(watched) < 150
+    assert sorted([*rows[rows >= 240], *watched]) == list(range(240, 480))
+    assert (table.read(watched, "last_epoch") == 0).all()
+    assert not np.isnan(table.read(watched, "predicted_log_p")).any()
+    assert (table.read(rows, "last_epoch") == table.manifest.newest_epoch).all()
+    facts = run_facts(week.crawl.nights.storage, "night-0005")
+    assert (facts["samples"], facts["watched"]) == (len(rows), len(watched))
+    assert facts["planted"] >= 30
+    assert facts["gain_low"] <= facts["gain"] <= facts["gain_high"]
+
+
+def test_labels_that_such_a_night_did_not_train_on_stay_and_no_error_remains_planted(week: Week) -> None:
+    parent, tonight = (
+        PublishedLabels(Manifest.load(week.nights[name].labels)) for name in ("night-0002", "night-0005")
+    )
+    assert tonight.manifest.noise is not None
+    before, after = parent.rows(range(240)), tonight.rows(range(240))
+    rest = np.setdiff1d(np.arange(240), week.rows("night-0005"))
+    assert len(rest) > 80
+    was, now = (one.decide().corrected_class[rest] for one in (before, after))
+    assert was.tolist() == now.tolist()
+    assert set(tonight.rows(range(480)).role.tolist()) == {FREE, WATCHED}
+    assert after.noisy_class.tolist() == before.noisy_class.tolist()
 
 
 def test_mlflow_shows_for_every_night_how_it_ended(week: Week) -> None:
@@ -247,7 +283,8 @@ def test_a_second_job_on_the_same_nights_is_refused(week: Week) -> None:
 def test_a_takedown_makes_a_night_without_training_even_if_killed_at_any_step(
     week: Week, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (week.crawl.folder / "gone.txt").write_text("000100\n")
+    watched = f"{watched_rows(week)[0]:06d}"
+    (week.crawl.folder / "gone.txt").write_text(f"000100\n{watched}\n")
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
     steps: list[tuple[Any, str]] = [(reclean_nightly, "_check"), (night_outputs.review_report, "run")]
     steps += [(NightFiles, "save"), (NightFiles, "move_current"), (NightFiles, "save")]
@@ -263,7 +300,7 @@ def test_a_takedown_makes_a_night_without_training_even_if_killed_at_any_step(
     assert (summary.status, summary.current) == ("current", "night-0006")
     assert (summary.night.trained_by, summary.night.parent) == ("night-0005", "night-0005")
     ids = exported(summary.night, "sample_id")["sample_id"]
-    assert "000100" not in ids
+    assert not {"000100", watched} & set(ids)
     assert "000101" in ids
     exported_nights = [night.name for night in week.crawl.nights.nights() if Path(str(night.export)).exists()]
     assert exported_nights == ["night-0006"]  # the others still showed it
@@ -272,7 +309,7 @@ def test_a_takedown_makes_a_night_without_training_even_if_killed_at_any_step(
 def test_a_takedown_takes_effect_even_if_the_new_night_is_held(
     week: Week, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (week.crawl.folder / "gone.txt").write_text("000100\n000102\n")
+    (week.crawl.folder / "gone.txt").write_text(f"000100\n{watched_rows(week)[0]:06d}\n000102\n")
     monkeypatch.setattr(reclean_nightly, "_check", lambda *_: Findings({}, reasons=("looks wrong",)))
     overrides = [f"data.exclude={week.crawl.folder}/gone.txt"]
     summary = reclean_nightly.run(week.crawl.settings(*overrides))

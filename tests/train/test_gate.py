@@ -10,8 +10,8 @@ import pytest
 from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import LabelReport, Share
-from pencil_scale.method.evidence import Gain
-from pencil_scale.train.gate import chance_of, judge, needed, still_rises, unready
+from pencil_scale.method.evidence import Gain, NoiseModel
+from pencil_scale.train.gate import chance_of, judge, needed, still_rises, unmeasured, unready
 
 NONE = Share(0, 0)
 
@@ -207,3 +207,11 @@ def test_every_reason_is_given() -> None:
     labels = report([500] * 4, after=[0, 500, 500, 500], given=Share(7, 10), corrected=Share(6, 10))
     figures = [epoch("backbone", balanced_agreement=0.25), epoch("finetune", test_accuracy=0.25)]
     assert len(judged(figures, labels)) == 4
+
+
+def test_what_could_not_be_measured_is_said_in_one_line() -> None:
+    labels, noise = Manifest.empty("memory://store", ("a", "b")), NoiseModel(1.0, 0.1, 0.1, 0.05, 0.2)
+    gain = Gain(0.1, 0.05, 0.15, found=0.8, restored=0.7, changed=0.1, num_planted=100)
+    assert unmeasured(Assessment(labels, noise, gain, 0.9)) == ""
+    assert unmeasured(Assessment(labels)).startswith("nothing could be measured: too few samples are watched")
+    assert unmeasured(Assessment(labels, noise)).startswith("what the repair gains could not be measured")

@@ -10,10 +10,13 @@ from catalogue_making import CLASSES, Bench, samples
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.roles import Roles
 from pencil_scale.labels.run_record import RunRecord
+from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
+from pencil_scale.subset.files import MEMBERS, SubsetWords, write_subset
 from pencil_scale.train.plan import make_plan, require_agreement
 from pencil_scale.train.run import _copy_weights, _start_or_resume
 
@@ -207,3 +210,51 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again_with_correct
     monkeypatch.setattr("pencil_scale.train.run._is_saved", lambda *_: True)
     with pytest.raises(PencilError, match=r"was started with stages.backbone.rate=0.01, now it is 0.02"):
         start("stages.backbone.rate=0.02")
+
+
+def test_a_night_watches_rows_that_it_does_not_read_and_leaves_out_those_that_it_would(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(300)))
+    catalogue = bench.index().catalogue
+    labels = start_labels(catalogue, bench.storage, 10.0).for_new_run("tonight")
+    words = SubsetWords(bench.storage, catalogue.id, catalogue.version, 100, catalogue.class_names, (), {})
+    rows = catalogue.read(0, 100, ["row", "sample_key", "noisy_class"]).rename_columns(MEMBERS.names)
+    write_subset(str(tmp_path / "rows"), words, rows.cast(MEMBERS))
+    some = config(bench, f"data.subset={tmp_path}/rows", "evidence.watched=0.5")
+    plan = make_plan(some, parent=labels)
+    assert 100 < len(plan.roles.watched) < 200
+    assert plan.stream.left_out is not None
+    assert plan.stream.left_out.rows.tolist() == plan.roles.watched[plan.roles.watched < 100].tolist()
+    assert plan.num_samples == 100 - len(plan.stream.left_out.rows)
+    assert make_plan(config(bench, f"data.subset={tmp_path}/rows"), parent=labels).num_samples == 100
+
+
+def test_what_is_not_measured_is_said_before_the_run_starts(bench: Bench) -> None:
+    off = make_plan(config(bench))
+    what = "how many labels are wrong and what the repair gains"
+    assert off.lines[-1] == f"evidence is off: the run does not measure {what}"
+    few = make_plan(config(bench, "evidence.watched=null"))
+    assert few.lines[-1].endswith(f"; too few to measure {what}")
+    assert few.num_samples == 30
+
+
+def test_a_run_keeps_the_roles_that_it_started_with_and_none_of_a_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ensure_ray", "require_room"):
+        monkeypatch.setattr(f"pencil_scale.train.run.{name}", lambda *_: None)
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(300)))
+    bench.index()
+
+    def start(*overrides: str) -> Roles:
+        with Lease.hold(bench.storage, "runs/t/lease", what="a test") as lease:
+            plan, record = _start_or_resume(config(bench, *overrides), None, lease)
+        resumed = make_plan(config(bench, *overrides), record=record)
+        assert resumed.roles.watched.tolist() == plan.roles.watched.tolist()
+        return resumed.roles
+
+    assert len(start("evidence.watched=0.5").watched) > 100
+    assert len(start("evidence.watched=0").watched) == 0

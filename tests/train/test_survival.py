@@ -16,7 +16,9 @@ import pytest
 import torch
 from training_runs import EPOCHS, SPOILT, TinyData
 
+from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import manifests_of
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import Progress
@@ -35,11 +37,15 @@ def starts(output: str) -> list[tuple[int, Progress]]:
 
 
 def require_complete(data: TinyData, name: str = "tiny", but: int | None = None) -> None:
-    """Every epoch was trained once and visited every row but one; the ledger refuses to count a row twice."""
-    summary = data.summary(name)
+    """Every row but one was trained on once per epoch or watched; the ledger refuses to count a row twice."""
+    summary, labels = data.summary(name), PublishedLabels(data.labels(name)).rows(range(data.num_samples))
     assert summary["coverage"] == [1.0] * NUM_EPOCHS
-    rows = [row for row in range(data.num_samples) if row != but]
-    assert (data.epochs_of_rows(name)[rows] == NUM_EPOCHS - 1).all()
+    rows = np.setdiff1d(np.arange(data.num_samples), [] if but is None else [but])
+    watched = labels.role[rows] == WATCHED
+    assert (summary["samples"], summary["watched"]) == (np.count_nonzero(~watched), np.count_nonzero(watched))
+    assert (data.epochs_of_rows(name)[rows[~watched]] == NUM_EPOCHS - 1).all()
+    assert (labels.last_epoch[rows[watched]] == 0).all()
+    assert not np.isnan(labels.predicted_log_p[np.setdiff1d(rows, [SPOILT])]).any()
     assert data.record(name)["status"] == "finished"
     assert data.scratch_folders() == []
 
@@ -164,7 +170,7 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
 
 # --- bit for bit ---------------------------------------------------------------------------------------
 
-ALONE = ("workers.count=1", "run.deterministic=true")
+ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=null")
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +222,21 @@ def test_the_resume_command_completes_the_run(stopped: dict[str, Any]) -> None:
     require_complete(stopped["data"])
     epochs = re.findall(r"^\w+ +epoch (\d)/6", stopped["first"] + stopped["second"], re.MULTILINE)
     assert sorted(set(epochs)) == list("123456")
+
+
+def test_samples_are_watched_by_default_and_what_too_few_cannot_measure_is_said(
+    stopped: dict[str, Any],
+) -> None:
+    summary = stopped["data"].summary()
+    assert 60 < summary["watched"] < 130
+    assert summary["planted"] == 0
+    assert summary["wrong_labels_low"] < summary["wrong_labels"] < summary["wrong_labels_high"]
+    for number in ("first", "second"):
+        assert "not trained on, 0 labels are wrong on purpose" in stopped[number]
+        assert "too few to measure what the repair gains" in stopped[number]
+    warning = summary["warnings"]["evidence"]
+    assert "what the repair gains could not be measured" in warning
+    assert stopped["second"].splitlines()[-1] == f"WARNING: {warning}"
 
 
 def test_an_unfinished_run_is_not_resumed_with_other_settings(stopped: dict[str, Any]) -> None:
