@@ -4,9 +4,11 @@
     found.noise, found.gain, found.power          # how many labels are wrong, and what the repair gains
     found.labels                                  # to publish: decided by evidence, without planted errors
 
-The noise is fitted to the half of the watched samples that selects. One rule, stored in the manifest, then
-decides all labels, and no more of them change than are surely wrong. Planted errors are judged by the same
-rule as all others before they get their original class back.
+The noise, two numbers, is fitted to all watched samples. One rule, stored in the manifest, then decides all
+labels, and no more of them change than are surely wrong. If that leaves less than half of the repair, as it
+may with few samples, the labels are repaired as is likely best, and `unsure`: they must not be published
+before a person has looked. Planted errors are judged by the same rule as all others before they get their
+original class back.
 
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
 networks, and stay as decided by the rules that were fitted to those. If nothing could be fitted, the rule of
@@ -22,13 +24,14 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.columns import PINNED, PLANTED, WATCHED, Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import LabelRows, PublishedLabels
-from pencil_scale.labels.roles import FEWEST, Roles, judges
+from pencil_scale.labels.roles import FEWEST, Roles
 from pencil_scale.labels.start_labels import unplant
 from pencil_scale.method.evidence import (
     Gain,
     Judged,
     NoiseModel,
     Predictions,
+    contradicted,
     fit_noise,
     judge,
     limit_changes,
@@ -48,16 +51,19 @@ class Assessment:
     noise: NoiseModel | None = None
     gain: Gain | None = None
     power: float | None = None  # share of the planted errors found if 10 % of the labels had been replaced
+    unsure: bool = False  # far fewer labels are surely wrong than are likely wrong
+    contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
 
 
 def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment:
     """Fit the noise, decide all labels, and measure the decisions."""
     original = _given(catalogue, roles.planted)
     labels = unplant(manifest, (roles.planted, roles.planted_class), original)
-    noise = _fit(PublishedLabels(manifest), roles)
-    if noise is None:
+    seen = _watched(PublishedLabels(manifest), roles)
+    if seen is None:
         return Assessment(labels)
-    noise = replace(noise, watched_below=float(roles.threshold), since=manifest.first_epoch)
+    noise = replace(fit_noise(*seen), watched_below=float(roles.threshold), since=manifest.first_epoch)
+    known = contradicted(*seen)
     watched, trained, planted = [np.zeros(0)], [np.zeros(0)], list[Judged]()
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
     for part in PublishedLabels(manifest).batches():
@@ -71,33 +77,36 @@ def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment
         planted.append(_judge(part, here, noise))
         power.append(_judge(part, here, replace(noise, replaced=ASSUMED)).log_odds)
     log_odds, found_rows = np.concatenate(trained), np.concatenate(rows)
-    # The limit holds for all rows, and for those trained on: a night may watch more rows than it trains on.
-    limits = (limit_changes(noise, some) for some in (log_odds, np.concatenate([log_odds, *watched])))
-    noise = max(limits, key=lambda limited: limited.min_log_odds)
+    # The limits hold for all rows, and for those trained on: a night may watch more rows than it trains on.
+    both = log_odds, np.concatenate([log_odds, *watched])
+    limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
+    bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
+    surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
+    unsure = bool(surely < likely / 2)
+    noise = replace(noise, min_log_odds=bars[unsure])
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
     if len(found_rows) < FEWEST:
-        return Assessment(labels, noise)
+        return Assessment(labels, noise, unsure=unsure, contradicted=known)
     found = np.concatenate([one.log_odds for one in planted]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in planted])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
     # Planted errors were trained on, so they are compared with rows that were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
-    return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()))
+    return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()), unsure, known)
 
 
-def _fit(labels: PublishedLabels, roles: Roles) -> NoiseModel | None:
-    """Fit the noise to the watched samples that select."""
+def _watched(labels: PublishedLabels, roles: Roles) -> tuple[Predictions, Int64s] | None:
+    """What was predicted for the watched samples, and their given classes; None if they are too few."""
     found, given = list[Predictions](), list[Int64s]()
     for part in labels.parts_with(roles.watched):
-        rows = np.arange(part.rows.start, part.rows.stop)
-        here = (part.role == WATCHED) & ~judges(rows) & _predicted(part)
+        here = (part.role == WATCHED) & _predicted(part)
         found.append(part.predictions(here))
         given.append(part.noisy_class[here].astype(np.int64))
     if sum(map(len, given)) < FEWEST:
         return None
-    return fit_noise(Predictions.join(found), np.concatenate(given))
+    return Predictions.join(found), np.concatenate(given)
 
 
 def _predicted(part: LabelRows) -> Mask:

@@ -1,7 +1,8 @@
 """Gate: whether the labels of a run may be published, or have to wait for a person.
 
-A run is held if its network is not clearly better than chance, if its repair does not clearly gain more than
-it loses, if a class lost most of its samples, or if the labels got worse where the truth is known.
+A run is held if its network is not clearly better than chance, or got worse while labels moved; if its repair
+does not clearly gain more than it loses, or leaves what the surest predictions contradict; if a class lost
+most of its samples; or if the labels got worse where the truth is known.
 
     reasons = judge(figures, report, class_names, 0.5, {"test": 10_000}, assessment)
     reasons                            # none: publish
@@ -27,6 +28,7 @@ SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 LEAST_POWER = 0.2
 UNLIKELY = 0.01
+MOST_PATTERNED = 0.03  # share of the surest predictions that may err
 
 Epoch = Mapping[str, Any]  # its figures
 
@@ -51,6 +53,8 @@ def judge(
         _shrunken(report, class_names, max_class_loss),
         _declined(figures[-1]),
         _no_gain(found),
+        _unsure(found),
+        _patterned(found),
     ]
     given, corrected = report.given_right, report.corrected_right
     if corrected.num < given.num:
@@ -134,6 +138,33 @@ def _no_gain(found: Assessment | None) -> str:
         f"the repair is not clearly a gain: it changed {gain.changed:.1%} of the labels, and the share of "
         f"right labels is estimated to change by {gain.gain:+.1%} ({gain.low:+.1%} to {gain.high:+.1%}); "
         f"{measured}"
+    )
+
+
+def _unsure(found: Assessment | None) -> str:
+    """Doubt a repair that changes far more labels than are surely wrong."""
+    if found is None or found.noise is None or not found.unsure:
+        return ""
+    noise = found.noise
+    return (
+        f"too few samples are watched to be sure: {noise.wrong:.0%} of the labels are probably wrong, but it "
+        f"may be {noise.wrong_low:.0%} to {noise.wrong_high:.0%}; more samples, a better network or a higher "
+        "evidence.watched would tell"
+    )
+
+
+def _patterned(found: Assessment | None) -> str:
+    """Doubt a repair that leaves labels which the surest predictions contradict."""
+    if found is None or found.noise is None or not found.contradicted[1]:
+        return ""
+    num, of = found.contradicted
+    share = num / of
+    if share - found.noise.wrong_high <= MOST_PATTERNED + 2 * math.sqrt(share * (1 - share) / of):
+        return ""
+    return (
+        f"the network contradicts {share:.0%} of the watched labels where it is surest, and random errors "
+        f"explain at most {found.noise.wrong_high:.0%}: either classes are mixed up systematically, or the "
+        "network is sure of its own mistakes; these cannot be told apart without looking"
     )
 
 

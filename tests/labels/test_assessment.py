@@ -34,6 +34,7 @@ def run(folder: Path, noise: float, skill: float, evidence: Evidence, learned: f
 
     `learned` is how far the network has learned the planted errors.
     """
+    folder.mkdir(exist_ok=True)
     random, bench = np.random.default_rng(1), Bench(folder)
     wrong = (TRUE + random.integers(1, CLASSES, NUM)) % CLASSES
     given = np.where(random.random(NUM) < noise, wrong, TRUE)
@@ -100,6 +101,16 @@ def test_a_network_that_guesses_changes_next_to_nothing_and_has_no_power(
     assert decided.num_changed <= 3
     assert made.found.power is not None
     assert made.found.power < 0.2
+
+
+def test_few_watched_samples_leave_the_repair_unsure_but_make_it(tmp_path: Path) -> None:
+    few, enough = (
+        run(tmp_path / str(share), 0.05, skill=2.5, evidence=Evidence(watched=share, planted=0.1))
+        for share in (0.03, 0.5)
+    )
+    assert (few.found.unsure, enough.found.unsure) == (True, False)
+    decided = PublishedLabels(few.found.labels).rows(range(NUM)).decide()
+    assert decided.num_changed > 0  # for a person to look at
 
 
 def test_without_evidence_nothing_is_concluded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pencil_scale.method.evidence import (
     NoiseModel,
     Predictions,
+    contradicted,
     fit_noise,
     judge,
     limit_changes,
@@ -37,7 +38,7 @@ def crowd(num: int, noise: float, skill: float, seed: int = 1) -> Crowd:
 
 def repaired(crowd: Crowd, noise: NoiseModel) -> np.ndarray:
     judged = judge(crowd.predictions, crowd.given, noise)
-    noise = limit_changes(noise, judged.log_odds)
+    noise = limit_changes(noise, judged.log_odds, noise.wrong_low)
     return np.where(judged.log_odds > noise.min_log_odds, judged.rival, crowd.given)
 
 
@@ -83,7 +84,7 @@ def test_the_estimated_gain_is_the_gain(noise: float, skill: float) -> None:
         np.random.default_rng(4).random(2000) < noise, (planted.true + 1) % CLASSES, planted.true
     )
     judged = judge(others.predictions, others.given, model)
-    model = limit_changes(model, judged.log_odds)
+    model = limit_changes(model, judged.log_odds, model.wrong_low)
     after = np.where(judged.log_odds > model.min_log_odds, judged.rival, others.given)
     found = judge(planted.predictions, planted.given, model)
     changes = found.log_odds > model.min_log_odds
@@ -134,3 +135,17 @@ def test_a_class_that_cannot_be_leaves_its_share_to_the_others() -> None:
     assert np.exp(memorised.log_p).sum() == pytest.approx(1)
     unknown = Predictions(np.zeros((1, 3), np.int64), np.full((1, 3), np.nan), 3).without(np.array([0]))
     assert np.isnan(unknown.log_p).all()
+
+
+def test_errors_that_random_noise_does_not_explain_are_noticed_where_the_network_is_surest() -> None:
+    clean, noisy = crowd(4000, 0.0, 3.0), crowd(4000, 0.2, 3.0)
+    mixed_up = np.where(clean.true == 1, 2, clean.true)  # one class is always given as another
+    shares = [
+        num / of
+        for num, of in (
+            contradicted(clean.predictions, clean.given),
+            contradicted(noisy.predictions, noisy.given),
+            contradicted(clean.predictions, mixed_up),
+        )
+    ]
+    assert shares == pytest.approx([0.0, 0.2, 1 / CLASSES], abs=0.04)
