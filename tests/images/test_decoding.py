@@ -125,11 +125,12 @@ def test_a_colour_profile_is_ignored() -> None:
     assert_quarters(decode(encoded(quarters(), "JPEG", quality=95, icc_profile=profile)))
 
 
-def test_a_large_photo_is_scaled_like_a_small_one() -> None:
+@pytest.mark.parametrize("size", [(1600, 1200), (300, 300), (3000, 300), (90, 200)])
+def test_a_photo_of_any_size_is_scaled_alike(size: tuple[int, int]) -> None:
     """A JPEG is first decoded at half its size or less: compare with scaling the full photo."""
     noise = np.random.default_rng(0).normal(0, 1, (75, 100, 3)).cumsum(0).cumsum(1)
     scaled = (127 + 100 * noise / np.abs(noise).max()).astype(np.uint8)
-    photo = Image.fromarray(scaled).resize((1600, 1200), Image.Resampling.BICUBIC)
+    photo = Image.fromarray(scaled).resize(size, Image.Resampling.BICUBIC)
     data = encoded(photo, "JPEG", quality=92)
     full = np.asarray(
         Image.open(io.BytesIO(data)).convert("RGB").resize((256, 256), Image.Resampling.BILINEAR)
