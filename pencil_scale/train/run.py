@@ -15,6 +15,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
+from pencil_scale.images.decode import decoders
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import require_same_rows
@@ -133,6 +134,11 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
     record = find_record(storage, name, settings, is_saved)
     if record and not start and not is_saved(record):  # indexed again since, perhaps because of the failure
         record = record if Catalogue.open(storage).version == record.catalogue_version else None
+    if record and record.decoders != decoders():
+        raise PencilError(
+            f"run {name} was started with {record.decoders}, which decode images, and here are {decoders()}; "
+            "other versions may give other pixels: install the same to resume, or choose another run.name"
+        )
     version, parent = (start.catalogue_version, start.labels) if start else (None, None)
     plan = make_plan(config, version, record, parent)
     say("\n".join(plan.lines))
@@ -205,6 +211,7 @@ def _new_record(plan: RunPlan, start: Start | None, lease: Lease) -> RunRecord:
         labels=storage.path(name),
         weights=_copy_weights(config),
         automatic=plan.automatic,
+        decoders=decoders(),
         estimate=count(plan),
     )
     return write_record(storage.url, record, lease)

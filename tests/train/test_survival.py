@@ -7,6 +7,7 @@ tests look at its outcome.
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from training_runs import EPOCHS, SPOILT, TinyData
 from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import manifests_of
 from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.labels.run_record import read_record, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import Progress
@@ -199,9 +201,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = {"data": data, "first": first.output, "code": code, "status": data.record()["status"]}
     found["mlflow"] = {run.info.run_name: run for run in mlflow_runs(data)[1]}
     changed = train.main([str(data.folder / "config.yaml"), *ALONE, "run.seed=2"])
+    record = read_record(str(data.storage), "tiny")
+    write_record(str(data.storage), replace(record, decoders="pillow 1.0"))
+    decoded = train.main([str(data.folder / "config.yaml"), *ALONE])
+    write_record(str(data.storage), record)
     with data.start(*ALONE) as second:
         last = second.wait()
-    return {**found, "second": second.output, "last": last, "changed": changed}
+    return {**found, "second": second.output, "last": last, "changed": changed, "decoded": decoded}
 
 
 def test_a_command_asked_to_stop_saves_and_prints_the_resume_command(stopped: dict[str, Any]) -> None:
@@ -239,8 +245,9 @@ def test_samples_are_watched_by_default_and_what_too_few_cannot_measure_is_said(
     assert stopped["second"].splitlines()[-1] == f"WARNING: {warning}"
 
 
-def test_an_unfinished_run_is_not_resumed_with_other_settings(stopped: dict[str, Any]) -> None:
+def test_an_unfinished_run_is_not_resumed_with_other_settings_or_decoders(stopped: dict[str, Any]) -> None:
     assert stopped["changed"] == 2
+    assert stopped["decoded"] == 2
 
 
 def test_a_finished_run_leaves_no_unused_label_part(stopped: dict[str, Any]) -> None:
