@@ -92,8 +92,8 @@ def watched_share(num_rows: int, num_classes: int) -> float:
 
 
 def planted_share(num_rows: int) -> float:
-    """About 1 % of the labels, up to 3 % if there are few."""
-    return min(max(0.01, FEWEST_PLANTED / max(num_rows, 1)), 0.03)
+    """About 1 % of the labels, up to 5 % if there are few."""
+    return min(max(0.01, FEWEST_PLANTED / max(num_rows, 1)), 0.05)
 
 
 def choose_roles(

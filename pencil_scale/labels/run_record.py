@@ -117,15 +117,21 @@ def why_held(name: str, reasons: Sequence[str]) -> str:
     return f"{'; '.join(reasons) or 'its record gives no reason'}. {' '.join(ways_on(name))}"
 
 
-def ways_on(name: str) -> list[str]:
-    """Say what to do about the labels of a held run, one way per line."""
+def ways_on(name: str, num_changed: int | None = None) -> list[str]:
+    """Say what to do about the labels of a held run, one way per line; `num_changed` is of its labels."""
     review, promote = program("pipelines.review_report"), program("pipelines.promote")
+    page = f"review page (`{review} CONFIG report.labels={name}`)"
+    train = (
+        "Weak network or heavy noise: these cannot be told apart. For better labels, train again under "
+        "another run.name, with pretrained weights (model.weights), more epochs or larger images "
+        "(images.resize), and without numbers of your own under optimizer and stages."
+    )
+    if num_changed == 0:
+        return [train, f"No label changed, so there is nothing to release; the {page} ranks them by doubt."]
     return [
-        "Weak network or heavy noise: these cannot be told apart. For better labels, train again "
-        "under another run.name, with pretrained weights (model.weights), more epochs, or larger images "
-        "(images.resize).",
+        train,
         "To find out how good these labels are, judge 100 to 200 changed samples in the blind audit of the "
-        f"review page (`{review} CONFIG report.labels={name}`), the only test without assumptions.",
+        f"{page}, the only test without assumptions.",
         f"If the audit finds them good, release them: `{promote} CONFIG {name}`",
     ]
 

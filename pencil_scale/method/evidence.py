@@ -29,6 +29,7 @@ NEVER = -60_000.0  # the log-probability of a class that cannot be; the ledger k
 TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
+LEAST_REPLACED = 0.01
 ENOUGH_ROWS = 50_000  # more rows would not move the estimate
 LIKELY = 1.35  # a fall of the log-likelihood by this bounds a one-sided 95 % interval
 Z95 = NormalDist().inv_cdf(0.95)
@@ -136,13 +137,18 @@ class Judged:
 
 
 def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged:
-    """Weigh each given label against the most likely other class."""
+    """Weigh each given label against the most likely other class.
+
+    Even if no noise was found, some labels are more doubtful than others: at least one in a hundred counts as
+    replaced. `limit_changes` keeps them from changing.
+    """
     top, other = predictions.at(noise.temperature)
     on_given = predictions.of_class(given, top, other)
-    drawn = noise.replaced / predictions.num_classes
+    replaced = max(noise.replaced, LEAST_REPLACED)
+    drawn = replaced / predictions.num_classes
     others = np.where(predictions.classes == given[:, None], 0.0, top)
     rows, place = np.arange(len(given)), others.argmax(-1)
-    right = on_given * (1 - noise.replaced + drawn) + 1e-12
+    right = on_given * (1 - replaced + drawn) + 1e-12
     rival = others[rows, place] * drawn + 1e-12
     total = right + (1 - on_given) * drawn
     return Judged(predictions.classes[rows, place], np.log(rival / right), right / total, rival / total)

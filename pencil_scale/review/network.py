@@ -45,7 +45,8 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
     )
     if _is_number(known, "wrong_labels"):
         detail = _interval(known, "wrong_labels", "{:,.0f}", 1)
-        facts.append(Fact("wrong labels as given", f"≈ {known['wrong_labels']:,.0f}", f"estimated{detail}"))
+        detail = f"estimated{detail}; errors that follow a pattern are not counted"
+        facts.append(Fact("labels wrong at random", f"≈ {known['wrong_labels']:,.0f}", detail))
     if _is_number(known, "gain"):
         detail = _interval(known, "gain", "{:+.1f} %", 100)
         detail = f"of all labels, put right minus spoiled; estimated{detail}"
@@ -59,7 +60,7 @@ def network_notes(known: Mapping[str, Any], name: str, held_because: Sequence[st
     """Warn of labels that are held, and say what to do; and of labels that were promoted or got worse."""
     what = "These labels are held" if held_because else "The gate held these labels before they were used"
     found = [f"{what}: {reason}." for reason in held_because or known.get("held_because") or ()]
-    found += ways_on(name) if held_because else []
+    found += ways_on(name, known.get("corrected")) if held_because else []
     if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
         found.append(f"The gate would have held these labels: {gate}.")
     return [*found, *(f"{text}." for text in [worse(known)] if text)]

@@ -47,14 +47,15 @@ def judge(
     is the number of samples of the clean sets ("validation", "test"). `found` is what the watched samples
     and the planted errors say. A missing figure is not a reason.
     """
+    patterned = _patterned(found)
     reasons = [
         _guesses(figures, report),
         _guesses_clean(figures[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
         _declined(figures[-1]),
-        _no_gain(found),
+        patterned,
+        _no_gain(found, patterned),
         _unsure(found),
-        _patterned(found),
     ]
     given, corrected = report.given_right, report.corrected_right
     if corrected.num < given.num:
@@ -119,15 +120,18 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
     )
 
 
-def _no_gain(found: Assessment | None) -> str:
-    """Doubt a repair that is not clearly a gain, and one by a network that could not have found errors."""
+def _no_gain(found: Assessment | None, patterned: str) -> str:
+    """Doubt a repair that is not clearly a gain, and one by a network that could not have found errors.
+
+    Errors that follow a pattern make a network look weak, so they are the reason then.
+    """
     if found is None or found.gain is None or found.power is None:
         return ""
     gain, power = found.gain, found.power
     measured = f"{gain.found:.0%} of {gain.num_planted:,} errors planted on purpose were found"
     if gain.changed == 0:
-        if power >= LEAST_POWER:
-            return ""  # there was nothing to repair
+        if power >= LEAST_POWER or patterned:
+            return ""  # there was nothing to repair, as far as random errors go
         return (
             f"no label changed, and the network is too weak to find wrong ones: it would find {power:.0%} of "
             f"the errors planted on purpose if 10 % of the labels were wrong"
@@ -198,7 +202,7 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
     if found <= (least := needed(num_classes, math.sqrt(chance * (1 - chance) / max(num, 1)))):
         return (
             f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
-            f"labels, more than {least:.3f} was expected among {num_classes} classes; no label was moved"
+            f"labels, and more than {least:.3f} of {num_classes} classes is needed; no label was moved"
         )
     if may_rise or not still_rises(agreements, num, num_classes):
         return ""

@@ -33,11 +33,11 @@ TABLE = {
     "test_accuracy": "test accuracy",
     "test_accuracy_best": "test accuracy, best epoch",
     "validation_accuracy": "validation accuracy",
-    "published_epoch": "published epoch",
+    "published_epoch": "epoch of model and labels",
     "samples": "samples trained on",
     "watched": "samples watched",
     "corrected": "labels changed",
-    "wrong_labels": "labels that are wrong, estimated",
+    "wrong_labels": "labels wrong at random, estimated",
     "gain": "gain in right labels, estimated",
     "gain_true": "gain in right labels, true",
     "watch_agreement": "agreement on watched samples",
@@ -80,7 +80,11 @@ class Summary:
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
-            lines = [*held, f"The labels of {name} are not published.", *ways_on(name)]
+            lines = [
+                *held,
+                f"The labels of {name} are not published.",
+                *ways_on(name, self.facts.get("corrected")),
+            ]
         return [*lines, *filter(None, [worse(self.facts)])]
 
 

@@ -280,7 +280,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     assert "accuracy on the test set 87.5 %" in seen  # of the labels, not of the last epoch
     assert "watch agreement 75.0 %" in seen
     assert "training agreement 62.5 %" in seen
-    assert "wrong labels as given ≈ 1,494 estimated, 90 % interval 1,380 to 1,610" in seen
+    assert "labels wrong at random ≈ 1,494 estimated, 90 % interval 1,380 to 1,610" in seen
     assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
     assert "estimated, 90 % interval -1.0 % to +25.0 %" in seen
     assert seen.index("accuracy on the test set") < seen.index("most frequent change")

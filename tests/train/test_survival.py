@@ -173,6 +173,7 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
 # --- bit for bit ---------------------------------------------------------------------------------------
 
 ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=null")
+ALONE += ("gate.hold=false",)  # so few samples prove nothing
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def test_samples_are_watched_by_default_and_what_too_few_cannot_measure_is_said(
         assert "too few to measure what the repair gains" in stopped[number]
     warning = summary["warnings"]["evidence"]
     assert "what the repair gains could not be measured" in warning
-    assert stopped["second"].splitlines()[-1] == f"WARNING: {warning}"
+    assert f"WARNING: {warning}" in stopped["second"].splitlines()[-2:]
 
 
 def test_an_unfinished_run_is_not_resumed_with_other_settings_or_decoders(stopped: dict[str, Any]) -> None:
