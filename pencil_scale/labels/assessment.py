@@ -76,7 +76,7 @@ def assess(
         fit_noise(*seen),
         watched_below=float(roles.threshold),
         since=manifest.first_epoch,
-        folds=1 + len(folds),
+        crossed_until=manifest.newest_epoch if folds else 0,
     )
     known = contradicted(*seen)
     watched, trained, planted = [np.zeros(0)], [np.zeros(0)], list[Judged]()

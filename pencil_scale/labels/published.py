@@ -108,7 +108,7 @@ class LabelRows:
         """Whether the label is decided by a network that was never trained on the sample."""
         found = np.zeros(len(self.rows), np.bool_)
         for noise, some in self.by_noise():
-            found |= some & ((self.last_epoch == 0) | (noise.folds > 1))
+            found |= some & ((self.last_epoch == 0) | (self.last_epoch <= noise.crossed_until))
         return found
 
     def by_noise(self) -> Iterator[tuple[NoiseModel, npt.NDArray[np.bool_]]]:

@@ -143,7 +143,6 @@ def test_several_trainings_find_what_one_has_memorised(tmp_path: Path) -> None:
     found, planted = made.found, made.roles.planted
     assert alone.noise is not None
     assert found.noise is not None
-    assert (alone.noise.folds, found.noise.folds) == (1, 4)
     assert found.noise.wrong_high - found.noise.wrong_low < alone.noise.wrong_high - alone.noise.wrong_low
     labels, before = (PublishedLabels(one.labels).rows(range(NUM)) for one in (found, alone))
     right, right_before = ((one.decide().corrected_class == TRUE).mean() for one in (labels, before))
@@ -160,6 +159,15 @@ def test_several_trainings_find_what_one_has_memorised(tmp_path: Path) -> None:
     for number, fold in made.roles.folds():  # each sample as predicted by the training that watched it
         expected = predicted(3.0, seed=number)[fold.watched].argmax(1)
         assert labels.predicted_class[fold.watched, 0].tolist() == expected.tolist()
+
+
+def test_a_night_that_cannot_measure_has_seen_what_it_trains_on(tmp_path: Path) -> None:
+    made, _ = crossed(tmp_path, noise=0.2, skill=3.0, memorised=9.0)
+    off = Evidence(watched=0, planted=0)
+    labels = night(tmp_path / "second", made, made.found.labels, 3.0, off).found.labels
+    assert labels.noise == made.found.labels.noise
+    is_unseen = PublishedLabels(labels).rows(range(NUM)).is_unseen
+    assert np.flatnonzero(~is_unseen).tolist() == VISITED.tolist()
 
 
 def test_without_evidence_nothing_is_concluded(tmp_path: Path) -> None:
