@@ -226,10 +226,17 @@ class Gate(Settings):
 class Evidence(Settings):
     watched: float | None = key(
         "share of the samples that are predicted but never trained on, to measure the network and the noise "
-        "without clean data; null: about 5 %, 0: none",
+        "without clean data; null: about 5 %, of a small dataset as evidence.folds says; 0: none",
         None,
         ge=0,
         le=0.5,
+    )
+    folds: AutoCount = key(
+        "trainings, each watching another part of the samples, so that every label is judged by a network "
+        "that was never trained on it; takes that many times as long; up to 10,000 samples 4, above 1; "
+        "nights train once",
+        None,
+        le=10,
     )
     planted: float | None = key(
         "share of the labels replaced by a wrong class while the run trains, to measure how many errors it "
@@ -238,6 +245,15 @@ class Evidence(Settings):
         ge=0,
         le=0.2,
     )
+
+    @model_validator(mode="after")
+    def _folds_fit(self) -> Self:
+        if self.watched is not None and (self.folds or 1) > 1:
+            raise ValueError(
+                f"folds: each of {self.folds} trainings watches 1/{self.folds} of the samples; leave watched "
+                "out, or set folds: 1"
+            )
+        return self
 
 
 class Cost(Settings):

@@ -1,8 +1,8 @@
 """Export rows: everything that is known about some rows of the catalogue, for an export.
 
-The label of a row comes from the first of these that has one: a person who pinned it; the learned labels, if
-a run trained on the row; the prediction of a row that the run watched; the network, for a sample that has no
-usable label, is held out, or is newer than the labels; the shard.
+The label of a row comes from the first of these that has one: a person who pinned it; the prediction of a row
+that the run, or one of its trainings, watched; the learned labels, if a run trained on the row; the network,
+for a sample that has no usable label, is held out, or is newer than the labels; the shard.
 
     for table in export_tables(source, range(0, 65_536)):       # one per label part, in row order
         ...
@@ -158,8 +158,8 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
     ok = pc.equal(known["status"], "ok").to_numpy()
     speaker = np.full(len(known), None, np.object_)
     speaker[ok] = GIVEN
-    speaker[ok & labels.has_evidence] = WATCHED
     speaker[ok & (labels.last_epoch > 0)] = LABELS
+    speaker[ok & labels.is_unseen] = WATCHED
     if source.model is not None:
         is_newer = rows.start >= manifest.layout.num_rows
         statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])

@@ -10,22 +10,26 @@ may with few samples, the labels are repaired as is likely best, and `unsure`: t
 before a person has looked. Planted errors are judged by the same rule as all others before they get their
 original class back.
 
+If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
+network that was never trained on the sample, and fits the noise to all samples.
+
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
 networks, and stay as decided by the rules that were fitted to those. If nothing could be fitted, the rule of
 the parent stays in force.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.labels.columns import PINNED, PLANTED, WATCHED, Int64s
+from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import LabelRows, PublishedLabels
 from pencil_scale.labels.roles import FEWEST, Roles
-from pencil_scale.labels.start_labels import unplant
+from pencil_scale.labels.start_labels import cross, regive, unplant
 from pencil_scale.method.evidence import (
     Gain,
     Judged,
@@ -55,14 +59,25 @@ class Assessment:
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
 
 
-def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment:
-    """Fit the noise, decide all labels, and measure the decisions."""
-    original = _given(catalogue, roles.planted)
-    labels = unplant(manifest, (roles.planted, roles.planted_class), original)
-    seen = _watched(PublishedLabels(manifest), roles)
+def assess(
+    manifest: Manifest, catalogue: Catalogue, roles: Roles, folds: Sequence[Manifest] = ()
+) -> Assessment:
+    """Fit the noise, decide all labels, and measure the decisions; `folds` are of further trainings."""
+    original = given_classes(catalogue, roles.planted)
+    if folds:
+        manifest = cross(manifest, folds)
+        labels = regive(manifest, roles.planted, original)
+    else:
+        labels = unplant(manifest, (roles.planted, roles.planted_class), original)
+    seen = _unseen(PublishedLabels(manifest), roles, crossed=bool(folds))
     if seen is None:
         return Assessment(labels)
-    noise = replace(fit_noise(*seen), watched_below=float(roles.threshold), since=manifest.first_epoch)
+    noise = replace(
+        fit_noise(*seen),
+        watched_below=float(roles.threshold),
+        since=manifest.first_epoch,
+        crossed_until=manifest.newest_epoch if folds else 0,
+    )
     known = contradicted(*seen)
     watched, trained, planted = [np.zeros(0)], [np.zeros(0)], list[Judged]()
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
@@ -70,8 +85,9 @@ def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment
         is_watched = part.role == WATCHED
         usable = _predicted(part) & (part.noisy_class >= 0) & (part.role != PINNED)
         usable &= is_watched | (part.last_epoch >= manifest.first_epoch)
-        watched.append(_judge(part, usable & is_watched, noise).log_odds)
-        trained.append(_judge(part, usable & ~is_watched & (part.role != PLANTED), noise).log_odds)
+        is_apart = is_watched & (not folds)  # the others were predicted by a network that had seen them
+        watched.append(_judge(part, usable & is_apart, noise).log_odds)
+        trained.append(_judge(part, usable & ~is_apart & (part.role != PLANTED), noise).log_odds)
         here = usable & (part.role == PLANTED)
         rows.append(part.rows.start + np.flatnonzero(here))
         planted.append(_judge(part, here, noise))
@@ -91,17 +107,18 @@ def assess(manifest: Manifest, catalogue: Catalogue, roles: Roles) -> Assessment
     found = np.concatenate([one.log_odds for one in planted]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in planted])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
-    # Planted errors were trained on, so they are compared with rows that were.
+    # Planted errors are compared with rows that were predicted as they were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
     return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()), unsure, known)
 
 
-def _watched(labels: PublishedLabels, roles: Roles) -> tuple[Predictions, Int64s] | None:
-    """What was predicted for the watched samples, and their given classes; None if they are too few."""
+def _unseen(labels: PublishedLabels, roles: Roles, crossed: bool) -> tuple[Predictions, Int64s] | None:
+    """Predictions by networks that were never trained on a sample, and given classes; None if too few."""
     found, given = list[Predictions](), list[Int64s]()
-    for part in labels.parts_with(roles.watched):
-        here = (part.role == WATCHED) & _predicted(part)
+    for part in labels.batches() if crossed else labels.parts_with(roles.watched):
+        here = (part.role == WATCHED) | ((part.role == FREE) & crossed)
+        here &= _predicted(part) & (part.noisy_class >= 0)
         found.append(part.predictions(here))
         given.append(part.noisy_class[here].astype(np.int64))
     if sum(map(len, given)) < FEWEST:
@@ -118,7 +135,7 @@ def _judge(part: LabelRows, here: Mask, noise: NoiseModel) -> Judged:
     return judge(part.predictions(here), given, noise)
 
 
-def _given(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:
+def given_classes(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:
     """The classes that the catalogue gives these rows, which are in rising order."""
     found = [np.zeros(0, np.int32)]
     for first in (np.unique(rows // STRETCH) * STRETCH).tolist():

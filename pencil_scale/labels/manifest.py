@@ -35,15 +35,16 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 KIND = "pencil_scale labels"
-VERSION = 5
+VERSION = 6
 LABELS, LEDGER = "parts", "ledger"  # the folders of a store
+FOLD = "-fold-"  # between the id of a run and the number of a further training
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
 # Where a storage may have manifests of labels: folder, how deep below it, and how the name of the file ends.
 MANIFEST_FOLDERS: tuple[tuple[str, int | None, str], ...] = (
     ("labels/published", 1, ".json"),
     ("labels/held", 1, ".json"),
-    ("runs", 2, "/labels.json"),
+    ("runs", 2, "labels.json"),  # also fold-1-labels.json
     ("nights", 2, "/carried.json"),
     ("checkpoints", None, "/labels.json"),
 )
@@ -180,6 +181,16 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     return first
 
 
+def fold_id(run: str, number: int) -> str:
+    """The id under which a further training of a run writes what it needs until the run has ended."""
+    return f"{run}{FOLD}{number}"
+
+
+def is_fold(name: str, run: str) -> bool:
+    """Whether a folder is named after a further training of this run."""
+    return PurePosixPath(name).name.startswith(f"{run}{FOLD}")
+
+
 def file_name(folder: str, file: StoredFile) -> str:
     """The name of a file in its store."""
     return f"{folder}/{file.run}/{file.sha256}.arrow"
@@ -244,17 +255,19 @@ def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
 
 
 def sweep_run(storage: str, run: str) -> list[str]:
-    """Remove the label files of a run that no manifest in the storage names; return their names."""
+    """Remove the label files of a run and its folds that no manifest of the storage names; return them."""
     files = Storage(storage)
     return remove_unnamed(files.path(files.labels), run, manifests_of(storage))
 
 
 def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
-    """Remove the files that one run wrote and none of these manifests names; return their names."""
+    """Remove the files that a run or its folds wrote and none of these manifests names; return them."""
     files, named = Folder(store), set[str]()
     for part in (part for manifest in kept for part in manifest.parts.values()):
         named |= {file_name(LABELS, part.labels), file_name(LEDGER, part.ledger)}
-    written = [name for folder in (LABELS, LEDGER) for name in files.names(f"{folder}/{run}")]
+    folders = [f"{folder}/{run}" for folder in (LABELS, LEDGER)]
+    folds = [name for folder in (LABELS, LEDGER) for name in files.names(folder) if is_fold(name, run)]
+    written = [name for folder in (*folders, *folds) for name in files.names(folder)]
     swept = [name for name in written if name not in named]
     for name in swept:
         files.delete(name)

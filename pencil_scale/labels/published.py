@@ -103,6 +103,14 @@ class LabelRows:
             found |= some
         return found
 
+    @property
+    def is_unseen(self) -> npt.NDArray[np.bool_]:
+        """Whether the label is decided by a network that was never trained on the sample."""
+        found = np.zeros(len(self.rows), np.bool_)
+        for noise, some in self.by_noise():
+            found |= some & ((self.last_epoch == 0) | (self.last_epoch <= noise.crossed_until))
+        return found
+
     def by_noise(self) -> Iterator[tuple[NoiseModel, npt.NDArray[np.bool_]]]:
         """Each noise model, with the rows that it decides: those that its own network predicted last.
 

@@ -12,11 +12,17 @@ Watched samples are those whose image hashes below a threshold, so copies of an 
 run that continues another never raises its threshold, and watches no sample that was ever trained on, nor a
 copy of one. It watches samples of the whole catalogue, also those that it would not have trained on.
 
+With `evidence.folds`, a run trains several times. The range of the hashes is divided into as many windows:
+the run itself watches the first, each further training another one. Together they watch every sample once.
+
+    for number, fold in roles.folds(): ...      # the roles in each further training
+
 So few samples that nothing could be measured get no role, but a night keeps watching: later ones add to them.
 """
 
 import io
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +42,7 @@ FEWEST_WATCHED, MOST_WATCHED, MOST_PER_CLASS = 1_000, 20_000, 100
 FEWEST_PLANTED = 300
 FEWEST = 30  # watched samples that select, or planted errors, below which nothing is concluded
 JUDGE_KEY = 0x6A75646765
+NO_ROWS = np.zeros(0, np.int64)
 COLUMNS = ["row", "status", "noisy_class", "content_key", "image_bytes"]
 Mask = npt.NDArray[np.bool_]
 Samples = npt.NDArray[np.void]  # of the type SAMPLE
@@ -51,17 +58,39 @@ class Roles:
     planted: Int64s
     planted_class: npt.NDArray[np.int32]  # the wrong class of each
     threshold: int  # images that hash below this are watched
+    crossed: Int64s = field(default_factory=lambda: NO_ROWS)  # rows that further trainings watch
+    crossed_bytes: Int64s = field(default_factory=lambda: NO_ROWS)
+    crossed_by: Int64s = field(default_factory=lambda: NO_ROWS)  # the number of that training, from 1
 
     @classmethod
     def none(cls) -> "Roles":
         """No row has a role."""
-        rows = np.zeros(0, np.int64)
-        return cls(rows, rows, rows, np.zeros(0, np.int32), 0)
+        return cls(NO_ROWS, NO_ROWS, NO_ROWS, np.zeros(0, np.int32), 0)
+
+    @property
+    def trainings(self) -> int:
+        """How often the run trains."""
+        return 1 + len(np.unique(self.crossed_by))
+
+    def folds(self) -> Iterator[tuple[int, "Roles"]]:
+        """The number and the roles of each further training: the same errors, but in no watched sample."""
+        for number in np.unique(self.crossed_by).tolist():
+            here = self.crossed_by == number
+            rows, num_bytes = self.crossed[here], self.crossed_bytes[here]
+            left = ~np.isin(self.planted, rows)
+            yield number, Roles(rows, num_bytes, self.planted[left], self.planted_class[left], self.threshold)
 
     def but(self, taken_down: Int64s) -> "Roles":
         """The same roles, but some rows are not watched: they may not be read any more."""
-        here = ~np.isin(self.watched, taken_down)
-        return replace(self, watched=self.watched[here], watched_bytes=self.watched_bytes[here])
+        here, there = (~np.isin(rows, taken_down) for rows in (self.watched, self.crossed))
+        return replace(
+            self,
+            watched=self.watched[here],
+            watched_bytes=self.watched_bytes[here],
+            crossed=self.crossed[there],
+            crossed_bytes=self.crossed_bytes[there],
+            crossed_by=self.crossed_by[there],
+        )
 
     @property
     def unmeasured(self) -> str:
@@ -110,22 +139,28 @@ def choose_roles(
     num_rows = catalogue.num_ok if rows is None else len(rows)
     num_known = num_rows if parent is None else catalogue.num_ok
     watched, planted = evidence.watched, evidence.planted
+    folds = 1 if parent is not None else evidence.folds or 1
     if watched is None:
-        watched = watched_share(num_known, catalogue.num_classes)
+        watched = watched_share(num_known, catalogue.num_classes) if folds == 1 else 1 / folds
     if planted is None:
         planted = planted_share(num_rows)
     threshold, key = int(watched * ALL), seed
     if parent is not None:
         threshold = min(threshold, int(parent.noise["watched_below"]) if parent.noise else ALL)
         key += 2 * parent.first_epoch  # other rows every night
-    found, errors = _candidates(catalogue, rows, pinned, parent, threshold, int(planted * ALL), key)
+    limits = (threshold, ALL if folds > 1 else threshold, int(planted * ALL))
+    covered, errors = _candidates(catalogue, rows, pinned, parent, limits, key)
+    ends = np.array([int(number / folds * ALL) for number in range(1, folds)], np.uint64)
+    window = np.searchsorted(ends, covered["content"], side="right")
+    found, others = covered[window == 0], covered[window > 0]
     if (parent is None and not _select_enough(found["row"])) or not len(found):
         return Roles.none()
     if not _select_enough(found["row"]) or len(errors) < FEWEST:
         errors = errors[:0]
     wrong = _wrong_classes(errors, catalogue.num_classes, key, parent)
     watched_rows, watched_bytes = found["row"].copy(), found["num_bytes"].copy()
-    return Roles(watched_rows, watched_bytes, errors["row"].copy(), wrong, threshold)
+    crossed = others["row"].copy(), others["num_bytes"].copy(), window[window > 0]
+    return Roles(watched_rows, watched_bytes, errors["row"].copy(), wrong, threshold, *crossed)
 
 
 def _candidates(
@@ -133,21 +168,25 @@ def _candidates(
     rows: Int64s | None,
     pinned: Int64s,
     parent: Manifest | None,
-    threshold: int,
-    planted_below: int,
+    limits: tuple[int, int, int],
     key: int,
 ) -> tuple[Samples, Samples]:
-    """The samples to watch, and those to plant errors in."""
+    """The samples that any training watches, and those to plant errors in.
+
+    `limits` bound the hashes of what the run itself watches, of what any training does, and of errors.
+    """
+    threshold, covered_below, planted_below = limits
     watched, planted, copies = [np.zeros(0, SAMPLE)], [np.zeros(0, SAMPLE)], [np.zeros(0, np.uint64)]
     for table in catalogue.batches(COLUMNS):
         some = _samples(table)
         is_pinned = np.isin(some["row"], pinned)
         usable = (some["given"] >= 0) & pc.equal(table["status"], "ok").to_numpy() & ~is_pinned
         trains = usable if rows is None else usable & np.isin(some["row"], rows)
-        low, seen = _below(some["content"], threshold), is_pinned | _trained(parent, some["row"])
+        low, seen = _below(some["content"], covered_below), is_pinned | _trained(parent, some["row"])
         watches = low & ~seen & (trains if parent is None else usable)
         # Another hash of the same content, so the two choices are independent.
-        plants = trains & ~watches & _below(hashes(some["content"], key), planted_below)
+        here = watches & _below(some["content"], threshold)
+        plants = trains & ~here & _below(hashes(some["content"], key), planted_below)
         watched.append(some[watches])
         planted.append(some[plants])
         copies.append(some["content"][low & seen])

@@ -154,16 +154,34 @@ def unplant(manifest: Manifest, planted: Planted, classes: Classes) -> Manifest:
     """
     rows, wrong = planted
     manifest = regive(manifest, rows, classes)
-    parts = dict(manifest.parts)
     for labels in PublishedLabels(manifest).parts_with(rows):
         here = _within(rows, labels.rows)
         slots = rows[here] - labels.rows.start
         found, some = labels.predictions(), labels.predictions(slots).without(wrong[here].astype(np.int64))
         found.classes[slots], found.log_p[slots] = some.classes, some.log_p
-        part = labels.rows.start >> manifest.layout.shift
-        ledger = put_batch(Folder(manifest.store), LEDGER, _ledger(labels.last_epoch, found), manifest.run)
-        parts[part] = replace(parts[part], ledger=ledger)
-    return replace(manifest, parts=parts)
+        manifest = _with_predictions(manifest, labels, found)
+    return manifest
+
+
+def cross(manifest: Manifest, folds: Sequence[Manifest]) -> Manifest:
+    """Take each row's prediction from the training that watched it; a row that none watched has none."""
+    for labels in PublishedLabels(manifest).batches():
+        found = labels.predictions()
+        found.log_p[(labels.role == FREE) | (labels.role == PLANTED)] = np.nan
+        for fold in folds:
+            there = PublishedLabels(fold).rows(labels.rows)
+            watched = there.role == WATCHED
+            some = there.predictions(watched)
+            found.classes[watched], found.log_p[watched] = some.classes, some.log_p
+        manifest = _with_predictions(manifest, labels, found)
+    return manifest
+
+
+def _with_predictions(manifest: Manifest, labels: LabelRows, found: Predictions) -> Manifest:
+    """Store other predictions of the rows of a part."""
+    part = labels.rows.start >> manifest.layout.shift
+    ledger = put_batch(Folder(manifest.store), LEDGER, _ledger(labels.last_epoch, found), manifest.run)
+    return replace(manifest, parts={**manifest.parts, part: replace(manifest.parts[part], ledger=ledger)})
 
 
 def release(manifest: Manifest, rows: Int64s, classes: Classes) -> Manifest:

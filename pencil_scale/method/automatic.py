@@ -28,6 +28,7 @@ PRETRAINED = {"backbone": (1000, 3, 10), "pencil": (2000, 8, 25), "finetune": (1
 RATE, PRETRAINED_RATE, HIGHEST_RATE = 0.05 / 128, 0.0016 / 32, 0.1  # per sample of a batch; per batch
 STEPS_PER_EPOCH = 160
 SMALLEST_BATCH, LARGEST_BATCH, FEWEST_PER_WORKER = 16, 2048, 8
+FOLDS, MOST_FOLDED = 4, 10_000  # trainings, and the samples up to which there are that many
 TUNED_CLASSES = 10  # of the trials; the losses are rescaled to the class count of the data
 TRAVEL = 12.0  # of a label's logits over the pencil stage, at pull 1
 FEWEST_VISITS = 3  # before a label may change
@@ -43,6 +44,7 @@ class Facts:
     num_samples: int
     num_classes: int
     sizes: Mapping[str, int]  # of the images, as in {"28x28": 5000}; not necessarily all
+    continues: bool = False  # the run continues another, whose network has seen the samples
 
 
 def choose(config: Config, facts: Facts) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def choose(config: Config, facts: Facts) -> dict[str, Any]:
     crop = _choose_images(config, facts, take)
     _choose_backbone(config, crop, take)
     _choose_training(config, facts, crop, take)
+    if config.evidence.watched is None:
+        take("evidence.folds", 1 if facts.continues or facts.num_samples > MOST_FOLDED else FOLDS)
     return chosen
 
 

@@ -100,6 +100,7 @@ class NoiseModel:
     min_log_odds: float = 0.0  # a label changes only if the odds against it are above this
     watched_below: float = 0.0  # images that hash below this were not trained on
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
+    crossed_until: int = 0  # up to this epoch, each row was predicted by a network never trained on it
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:

@@ -190,7 +190,7 @@ def _result(published: Published, row: int) -> Iterator[str]:
         how = "pinned"
     elif label.has_evidence[0]:
         how = f"right with a probability of {found.confidence[0]:.2f}"
-        how += "" if is_visited else ": watched, predicted by a network that was never trained on it"
+        how += ": watched, predicted by a network that was never trained on it" if label.is_unseen[0] else ""
     elif not is_visited:
         how = "as given: no run trained on the sample"
     yield f"  result     {names[found.corrected_class[0]]}, {how}"

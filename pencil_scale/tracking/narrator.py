@@ -56,6 +56,15 @@ class Harmless:
                 log.warning("%s failed (%s); training continues, later failures are not shown", what, reason)
 
 
+class Untracked:
+    """Takes what a tracker takes, and reports nothing."""
+
+    def _ignore(self, *_: Any) -> None:
+        pass
+
+    log_step = log_epoch = log_picture = set_tag = flush_soon = _ignore
+
+
 class Narrator:
     """Receives every event of a run."""
 
@@ -63,7 +72,7 @@ class Narrator:
         self,
         num_epochs: int,
         class_names: tuple[str, ...],
-        tracker: Tracker,
+        tracker: Tracker | Untracked,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,7 +120,7 @@ class Narrator:
         self._track_epoch(figures)
         for name, text in found.warnings.items():
             self._warn(name, text)
-        if found.transitions is not None:
+        if found.transitions is not None and not isinstance(self._tracker, Untracked):
             with self._harmless("the picture of class transitions"):
                 title = f"after epoch {figures['epoch'] + 1}"
                 picture = transition_picture(found.transitions, self._class_names, title)

@@ -18,14 +18,28 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import require_same_rows
+from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.plan import RunPlan
 from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
 
 EVENTS_EVERY_S = 0.25
+
+
+def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
+    """Put together what the workers are given; checkpoints that are not needed any more are removed."""
+    checkpoints = CheckpointStore(plan.config.run.storage, record.name, record.id)
+    attempt, resume = checkpoints.newest() or (record.attempt, None)
+    checkpoints.remove(before=attempt)
+    require_same_rows(labels, plan.catalogue)
+    watched = plan.stream.for_evaluation(plan.config, plan.roles.watched) if len(plan.roles.watched) else None
+    return Job(plan.config, record, plan.stream, plan.clean, watched, labels, resume, start_control())
 
 
 def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:

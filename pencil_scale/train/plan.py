@@ -16,7 +16,7 @@ its process.
 import itertools
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -57,6 +57,7 @@ CleanName: TypeAlias = Literal["validation", "test"]
 REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
 TRIAL_S = 30.0
 ROLES = "roles.npz"
+PARTS = {2: "half", 3: "third", 4: "quarter"}
 FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
 WAIT_EVERY = 4  # steps
 
@@ -108,7 +109,7 @@ def make_plan(
             f"{catalogue.folder}, version {catalogue.version}: no sample to train on ({found or 'no rows'}); "
             "its summary.html says what to do about each status: correct the data keys, then index again"
         )
-    facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}))
+    facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}), parent is not None)
     config, automatic = fill_in(config, facts, record)
     require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
@@ -121,7 +122,7 @@ def make_plan(
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
     lines.append(check_outlook(schedule))
     roles = _roles(config, catalogue, subset, record, parent).but(taken_down)
-    lines.append(_evidence_line(config.evidence, roles))
+    lines += _evidence_lines(config.evidence, roles)
     if len(taken_down):
         lines.append(f"data.exclude: left out {many(len(taken_down), 'more sample')}, taken down since")
     # A night also watches samples that are not among its rows.
@@ -152,12 +153,16 @@ def _roles(
     return choose_roles(catalogue, subset, pins.rows, config.evidence, config.run.seed, parent)
 
 
-def _evidence_line(evidence: Evidence, roles: Roles) -> str:
+def _evidence_lines(evidence: Evidence, roles: Roles) -> Iterator[str]:
     """Say what the run measures without clean data, or what it cannot."""
     if evidence.watched == 0 and evidence.planted == 0:
-        return f"evidence is off: the run does not measure {roles.unmeasured}"
+        yield f"evidence is off: the run does not measure {roles.unmeasured}"
+        return
+    if (trainings := roles.trainings) > 1:
+        part = f"{PARTS.get(trainings, f'1/{trainings}')} of the samples"
+        yield f"evidence: {trainings} trainings, each watching another {part} (evidence.folds=1 trains once)"
     missing = f"; too few to measure {roles.unmeasured}" if roles.unmeasured else ""
-    return (
+    yield (
         f"evidence: {len(roles.watched):,} samples are watched and not trained on, "
         f"{len(roles.planted):,} labels are wrong on purpose while the run trains{missing}"
     )
@@ -286,21 +291,23 @@ def count(plan: RunPlan) -> dict[str, Any]:
     chunks, share = catalogue.chunks(), plan.num_samples / max(catalogue.num_ok, 1)
     num_classes = len(plan.class_names)
     batch = config.optimizer.batch_per_worker * config.workers.count[1]
+    trainings = plan.roles.trainings
     return {
         "samples": plan.num_samples,
         "epochs": epochs,
+        "trainings": trainings,
         "steps_per_epoch": -(-plan.num_samples // batch),
         "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * num_classes + 4 * min(TOP, num_classes)),
         "checkpoint_bytes": 2 * plan.weight_bytes,  # the weights, and their momentum
-        "read_gb": float(chunks.ok_bytes.sum()) * share * epochs / 1e9,
-        "requests": int((chunks.num_ok > 0).sum()) * epochs,
+        "read_gb": float(chunks.ok_bytes.sum()) * share * epochs * trainings / 1e9,
+        "requests": int((chunks.num_ok > 0).sum()) * epochs * trainings,
     }
 
 
 def estimate(plan: RunPlan, images_per_s: float) -> dict[str, Any]:
     """Add to what is counted the time and the cost, if a worker trains this many images per second."""
     counted, rate = count(plan), plan.config.workers.count[1] * images_per_s
-    hours = counted["samples"] * counted["epochs"] / rate / 3600
+    hours = counted["samples"] * counted["epochs"] * counted["trainings"] / rate / 3600
     return {**counted, "images_per_s": rate, "hours": hours, "cost": price_of(plan.config, hours)}
 
 

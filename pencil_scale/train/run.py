@@ -18,7 +18,6 @@ from pencil_scale.config.settings import Config
 from pencil_scale.images.decode import decoders
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord, find_record, read_record, write_record
 from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.method.automatic import filled
@@ -33,11 +32,11 @@ from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.receiver import RESUMABLE
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
-from pencil_scale.train.driver import drive, start_control
+from pencil_scale.train.driver import drive, make_job
+from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.plan import ROLES, RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
-from pencil_scale.train.worker import Job
 
 STOPPED = 143  # the exit code that a shell reports for a command ended by SIGTERM
 
@@ -74,7 +73,9 @@ def train(
         record = write_record(storage.url, record, lease, status="running", tracking=tracker.state())
         narrator = Narrator(plan.schedule.epochs, plan.class_names, tracker, say=say)
         try:
-            checkpoint = drive(_job(plan, record), narrator.hear, lease)
+            folds, checkpoint = train_folds(plan, record, lease), None
+            if folds is not None:
+                checkpoint = drive(make_job(plan, record, Manifest.load(record.labels)), narrator.hear, lease)
         except LeaseLostError:
             raise  # the run has not failed: another command continues it, also in MLflow
         except BaseException as error:
@@ -82,7 +83,7 @@ def train(
             tracker.describe(f"failed: {error}" if failed else "stopped without saving")
             tracker.finish("FAILED" if failed else RESUMABLE, wait_s=5)
             raise
-        if checkpoint is None:
+        if folds is None or checkpoint is None:
             write_record(storage.url, record, lease, status="stopped", tracking=tracker.state())
             saved = "stopped and saved; to resume:"
             if config.workers.in_process:
@@ -91,7 +92,7 @@ def train(
             tracker.finish(RESUMABLE)
             say(f"{saved} {command_line()}")
             raise SystemExit(STOPPED)
-        summary = publish(plan, record, checkpoint, narrator.warnings, tracker, lease, alias, hold)
+        summary = publish(plan, record, checkpoint, folds, narrator.warnings, tracker, lease, alias, hold)
         tracker.describe(*summary.last_lines(), f"```\n{summary.table()}\n```")
         tracker.finish()
         status, reasons = summary.facts["status"], summary.facts["held_because"] if summary.held else ()
@@ -166,8 +167,9 @@ def _track(plan: RunPlan, record: RunRecord) -> Tracker:
 
 
 def _is_saved(storage: str, record: RunRecord) -> bool:
-    """Whether a run has a checkpoint from which it can resume."""
-    return CheckpointStore(storage, record.name, record.id).newest() is not None
+    """Whether a run has a checkpoint from which it can resume, or one of its folds has."""
+    store = CheckpointStore(storage, record.name, record.id)
+    return store.newest() is not None or are_saved(storage, record)
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -230,21 +232,11 @@ def _copy_weights(config: Config) -> str | None:
     return storage.path(name)
 
 
-def _job(plan: RunPlan, record: RunRecord) -> Job:
-    """Put together what the workers are given; checkpoints that are not needed any more are removed."""
-    checkpoints = CheckpointStore(plan.config.run.storage, record.name, record.id)
-    attempt, resume = checkpoints.newest() or (record.attempt, None)
-    checkpoints.remove(before=attempt)
-    labels = Manifest.load(record.labels)
-    require_same_rows(labels, plan.catalogue)
-    watched = plan.stream.for_evaluation(plan.config, plan.roles.watched) if len(plan.roles.watched) else None
-    return Job(plan.config, record, plan.stream, plan.clean, watched, labels, resume, start_control())
-
-
 def _tidy(storage: str, record: RunRecord) -> None:
     """Remove the checkpoints of a finished run and the label parts that only they named; never fail."""
     try:
         CheckpointStore(storage, record.name, record.id).remove()
+        remove_folds(storage, record)
         swept = sweep_run(storage, record.id)
     except (PencilError, OSError) as error:
         say(f"checkpoints or label parts that are not needed any more were not removed: {error}")

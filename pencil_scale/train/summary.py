@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import Kept, Saved, read_checkpoint
+from pencil_scale.train.folds import Fold
 from pencil_scale.train.gate import judge, unmeasured, unready
 from pencil_scale.train.plan import RunPlan, price_of
 
@@ -34,6 +35,7 @@ TABLE = {
     "test_accuracy_best": "test accuracy, best epoch",
     "validation_accuracy": "validation accuracy",
     "published_epoch": "epoch of model and labels",
+    "trainings": "trainings",
     "samples": "samples trained on",
     "watched": "samples watched",
     "corrected": "labels changed",
@@ -46,6 +48,7 @@ TABLE = {
     "model": "model",
     "labels": "labels",
 }
+Figures = list[dict[str, Any]]  # of every epoch of a training
 SIGNED = ("gain", "gain_true")
 
 
@@ -92,6 +95,7 @@ def publish(
     plan: RunPlan,
     record: RunRecord,
     checkpoint: ray.train.Checkpoint,
+    folds: Sequence[Fold],
     warnings: dict[str, str],
     tracker: Tracker,
     lease: Lease,
@@ -109,7 +113,7 @@ def publish(
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
     kept = saved.best or Kept(saved.progress.epoch, saved.weights, saved.labels)
-    found = assess(kept.labels, plan.catalogue, plan.roles)
+    found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds])
     kept = replace(kept, labels=found.labels)
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
@@ -127,8 +131,9 @@ def publish(
     held = hold and bool(doubts)
     labels = storage.held(record.name) if held else storage.published(record.name)
     _save(kept, storage.model(record.name), labels, lease)
+    fold_figures = [fold.figures for fold in folds]
     facts = {
-        **_facts(saved.figures, kept.epoch),
+        **_facts(saved.figures, kept.epoch, fold_figures),
         **report.figures(),
         "corrected": report.num_corrected,
         "watched": len(plan.roles.watched),
@@ -141,7 +146,7 @@ def publish(
         "status": "held" if held else "finished",
         "held_because": list(doubts),
         "catalogue_version": record.catalogue_version,
-        **compare_with_outcome(config, record.estimate, saved),
+        **compare_with_outcome(config, record.estimate, saved, fold_figures),
     }
     lease.put(storage.run(record.name, "epochs.json"), json.dumps(saved.figures, indent=1).encode())
     write_facts(storage.url, record.name, facts, lease)
@@ -198,8 +203,8 @@ def _save(kept: Kept, model: str, labels: str, lease: Lease) -> None:
     lease.put(labels, kept.labels.encode())
 
 
-def _facts(figures: list[dict[str, Any]], published: int) -> dict[str, Any]:
-    """The figures of the published epoch, and the typical ones of an epoch."""
+def _facts(figures: Figures, published: int, folds: Sequence[Figures]) -> dict[str, Any]:
+    """The figures of the published epoch, and the typical ones of an epoch; the time of all trainings."""
     last = figures[published - 1]
     facts = {key: last[key] for key in last if key.endswith("_accuracy")}
     for key in ("test_accuracy", "validation_accuracy"):
@@ -213,19 +218,27 @@ def _facts(figures: list[dict[str, Any]], published: int) -> dict[str, Any]:
         # The share of the epoch's rows that was trained; rows taken down during it count on neither side.
         "coverage": [min(epoch["rows_visited"] / max(epoch["rows_planned"], 1), 1.0) for epoch in figures],
         "unreadable": last["rows_unreadable"],
-        "seconds": sum(epoch["epoch_s"] for epoch in figures),
+        "seconds": _seconds(figures, *folds),
     }
+    if folds:
+        facts["trainings"] = 1 + len(folds)
     for key in ("images_per_s", "epoch_s", "data_wait_share", "label_wait_share"):
         facts[key] = median(epoch[key] for epoch in figures)
     return facts
 
 
-def compare_with_outcome(config: Config, counted: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+def _seconds(*trainings: Figures) -> float:
+    return float(sum(epoch["epoch_s"] for figures in trainings for epoch in figures))
+
+
+def compare_with_outcome(
+    config: Config, counted: Mapping[str, Any], saved: Saved, folds: Sequence[Figures] = ()
+) -> dict[str, Any]:
     """What a finished run was estimated to take, and what it took, under the same keys."""
     figures = saved.figures
     first, second = figures[0], figures[min(1, len(figures) - 1)]  # the first may include compilation
-    hours = (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
-    spent = sum(epoch["epoch_s"] for epoch in figures) / 3600
+    hours = (1 + len(folds)) * (first["epoch_s"] + second["epoch_s"] * (len(figures) - 1)) / 3600
+    spent = _seconds(figures, *folds) / 3600
     expected = {
         "images_per_s": second["images_per_s"],
         "hours": hours,
@@ -238,6 +251,7 @@ def compare_with_outcome(config: Config, counted: Mapping[str, Any], saved: Save
     came_to = {
         "samples": round(median(epoch["rows_visited"] for epoch in figures)),
         "epochs": len(figures),
+        "trainings": 1 + len(folds),
         "steps_per_epoch": saved.progress.all_steps / len(figures),
         "table_bytes": sum(file.num_bytes for file in files),
         "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),

@@ -34,12 +34,7 @@ def run(folder: Path, noise: float, skill: float, evidence: Evidence, learned: f
 
     `learned` is how far the network has learned the planted errors.
     """
-    folder.mkdir(exist_ok=True)
-    random, bench = np.random.default_rng(1), Bench(folder)
-    wrong = (TRUE + random.integers(1, CLASSES, NUM)) % CLASSES
-    given = np.where(random.random(NUM) < noise, wrong, TRUE)
-    bench.shard("a.tar", [member for row in range(NUM) for member in sample(row, int(given[row]))])
-    catalogue = bench.index().catalogue
+    given, catalogue = noisy_samples(folder, noise)
     roles = choose_roles(catalogue, None, np.zeros(0, np.int64), evidence, seed=1)
     planted = roles.planted, roles.planted_class
     manifest = start_labels(catalogue, str(folder / "store"), 10.0, planted=planted, watched=roles.watched)
@@ -48,6 +43,16 @@ def run(folder: Path, noise: float, skill: float, evidence: Evidence, learned: f
     logits[roles.planted, roles.planted_class] += learned
     table.mark(np.arange(NUM), packed(logits), epoch=0)
     return Made(catalogue, given, roles, assess(table.snapshot(), catalogue, roles))
+
+
+def noisy_samples(folder: Path, noise: float) -> tuple[np.ndarray, Catalogue]:
+    """Index samples of which some have a wrong class."""
+    folder.mkdir(exist_ok=True)
+    random, bench = np.random.default_rng(1), Bench(folder)
+    wrong = (TRUE + random.integers(1, CLASSES, NUM)) % CLASSES
+    given = np.where(random.random(NUM) < noise, wrong, TRUE)
+    bench.shard("a.tar", [member for row in range(NUM) for member in sample(row, int(given[row]))])
+    return given, bench.index().catalogue
 
 
 def predicted(skill: float, seed: int = 2) -> np.ndarray:
@@ -111,6 +116,58 @@ def test_few_watched_samples_leave_the_repair_unsure_but_make_it(tmp_path: Path)
     assert (few.found.unsure, enough.found.unsure) == (True, False)
     decided = PublishedLabels(few.found.labels).rows(range(NUM)).decide()
     assert decided.num_changed > 0  # for a person to look at
+
+
+def crossed(folder: Path, noise: float, skill: float, memorised: float) -> tuple[Made, Assessment]:
+    """A run of four trainings that memorise what they train on; also what the first alone concludes."""
+    given, catalogue = noisy_samples(folder, noise)
+    roles = choose_roles(catalogue, None, np.zeros(0, np.int64), Evidence(folds=4, planted=0.1), seed=1)
+    manifests = []
+    for number, some in ((0, roles), *roles.folds()):
+        planted = some.planted, some.planted_class
+        labels = start_labels(
+            catalogue, str(folder / "store"), 10.0, None, f"r{number}", planted, some.watched
+        )
+        table = LabelTable.restore(labels, folder / f"table-{number}")
+        logits, trained = predicted(skill, seed=number), np.setdiff1d(np.arange(NUM), some.watched)
+        logits[trained, table.read(trained, "noisy_class")] += memorised
+        table.mark(np.arange(NUM), packed(logits), epoch=0)
+        manifests.append(table.snapshot())
+    first, *others = manifests
+    alone = assess(first, catalogue, roles)
+    return Made(catalogue, given, roles, assess(first, catalogue, roles, others)), alone
+
+
+def test_several_trainings_find_what_one_has_memorised(tmp_path: Path) -> None:
+    made, alone = crossed(tmp_path, noise=0.2, skill=3.0, memorised=9.0)
+    found, planted = made.found, made.roles.planted
+    assert alone.noise is not None
+    assert found.noise is not None
+    assert found.noise.wrong_high - found.noise.wrong_low < alone.noise.wrong_high - alone.noise.wrong_low
+    labels, before = (PublishedLabels(one.labels).rows(range(NUM)) for one in (found, alone))
+    right, right_before = ((one.decide().corrected_class == TRUE).mean() for one in (labels, before))
+    assert right > right_before + 0.05
+    assert alone.gain is not None
+    assert found.gain is not None
+    assert found.gain.found > 0.8 > alone.gain.found
+    assert found.gain.gain == pytest.approx(right - (made.given == TRUE).mean(), abs=0.03)
+    assert labels.noisy_class.tolist() == made.given.tolist()
+    assert set(labels.role.tolist()) == {FREE, WATCHED}
+    assert (labels.decide().corrected_class == TRUE)[planted].mean() > 0.9
+    assert labels.is_unseen.all()
+    assert np.flatnonzero(before.is_unseen).tolist() == made.roles.watched.tolist()
+    for number, fold in made.roles.folds():  # each sample as predicted by the training that watched it
+        expected = predicted(3.0, seed=number)[fold.watched].argmax(1)
+        assert labels.predicted_class[fold.watched, 0].tolist() == expected.tolist()
+
+
+def test_a_night_that_cannot_measure_has_seen_what_it_trains_on(tmp_path: Path) -> None:
+    made, _ = crossed(tmp_path, noise=0.2, skill=3.0, memorised=9.0)
+    off = Evidence(watched=0, planted=0)
+    labels = night(tmp_path / "second", made, made.found.labels, 3.0, off).found.labels
+    assert labels.noise == made.found.labels.noise
+    is_unseen = PublishedLabels(labels).rows(range(NUM)).is_unseen
+    assert np.flatnonzero(~is_unseen).tolist() == VISITED.tolist()
 
 
 def test_without_evidence_nothing_is_concluded(tmp_path: Path) -> None:

@@ -74,6 +74,35 @@ def test_copies_of_an_image_are_watched_together(tmp_path: Path) -> None:
     assert (counts == 4).all()
 
 
+def test_the_trainings_of_a_run_watch_every_sample_once_and_copies_together(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    members = [
+        member
+        for number in range(900)
+        for member in ((f"{number:06d}.png", image(number // 3)), (f"{number:06d}.cls", b"%d" % (number % 3)))
+    ]
+    bench.shard("a.tar", members)
+    catalogue = bench.index().catalogue
+    roles = choose_roles(catalogue, None, NONE, Evidence(folds=4, planted=0.2), seed=1)
+    folds = [roles, *(fold for _, fold in roles.folds())]
+    assert roles.trainings == len(folds) == 4
+    assert sorted(row for fold in folds for row in fold.watched.tolist()) == list(range(900))
+    for fold in folds:
+        assert 120 < len(fold.watched) < 330
+        assert (np.unique(fold.watched // 3, return_counts=True)[1] == 3).all()
+        kept = ~np.isin(roles.planted, fold.watched)  # the same errors, but none that this training watches
+        assert fold.planted.tolist() == roles.planted[kept].tolist()
+        assert fold.planted_class.tolist() == roles.planted_class[kept].tolist()
+    assert roles.threshold == ALL // 4
+    assert Roles.decode(roles.encode()).crossed_by.tolist() == roles.crossed_by.tolist()
+    taken_down = roles.but(roles.crossed[:5])
+    assert sum(len(fold.watched) for _, fold in taken_down.folds()) == len(roles.crossed) - 5
+    assert choose_roles(catalogue, None, NONE, Evidence(folds=4), 1, continued(catalogue)).trainings == 1
+    pinned = choose_roles(catalogue, None, np.array([30]), Evidence(folds=4), seed=1)
+    watched = np.concatenate([pinned.watched, pinned.crossed])
+    assert sorted(set(range(900)) - set(watched.tolist())) == [30, 31, 32]  # two copies, trained as pinned
+
+
 def test_a_threshold_only_falls(catalogue: Catalogue) -> None:
     shares = [watched_share(num, 10) for num in (100, 5_000, 20_000, 400_000, 10**6, 10**8)]
     assert shares == sorted(shares, reverse=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from label_making import names, new_table
 
-from pencil_scale.labels.manifest import Manifest, manifests_of, sweep_run
+from pencil_scale.labels.manifest import Manifest, fold_id, manifests_of, sweep_run
 from pencil_scale.storage.errors import PencilError
 
 NUM_CLASSES = 3
@@ -15,6 +15,7 @@ PLACES = (
     "labels/published/one.json",
     "labels/held/history.json",
     "runs/models/labels.json",
+    "runs/models/fold-2-labels.json",
     "checkpoints/parts/0123456789abcdef-0001/checkpoint-000000003/labels.json",
     "nights/night-0001/carried.json",
 )
@@ -66,6 +67,18 @@ def test_what_another_run_has_written_and_not_named_yet_stays(lake: Path) -> Non
     before = parts_of(lake, "other")
     sweep_run(str(lake), "mine")
     assert parts_of(lake, "other") == before
+
+
+def test_the_parts_of_a_fold_stay_as_long_as_its_manifest_and_are_swept_with_its_run(lake: Path) -> None:
+    first, _ = tables(lake, fold_id("mine", 1), 2)
+    tables(lake, fold_id("other", 1), 1)
+    first.save(lake / "runs" / "models" / "fold-1-labels.json")
+    sweep_run(str(lake), "mine")
+    assert parts_of(lake, "mine-fold-1") == named([first])
+    (lake / "runs" / "models" / "fold-1-labels.json").unlink()
+    sweep_run(str(lake), "mine")
+    assert parts_of(lake, "mine-fold-1") == set()
+    assert parts_of(lake, "other-fold-1")
 
 
 def test_parts_that_only_another_run_names_stay(lake: Path) -> None:

@@ -71,6 +71,20 @@ def test_a_label_changes_at_about_half_of_the_stage(bare: Path, num_samples: int
     assert 0.45 < int(visits.group(1)) / int(visits.group(2)) < 0.65
 
 
+def test_small_datasets_are_trained_on_four_times_unless_evidence_is_set_or_a_night_continues(
+    bare: Path,
+) -> None:
+    assert [complete(bare, num).evidence.folds for num in (300, 10_000, 10_001)] == [4, 4, 1]
+    assert complete(bare, 300, "evidence.folds=2").evidence.folds == 2
+    for overrides in (["evidence.watched=0.1"], ["evidence.watched=0"]):
+        assert complete(bare, 300, *overrides).evidence.folds is None
+    assert choose(load_config(bare), Facts(300, 10, TINY, continues=True))["evidence.folds"] == 1
+    with pytest.raises(
+        PencilError, match=r"each of 4 trainings watches 1/4 of the samples; leave watched out"
+    ):
+        load_config(bare, ["evidence.watched=0.1", "evidence.folds=4"])
+
+
 def test_what_the_config_says_wins(bare: Path) -> None:
     said = ["stages.pencil.lambda=77", "stages.backbone.epochs=3", "optimizer.weight_decay=0", "images.pad=0"]
     config = complete(bare, 5000, *said)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pencil_scale.labels.report import Found
-from pencil_scale.tracking.narrator import Narrator
+from pencil_scale.tracking.narrator import Narrator, Untracked
 from pencil_scale.train.checkpoints import Progress
 
 FIGURES = {
@@ -44,6 +44,13 @@ def narrator(tracker: Any = None, clock: Any = None) -> tuple[Narrator, list[str
 def epoch(**found: Any) -> dict[str, Any]:
     nothing = {"figures": {}, "warnings": {}, "transitions": None}
     return {"kind": "epoch", "progress": Progress(12), "figures": FIGURES, "found": Found(**nothing | found)}
+
+
+def test_a_training_that_is_not_tracked_prints_its_lines_and_draws_nothing() -> None:
+    reporting, said = narrator(Untracked())
+    started(reporting, epoch=11, record=[FIGURES])
+    reporting.hear(epoch(warnings={"odd": "something is odd"}, transitions="not drawn"))
+    assert [line.split()[0] for line in said] == ["training", "pencil", "WARNING:"]
 
 
 def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_remaining_time() -> None:

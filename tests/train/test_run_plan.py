@@ -17,7 +17,7 @@ from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.subset.files import MEMBERS, SubsetWords, write_subset
-from pencil_scale.train.plan import make_plan, require_agreement
+from pencil_scale.train.plan import count, estimate, make_plan, require_agreement
 from pencil_scale.train.run import _copy_weights, _start_or_resume
 
 
@@ -238,6 +238,25 @@ def test_what_is_not_measured_is_said_before_the_run_starts(bench: Bench) -> Non
     few = make_plan(config(bench, "evidence.watched=null"))
     assert few.lines[-1].endswith(f"; too few to measure {what}")
     assert few.num_samples == 30
+
+
+def test_several_trainings_are_announced_and_counted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(600)))
+    bench.index()
+    once, automatic = (config(bench, "evidence.watched=null", *folds) for folds in (["evidence.folds=1"], []))
+    one, four = make_plan(once), make_plan(automatic)
+    line = (
+        "evidence: 4 trainings, each watching another quarter of the samples (evidence.folds=1 trains once)"
+    )
+    assert line in four.lines
+    assert not any("trainings" in line for line in one.lines)
+    assert four.automatic["evidence.folds"] == 4
+    assert (count(one)["trainings"], count(four)["trainings"]) == (1, 4)
+    assert count(four)["requests"] == 4 * count(one)["requests"]
+    for plan in (one, four):
+        hours = plan.num_samples * plan.schedule.epochs * plan.roles.trainings / 50 / 3600
+        assert estimate(plan, images_per_s=50)["hours"] == pytest.approx(hours)
 
 
 def test_a_run_keeps_the_roles_that_it_started_with_and_none_of_a_failed_start(
