@@ -37,6 +37,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.storage.hashing import UInt64s, hashes
 
+ROLES = "roles.npz"  # in the folder of a run
 ALL = 2**64  # a threshold above every hash
 FEWEST_WATCHED, MOST_WATCHED, MOST_PER_CLASS = 1_000, 20_000, 100
 FEWEST_PLANTED = 300

@@ -31,7 +31,8 @@ from pencil_scale.labels.published import (
     published_names,
 )
 from pencil_scale.labels.report import read_traces
-from pencil_scale.labels.run_record import read_record
+from pencil_scale.labels.roles import ROLES, Roles
+from pencil_scale.labels.run_record import RunRecord, read_record
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.nights.record import NightFiles
 from pencil_scale.review.thumbnails import make_thumbnails
@@ -165,7 +166,18 @@ def _label_lines(storage: Storage, row: int) -> Iterator[str]:
         settings = run.settings if run else {}
         config = " ".join(f"{key}={settings[key]}" for key in SETTINGS if key in settings)
         yield from wrap(f"  config     {config or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
+        if run is not None:
+            yield from _planted(storage, run, row)
         yield from _result(published, row)
+
+
+def _planted(storage: Storage, run: RunRecord, row: int) -> Iterator[str]:
+    """Say that the run gave the row a wrong class on purpose; its history shows that class."""
+    stored = storage.find(storage.run(run.name, ROLES))
+    roles = Roles.none() if stored is None else Roles.decode(stored)
+    for number in roles.planted_class[roles.planted == row].tolist():
+        name = run.class_names[number]
+        yield f"  planted    {name}: wrong on purpose while the run trained, then taken back"
 
 
 def _result(published: Published, row: int) -> Iterator[str]:

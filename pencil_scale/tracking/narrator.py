@@ -29,7 +29,12 @@ log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
 ACCURACY = "corrected_label_accuracy"
-SHOWN = {"validation_accuracy": "validation", "test_accuracy": "test", ACCURACY: "labels right"}
+SHOWN = {
+    "validation_accuracy": "validation",
+    "test_accuracy": "test",
+    "watch_agreement": "watched",
+    ACCURACY: "labels right",
+}
 MOST_NUMBERS = 15  # classes; with more the cells are too small for a number
 MOST_NAMES = 60
 LONGEST_NAME = 20
@@ -159,7 +164,9 @@ class Narrator:
         ]
         columns += [f"{word} {figures[name]:.3f}" for name, word in SHOWN.items() if name in figures]
         if "corrected_share" in figures:
-            columns.append(f"changed {figures['corrected_share']:.1%}")
+            # With watched samples, evidence decides at the end which of them change.
+            word = "moved" if "watch_agreement" in figures else "changed"
+            columns.append(f"{word} {figures['corrected_share']:.1%}")
         if self._epoch_s:
             remaining_s = median_low(self._epoch_s[-5:]) * (self._num_epochs - number)
             columns.append(f"ETA {timedelta(seconds=round(remaining_s))}")

@@ -36,7 +36,7 @@ from pencil_scale.images.augment import require_sizes
 from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.labels.roles import Roles, choose_roles
+from pencil_scale.labels.roles import ROLES, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.automatic import Facts, choose, filled
 from pencil_scale.method.backbones import build_backbone
@@ -56,7 +56,6 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
 REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
 TRIAL_S = 30.0
-ROLES = "roles.npz"
 PARTS = {2: "half", 3: "third", 4: "quarter"}
 FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
 WAIT_EVERY = 4  # steps

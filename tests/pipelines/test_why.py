@@ -1,17 +1,21 @@
 """The history of one sample; nothing is shown of one that was excluded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from catalogue_making import image, sample, samples
 from PIL import Image
 from review_making import ReviewBench
 
 from pencil_scale.config.loader import load_config
+from pencil_scale.labels.roles import Roles
 from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.storage import Storage
 from pipelines import export_labels, pin_labels
 from pipelines.why import main, run
 
@@ -59,6 +63,8 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     nights.move_current(nights.must_find("night-0001"), expected=None)
     settings = {"model.backbone": "resnet50", "stages.pencil.lambda": "[[0, 3000]]"}
     write_record(bench.storage, RunRecord("night-0002", "a1b2", settings, 2, ("ant", "bee", "cat"), {}, ""))
+    planted = replace(Roles.none(), planted=np.array([1]), planted_class=np.array([0], np.int32))
+    Storage(bench.storage).put("runs/night-0002/roles.npz", planted.encode())
     keys = ["export.labels=night-0002", "export.predict=false", f"export.folder={bench.folder}/out"]
     export_labels.run(load_config(bench.config, keys))
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")
@@ -71,6 +77,7 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     assert f"  duplicate  {bench.folder}/00042.tar, key 000001" in lines
     assert text.index("night-0001 (in use)") < text.index("night-0002 (held), catalogue version 2")
     assert "  config     model.backbone=resnet50 stages.pencil.lambda=[[0, 3000]]" in lines
+    assert "  planted    ant: wrong on purpose while the run trained, then taken back" in lines
     assert "  epochs     5 to 6: bee, share 0.50 to 0.50" in lines  # from 1, as the console counts
     assert "  epochs     7: cat, share 0.50 to 0.50" in lines
     assert "  result     cat, with 0.80 of the label" in lines
