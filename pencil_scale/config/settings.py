@@ -218,8 +218,8 @@ class Tracking(Settings):
 class Gate(Settings):
     hold: bool = key(
         "hold the labels and exit with code 3 if the network is not clearly better than chance, the repair "
-        "is not clearly a gain by the evidence, a class lost most of its samples, or data.truth shows that the "
-        "labels got worse; false: warn and publish",
+        "is not clearly a gain by the evidence, a class lost most of its samples, or data.truth shows that "
+        "the labels got worse; false: warn and publish",
         True,
     )
 
