@@ -28,6 +28,7 @@ ORDER = [
     "init",
     "make_shards",
     "index_shards",
+    "extract_features",
     "train",
     "review_report",
     "pin_labels",

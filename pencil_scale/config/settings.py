@@ -247,6 +247,18 @@ class Cost(Settings):
 # --- jobs --------------------------------------------------------------------------------------------
 
 
+class FeaturesJob(Settings):
+    backbone: Text | None = key(
+        "frozen network: a torchvision classifier, timm:NAME, or package.module:factory; null: "
+        "model.backbone with model.weights",
+        None,
+    )
+    weights: str | None = key(
+        "its weights: imagenet, or the path or URL of a state dict; null: those that its factory loads", None
+    )
+    views: int = key("1: the centre of each image; 2: also mirrored", 1, ge=1, le=2)
+
+
 class SubsetJob(Settings):
     name: RunName = key("name of the subset, published as <storage>/subsets/NAME", "balanced")
     per_class: Count | None = key("samples per class; set this or total", None, unit="samples")
@@ -333,6 +345,7 @@ class Config(Settings):
     gate: Gate = key("when labels are held for a person to check", Gate())
     evidence: Evidence = key("how a run measures itself without clean data", Evidence())
     cost: Cost = key("prices", Cost())
+    features: FeaturesJob = key("what extract_features computes", FeaturesJob())
     subset: SubsetJob = key("what balance_subset draws", SubsetJob())
     export: ExportJob = key("what export_labels writes", ExportJob())
     pin: PinJob = key("what pin_labels reads", PinJob())
