@@ -29,6 +29,8 @@ ORDER = [
     "make_shards",
     "index_shards",
     "extract_features",
+    "import_features",
+    "export_features",
     "train",
     "review_report",
     "pin_labels",

@@ -160,6 +160,26 @@ class FeatureManifest:
         }
         return cls(**found)
 
+    @property
+    def about(self) -> str:
+        """What made the features, in a few words."""
+        made_by = self.made_by.get("imported") or self.made_by.get("backbone")
+        return f"{made_by} ({self.views} x {self.dimension:,})"
+
+    @classmethod
+    def choose(cls, storage: Storage, name: str | None) -> "FeatureManifest":
+        """Find features by their key, or by the name they were imported under; None: the only ones."""
+        keys = [path.rpartition("/")[2] for path in storage.names(FOLDER)]
+        known = [found for key in keys if (found := cls.find(storage, key)) is not None]
+        wanted = [one for one in known if name in (None, one.key, one.made_by.get("imported"))]
+        if len(wanted) != 1:
+            listed = ", ".join(f"{one.key} by {one.about}" for one in known) or "none"
+            raise PencilError(
+                f"features.name: {name or 'not set'}; {storage.path(FOLDER)} has {listed}: give the key of "
+                "one of them, or the name of an import"
+            )
+        return wanted[0]
+
     @classmethod
     def load(cls, storage: Storage, key: str) -> "FeatureManifest":
         """Read a manifest that must be there, and complete."""
