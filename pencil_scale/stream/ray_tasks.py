@@ -35,7 +35,7 @@ def run_tasks(
 
     `options` are Ray's, such as num_gpus.
     """
-    task = ray.remote(work).options(**(options or {}))
+    task = ray.remote(**options)(work) if options else ray.remote(work)
     common = ray.put(shared)
     waiting = enumerate(pieces)
     running: dict[Any, int] = {}

@@ -143,22 +143,23 @@ def test_a_job_that_was_killed_resumes_where_it_had_saved(
     ]
 
 
-def test_parts_that_a_killed_job_finished_are_kept(
+def test_a_job_that_could_not_save_at_its_end_keeps_what_it_saved_now_and_then(
     bench: FeatureBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.shard("02.tar", samples(range(250, 3000)))
     bench.index()
-    monkeypatch.setattr(extraction, "SAVE_EVERY_S", 0.0)
     windows = []
 
-    def dies(job: Any, window: Any) -> Any:
+    def killed(job: Any, window: Any) -> Any:
         windows.append(window)
         if len(windows) == 24:  # in the second of three parts
+            patch.setattr(extraction.Extraction, "save", lambda self: None)
             raise KeyboardInterrupt
         return extraction.extract(job, window)
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.extract_features.extract", dies)
+        patch.setattr(extraction, "SAVE_EVERY_S", 0.0)
+        patch.setattr("pipelines.extract_features.extract", killed)
         with pytest.raises(KeyboardInterrupt):
             bench.extract()
     summary = bench.extract()
