@@ -214,3 +214,21 @@ def test_ray_tasks_give_the_same_features_as_this_process(tmp_path: Path, ray_se
     together = FeatureTable.open(Storage(bench.storage), summary.manifest.key, tmp_path / "copy")
     assert np.allclose(together.features, alone.features, atol=1e-3)
     assert (together.features[0] != together.features[200]).any()
+
+
+@pytest.mark.slow
+def test_features_on_an_object_store(tmp_path: Path, s3_endpoint: str) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir("lake")
+    bench = FeatureBench(tmp_path)
+    bench.storage = "s3://lake/clothes"
+    bench.shard("00.tar", samples(range(20)))
+    bench.index()
+    assert bench.extract().num_computed == 20
+    bench.shard("01.tar", samples(range(20, 25)))
+    bench.index()
+    summary = bench.extract()
+    assert summary.num_computed == 5
+    assert np.allclose(bench.table(summary).features[:, 0, 0], red(range(25)), atol=1e-3)
+    assert len([name for name in bench.files(summary) if name.endswith(".arrow")]) == 1
