@@ -26,6 +26,7 @@ from pencil_scale.config.settings import Config
 from pencil_scale.train.local_ray import start_local
 from pipelines import extract_features
 
+RAY_NICENESS = 15  # of the processes that Ray starts
 _images: list[bytes] = []
 _network: list[Any] = []
 
@@ -52,10 +53,15 @@ def main() -> None:
         spawn = multiprocessing.get_context("spawn")
         pools = [spawn.Pool(1, load, one) for one in loaded]
         print(f"{len(images):,} photos, {options.cpus} cores, {options.backbone}", flush=True)
-        rounds = [(alone(pools), job(config)) for _ in range(options.rounds + 1)][1:]
+        rounds = []
+        for number in range(options.rounds + 1):
+            rounds.append((alone(pools), job(config)))
+            print(
+                f"  round {number}: seconds and CPU seconds alone, and of the job: {rounds[-1]}", flush=True
+            )
         for pool in pools:
             pool.terminate()
-    report(rounds, len(images))
+    report(rounds[1:], len(images))
 
 
 def parse() -> argparse.Namespace:
@@ -79,6 +85,7 @@ def load(images: list[bytes], backbone: str, weights: str | None) -> None:
     from pencil_scale.method.backbones import build_features
 
     torch.set_num_threads(1)
+    os.nice(RAY_NICENESS)
     _images.extend(images)
     _network.append(build_features(backbone, weights))
 

@@ -198,8 +198,8 @@ def test_what_cannot_give_features_is_refused(bench: FeatureBench) -> None:
         bench.extract(backbone="resnet5")
     with pytest.raises(PencilError, match="gives classes for an image, as its head is not a linear layer"):
         bench.extract("images.resize=64", "images.crop=64", backbone="squeezenet1_1")
-    with pytest.raises(PencilError, match=r"vit_b_16 fails on an image of 4 x 4 pixels.*images.crop"):
-        bench.extract(backbone="vit_b_16")
+    with pytest.raises(PencilError, match=r"picky fails on an image of 4 x 4 pixels.*images.crop"):
+        bench.extract(backbone="feature_making:picky")
 
 
 @pytest.mark.ray
