@@ -44,7 +44,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 
 COLUMNS = ["row", "sample_key", "status", "content_key", *IMAGE_COLUMNS]
-FEWEST_ROWS, MOST_ROWS = 64, 1024  # of a window
+FEWEST_ROWS, MOST_ROWS = 32, 1024  # of a window: few, so that all processes end together
 WINDOWS = 256  # of a job, if their size allows
 SAVE_EVERY_S = 30.0
 EXAMPLES = 3

@@ -152,7 +152,7 @@ def test_a_job_that_could_not_save_at_its_end_keeps_what_it_saved_now_and_then(
 
     def killed(job: Any, window: Any) -> Any:
         windows.append(window)
-        if len(windows) == 24:  # in the second of three parts
+        if len(windows) == 40:  # in the second of three parts
             patch.setattr(extraction.Extraction, "save", lambda self: None)
             raise KeyboardInterrupt
         return extraction.extract(job, window)
@@ -163,7 +163,7 @@ def test_a_job_that_could_not_save_at_its_end_keeps_what_it_saved_now_and_then(
         with pytest.raises(KeyboardInterrupt):
             bench.extract()
     summary = bench.extract()
-    assert summary.num_computed == 3000 - 23 * extraction.FEWEST_ROWS
+    assert summary.num_computed == 3000 - 39 * extraction.FEWEST_ROWS
     assert summary.manifest.layout.num_parts == 3
     assert np.allclose(bench.table(summary).features[:, 0, 0], red(np.arange(3000) % 256), atol=1e-3)
 
