@@ -14,6 +14,7 @@ ROOMS = [
     "tracking",
     "labels",
     "stream",
+    "features",
     "subset",
     "export",
     "train",

@@ -47,6 +47,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
+IMAGE_COLUMNS = ["shard", "image_offset", "image_bytes"]
 COLUMNS = ["row", "shard", "key", "sample_start", "sample_end", "image_offset", "image_bytes"]
 Members = list[tuple[str, bytes]]
 
@@ -107,6 +108,11 @@ class RangeReader:
         for image in piece.images:
             begin = int(offset[image]) - piece.start
             images[image] = data[begin : begin + int(length[image])]
+
+
+def read_images(catalogue: Catalogue, rows: pa.Table) -> list[bytes]:
+    """Read the bytes of images, given the columns that say where they are."""
+    return RangeReader(catalogue.shards).read(*(rows[name].to_numpy() for name in IMAGE_COLUMNS))
 
 
 def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, most_bytes: int) -> list[Range]:

@@ -140,6 +140,10 @@ DAMAGED_STATUSES = {
     "label_unreadable": "its JSON does not parse or is over 1 MiB; mend it",
 }
 
+# Samples with an image but without a label to learn from, and those kept for evaluation.
+FOR_THE_MODEL = {*OTHER_STATUSES, *(status for status in DAMAGED_STATUSES if status.startswith("label_"))}
+FOR_THE_MODEL -= {"excluded", "vanished"}
+
 # Statuses that many samples have when file names contain extra dots.
 UNCLEAR_IMAGE = ("image_missing", "several_images", "repeated_member")
 

@@ -264,6 +264,24 @@ class Cost(Settings):
 # --- jobs --------------------------------------------------------------------------------------------
 
 
+class FeaturesJob(Settings):
+    backbone: Text | None = key(
+        "frozen network: a torchvision classifier, timm:NAME, or package.module:factory; null: "
+        "model.backbone with model.weights",
+        None,
+    )
+    weights: str | None = key(
+        "its weights: imagenet, or the path or URL of a state dict; null: those that its factory loads", None
+    )
+    views: int = key("1: the centre of each image; 2: also mirrored", 1, ge=1, le=2)
+    name: RunName | None = key(
+        "name to import features under; for export, this name or a key; null: the only features", None
+    )
+    file: str | None = key("Parquet or .npy file that import_features reads or export_features writes", None)
+    ids: str | None = key("sample ids of a .npy file, one per line, in the order of its vectors", None)
+    column: Text = key("column of the vectors in Parquet, beside sample_id", "features")
+
+
 class SubsetJob(Settings):
     name: RunName = key("name of the subset, published as <storage>/subsets/NAME", "balanced")
     per_class: Count | None = key("samples per class; set this or total", None, unit="samples")
@@ -350,6 +368,9 @@ class Config(Settings):
     gate: Gate = key("when labels are held for a person to check", Gate())
     evidence: Evidence = key("how a run measures itself without clean data", Evidence())
     cost: Cost = key("prices", Cost())
+    features: FeaturesJob = key(
+        "what extract_features computes, and import_features and export_features exchange", FeaturesJob()
+    )
     subset: SubsetJob = key("what balance_subset draws", SubsetJob())
     export: ExportJob = key("what export_labels writes", ExportJob())
     pin: PinJob = key("what pin_labels reads", PinJob())

@@ -9,11 +9,9 @@ for a sample that has no usable label, is held out, or is newer than the labels;
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +21,9 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder, difference
 from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
-from pencil_scale.catalogue.ranges import RangeReader
+from pencil_scale.catalogue.ranges import IMAGE_COLUMNS, read_images
 from pencil_scale.catalogue.rules import make_overlay
-from pencil_scale.catalogue.schema import DAMAGED_STATUSES, OTHER_STATUSES
+from pencil_scale.catalogue.schema import FOR_THE_MODEL
 from pencil_scale.config.settings import Images
 from pencil_scale.export.table import GIVEN, LABELS, MODEL, PERSON, WATCHED, Words, export_table, without
 from pencil_scale.labels.columns import FREE, PINNED, key_bytes, scaled_one_hot
@@ -41,15 +39,10 @@ from pencil_scale.labels.report import NEVER, LabelMoves
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
 
-IMAGE_COLUMNS = ["shard", "image_offset", "image_bytes"]
 COLUMNS = ["row", "sample_id", "sample_key", "key", "noisy_class", "status", *IMAGE_COLUMNS]
 STRETCH_ROWS = 1 << 17
 PREDICT_BATCH = 64
 Predict = Callable[[Catalogue, pa.Table, int], tuple[list[int], npt.NDArray[np.float32]]]
-
-# Samples with an image but without a label to learn from, and those kept for evaluation.
-FOR_THE_MODEL = {*OTHER_STATUSES, *(status for status in DAMAGED_STATUSES if status.startswith("label_"))}
-FOR_THE_MODEL -= {"excluded", "vanished"}
 
 
 @dataclass(frozen=True)
@@ -185,40 +178,19 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
     return without(table.filter(pa.array(kept)), "excluded")
 
 
-def read_images(catalogue: Catalogue, rows: pa.Table) -> list[bytes]:
-    """Read the bytes of images, given the columns that say where they are."""
-    return RangeReader(catalogue.shards).read(*(rows[name].to_numpy() for name in IMAGE_COLUMNS))
-
-
 def predict(
     backbone: str, weights: str, images: Images, catalogue: Catalogue, rows: pa.Table, num_classes: int
 ) -> tuple[list[int], npt.NDArray[np.float32]]:
     """Return the indices of the images that could be read, and their class logits."""
-    import torch  # takes seconds to import, which an export without prediction need not wait for
+    # It imports torch, which takes seconds; an export without prediction need not wait for that.
+    from pencil_scale.features.network import load_classifier, outputs_of
 
-    from pencil_scale.images.augment import ImageSizeError, centre
-    from pencil_scale.images.decode import UndecodableError, decode
-
-    network, device = _network(backbone, num_classes, weights)
+    network = load_classifier(backbone, num_classes, weights)
     readable, logits = [], [np.zeros((0, num_classes), np.float32)]
     for first in range(0, len(rows), PREDICT_BATCH):
-        inputs = []
-        for number, data in enumerate(read_images(catalogue, rows.slice(first, PREDICT_BATCH)), first):
-            with suppress(UndecodableError, ImageSizeError):
-                pixels = torch.from_numpy(decode(data, images.resize).copy())
-                inputs.append(centre(pixels.permute(2, 0, 1)[None], images)[0])
-                readable.append(number)
-        if inputs:
-            with torch.no_grad():
-                logits.append(network(torch.stack(inputs).to(device)).float().cpu().numpy())
+        some = rows.slice(first, PREDICT_BATCH)
+        found, problems = outputs_of(network, read_images(catalogue, some), images)
+        read = [number for number in range(len(some)) if number not in problems]
+        readable += [first + number for number in read]
+        logits.append(found[read, 0])
     return readable, np.concatenate(logits)
-
-
-@lru_cache(maxsize=1)  # once in every process
-def _network(backbone: str, num_classes: int, weights: str) -> tuple[Any, Any]:
-    import torch
-
-    from pencil_scale.method.backbones import build_backbone
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return build_backbone(backbone, num_classes, weights).to(device).eval(), device

@@ -42,9 +42,14 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Images)
 
 def centre(images: Tensor, recipe: Images) -> Tensor:
     """Take the centre crop of every image, and normalise."""
+    return normalise(centre_crop(images, recipe), recipe)
+
+
+def centre_crop(images: Tensor, recipe: Images) -> Tensor:
+    """Take the centre crop of every image."""
     _require_room(images, recipe.crop, 0)
     y, x = ((side - recipe.crop) // 2 for side in images.shape[-2:])
-    return normalise(images[..., y : y + recipe.crop, x : x + recipe.crop], recipe)
+    return images[..., y : y + recipe.crop, x : x + recipe.crop]
 
 
 def require_sizes(recipe: Images, sizes: Mapping[str, int], max_odd_share: float) -> None:

@@ -33,7 +33,7 @@ Keys: TypeAlias = pa.Array | pa.ChunkedArray  # of binary(16)
 def labels_schema(num_classes: int) -> pa.Schema:
     """The columns of the labels."""
     columns = [("row", pa.int64()), ("sample_key", pa.binary(16)), ("noisy_class", pa.int32())]
-    columns += [("role", pa.uint8()), ("label_logits", _list(pa.float32(), num_classes))]
+    columns += [("role", pa.uint8()), ("label_logits", fixed_list(pa.float32(), num_classes))]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
@@ -41,12 +41,13 @@ def ledger_schema(num_classes: int) -> pa.Schema:
     """The columns of the ledger: the last visit, and the most likely classes then."""
     number = pa.uint16() if num_classes <= 2**16 else pa.uint32()
     top = min(TOP, num_classes)
-    columns = [("last_epoch", pa.int32()), ("predicted_class", _list(number, top))]
-    columns += [("predicted_log_p", _list(pa.float16(), top))]
+    columns = [("last_epoch", pa.int32()), ("predicted_class", fixed_list(number, top))]
+    columns += [("predicted_log_p", fixed_list(pa.float16(), top))]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
-def _list(kind: pa.DataType, size: int) -> pa.DataType:
+def fixed_list(kind: pa.DataType, size: int) -> pa.DataType:
+    """The type of a column with this many values per row, none of them null."""
     return pa.list_(pa.field("item", kind, nullable=False), size)
 
 
@@ -65,22 +66,11 @@ def new_ledger(num_rows: int, num_classes: int) -> pa.RecordBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The shape of a table: which row is in which part is arithmetic on these numbers."""
+class Parts:
+    """How the rows of a table are divided: which row is in which part is arithmetic on these numbers."""
 
     num_rows: int
-    num_classes: int
     part_rows: int
-
-    @classmethod
-    def of(cls, num_rows: int, num_classes: int) -> "Layout":
-        """Choose the part size by the class count alone, so a table that grows only gains parts.
-
-        A table of few parts is owned by few ranks. Reading and writing one part costs its owner about 6 ms
-        of CPU time per epoch with 14 classes, and 35 ms with 1,000.
-        """
-        most_rows = MAX_PART_BYTES // (NARROW_BYTES + 4 * num_classes)
-        return cls(num_rows, num_classes, min(PART_ROWS, 1 << max(most_rows, 1).bit_length() - 1))
 
     @property
     def num_parts(self) -> int:
@@ -95,6 +85,27 @@ class Layout:
     def rows_of(self, part: int) -> range:
         """The rows of one part; only the last part may be short."""
         return range(part * self.part_rows, min((part + 1) * self.part_rows, self.num_rows))
+
+
+def part_rows(row_bytes: int) -> int:
+    """Choose the part size by the width of a row alone, so a table that grows only gains parts."""
+    return min(PART_ROWS, 1 << max(MAX_PART_BYTES // row_bytes, 1).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Layout(Parts):
+    """The shape of a label table."""
+
+    num_classes: int
+
+    @classmethod
+    def of(cls, num_rows: int, num_classes: int) -> "Layout":
+        """Choose the part size by the class count alone.
+
+        A table of few parts is owned by few ranks. Reading and writing one part costs its owner about 6 ms
+        of CPU time per epoch with 14 classes, and 35 ms with 1,000.
+        """
+        return cls(num_rows, part_rows(NARROW_BYTES + 4 * num_classes), num_classes)
 
 
 def to_batch(schema: pa.Schema, columns: Mapping[str, npt.NDArray[Any]]) -> pa.RecordBatch:

@@ -19,10 +19,11 @@ labels of another run may rest on parts of this one.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ from pencil_scale.storage.errors import DamagedError, PencilError, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
+
+Result = TypeVar("Result")
 
 KIND = "pencil_scale labels"
 VERSION = 6
@@ -210,10 +213,8 @@ def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> St
     return file
 
 
-def get_part(manifest: Manifest, part: int, folder: str) -> pa.RecordBatch:
-    """Read the labels or the ledger of a part, and refuse bytes that are not those the manifest names."""
-    store, stored = Folder(manifest.store), manifest.parts[part]
-    file = stored.labels if folder == LABELS else stored.ledger
+def get_batch(store: Folder, folder: str, file: StoredFile) -> pa.RecordBatch:
+    """Read a file that a manifest names, and refuse bytes that are not those it names."""
     name = file_name(folder, file)
     data = store.get(name)
     found = hashlib.sha256(data).hexdigest()
@@ -222,23 +223,35 @@ def get_part(manifest: Manifest, part: int, folder: str) -> pa.RecordBatch:
             f"{store.path(name)}: damaged: {len(data):,} bytes with sha256 {found[:12]}, the manifest names "
             f"{file.num_bytes:,} bytes with {file.sha256[:12]}; fetch it again, or restore another manifest"
         )
-    reader = pa.ipc.open_file(pa.py_buffer(data))
+    return pa.ipc.open_file(pa.py_buffer(data)).get_batch(0)
+
+
+def get_part(manifest: Manifest, part: int, folder: str) -> pa.RecordBatch:
+    """Read the labels or the ledger of a part."""
+    store, stored = Folder(manifest.store), manifest.parts[part]
+    file = stored.labels if folder == LABELS else stored.ledger
+    batch, num_rows = get_batch(store, folder, file), len(manifest.layout.rows_of(part))
     schema = (labels_schema if folder == LABELS else ledger_schema)(manifest.layout.num_classes)
-    batch, num_rows = reader.get_batch(0), len(manifest.layout.rows_of(part))
-    if not reader.schema.equals(schema) or batch.num_rows != num_rows:
+    if not batch.schema.equals(schema) or batch.num_rows != num_rows:
         raise DamagedError(
-            f"{store.path(name)}: {batch.num_rows:,} rows of {', '.join(map(str, reader.schema.types))}; "
-            f"the manifest names {num_rows:,} of {manifest.layout.num_classes} classes: restore another one"
+            f"{store.path(file_name(folder, file))}: {batch.num_rows:,} rows of "
+            f"{', '.join(map(str, batch.schema.types))}; the manifest names {num_rows:,} of "
+            f"{manifest.layout.num_classes} classes: restore another one"
         )
     return batch
 
 
 def get_parts(manifest: Manifest, parts: Iterable[int], folder: str) -> Iterator[pa.RecordBatch]:
     """Read the labels or the ledgers of parts in order, a few parts ahead."""
+    return ahead(lambda part: get_part(manifest, part, folder), parts)
+
+
+def ahead(get: Callable[[int], Result], parts: Iterable[int]) -> Iterator[Result]:
+    """Get parts in order, a few of them ahead."""
     with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-        coming: deque[Future[pa.RecordBatch]] = deque()
+        coming: deque[Future[Result]] = deque()
         for part in parts:
-            coming.append(pool.submit(get_part, manifest, part, folder))
+            coming.append(pool.submit(get, part))
             if len(coming) == PARALLEL_PARTS:
                 yield coming.popleft().result()
         while coming:

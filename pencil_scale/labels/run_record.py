@@ -24,6 +24,7 @@ FREE = (
     "tracking.",
     "cost.",
     "gate.",
+    "features.",
     "subset.",
     "export.",
     "pin.",

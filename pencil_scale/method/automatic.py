@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import Config, Images
 from pencil_scale.config.values import Settings, read_curve
 from pencil_scale.storage.errors import PencilError
 
@@ -50,6 +50,24 @@ class Facts:
 def choose(config: Config, facts: Facts) -> dict[str, Any]:
     """Choose a value for every key that the config leaves open: dotted keys, and values for JSON."""
     chosen: dict[str, Any] = {}
+    take = _taker(config, chosen)
+    crop = _choose_images(config, facts, take, 256 if config.workers.gpu else 146)
+    _choose_backbone(config, crop, take)
+    _choose_training(config, facts, crop, take)
+    if config.evidence.watched is None:
+        take("evidence.folds", 1 if facts.continues or facts.num_samples > MOST_FOLDED else FOLDS)
+    return chosen
+
+
+def images_for_features(config: Config, facts: Facts) -> Images:
+    """Choose image settings for a frozen network: it sees every image once, so photos may be larger."""
+    chosen: dict[str, Any] = {}
+    _choose_images(config, facts, _taker(config, chosen), 256)
+    return filled(config, chosen).images
+
+
+def _taker(config: Config, chosen: dict[str, Any]) -> Take:
+    """A function that gives the value of a key, and adds one to `chosen` if the config leaves it open."""
 
     def take(dotted: str, value: Any) -> Any:
         found = _value(config, dotted)
@@ -57,12 +75,7 @@ def choose(config: Config, facts: Facts) -> dict[str, Any]:
             found = chosen[dotted] = value
         return found
 
-    crop = _choose_images(config, facts, take)
-    _choose_backbone(config, crop, take)
-    _choose_training(config, facts, crop, take)
-    if config.evidence.watched is None:
-        take("evidence.folds", 1 if facts.continues or facts.num_samples > MOST_FOLDED else FOLDS)
-    return chosen
+    return take
 
 
 def filled(config: Config, chosen: Mapping[str, Any]) -> Config:
@@ -102,7 +115,7 @@ def common_size(sizes: Mapping[str, int]) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _choose_images(config: Config, facts: Facts, take: Take) -> int:
+def _choose_images(config: Config, facts: Facts, take: Take, photo_side: int) -> int:
     """Crop images of one small size as they are, with a border; scale all others to one size."""
     images = config.images
     if images.crop is not None:
@@ -112,7 +125,7 @@ def _choose_images(config: Config, facts: Facts, take: Take) -> int:
     if is_small and images.resize is None:
         take("images.pad", max(1, side // 8))
         return int(take("images.crop", side))
-    resize = take("images.resize", 256 if config.workers.gpu else 146)
+    resize = take("images.resize", photo_side)
     return int(take("images.crop", max(1, resize * 7 // 8)))
 
 

@@ -4,6 +4,10 @@
     model = build_backbone("resnet50", num_classes=14, weights="s3://models/resnet50.pt")
     model = build_backbone("my_package.nets:make_net", num_classes=14)       # make_net(num_classes) -> Module
 
+A frozen network gives features: what its last linear layer would receive.
+
+    model = build_features("resnet50", weights="imagenet")                   # images -> [B, 2048]
+
 Weights are a plain state dict and are loaded with `weights_only`: nothing in the file is ever executed.
 `imagenet` is a file in torch's cache (`TORCH_HOME`), which is downloaded if it is not there.
 """
@@ -39,6 +43,23 @@ def build_backbone(name: str, num_classes: int, weights: str | None = None) -> n
     if weights is not None:
         load_weights(model, find_weights(name, weights))
     return model
+
+
+PROBED_CLASSES = 1009  # a prime number, so that no layer but the head has as many outputs
+
+
+def build_features(name: str, weights: str | None = None) -> nn.Module:
+    """Build a network without its head, for inference; a factory may also return one that has no head."""
+    model = build_backbone(name, PROBED_CLASSES, weights)
+    heads = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == PROBED_CLASSES
+    ]
+    for path in heads[-1:]:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Identity())
+    return model.eval().requires_grad_(False)
 
 
 # --- networks for small images -----------------------------------------------------------------------

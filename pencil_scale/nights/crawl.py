@@ -27,8 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.export.rows import FOR_THE_MODEL
+from pencil_scale.catalogue.schema import CHUNK_ROWS, FOR_THE_MODEL
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
 from pencil_scale.labels.start_labels import grow, pin, regive, release, remap

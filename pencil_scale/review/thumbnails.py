@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.ranges import IMAGE_COLUMNS, read_images
 from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.export.rows import IMAGE_COLUMNS, read_images
 from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
 

@@ -7,6 +7,7 @@
     <storage>/runs/NAME/            record, starting labels, summary and lease of a run
     <storage>/checkpoints/NAME/     its checkpoints, until it ends
     <storage>/models/NAME.pt        its weights
+    <storage>/features/KEY/         features of all rows; the key is a hash of what made them
     <storage>/nights/               a record per night, and CURRENT
     <storage>/subsets/NAME/, exports/NAME/, reports/NAME.html, thumbnails/
 
@@ -55,6 +56,10 @@ class Storage(Folder):
     def model(self, name: str) -> str:
         """The weights that a run or a night published."""
         return f"models/{name}.pt"
+
+    def features(self, key: str, file: str = "") -> str:
+        """The features that one network made, or a file of them."""
+        return f"features/{key}/{file}" if file else f"features/{key}"
 
     def night(self, name: str, file: str = "") -> str:
         """The folder of a night, or a file in it."""

@@ -10,7 +10,7 @@ once per machine, not once per task. A `PencilError` raised in a task is raised 
     raise cause_of(error) from None                  # any error of Ray: ours, if one is inside
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,10 +26,16 @@ LONGEST = 400  # characters of a reason
 
 
 def run_tasks(
-    work: Callable[..., Result], pieces: Iterable[tuple[Any, ...]], shared: Any
+    work: Callable[..., Result],
+    pieces: Iterable[tuple[Any, ...]],
+    shared: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[int, Result]]:
-    """Call `work(shared, *piece)` in a task for every piece; yield the piece's number with the result."""
-    task = ray.remote(work)
+    """Call `work(shared, *piece)` in a task for every piece; yield the piece's number with the result.
+
+    `options` are Ray's, such as num_gpus.
+    """
+    task = ray.remote(**options)(work) if options else ray.remote(work)
     common = ray.put(shared)
     waiting = enumerate(pieces)
     running: dict[Any, int] = {}

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import PLAN_COLUMNS, Catalogue, Chunks
-from pencil_scale.catalogue.ranges import RangeReader
+from pencil_scale.catalogue.ranges import read_images
 from pencil_scale.catalogue.schema import CHUNK_ROWS
 from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
@@ -136,7 +136,7 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
     rows = piece.rows(lambda chunk: tables[chunk]["row"].to_numpy())
     known = pa.concat_tables(tables.values())  # in ascending order of rows
     samples = known.take(pa.array(np.searchsorted(known["row"].to_numpy(), rows)))
-    images = _fetch(catalogue, samples)
+    images = read_images(catalogue, samples)
     num_bytes = sum(map(len, images)) if spec.size is None else len(images) * 3 * spec.size[0] * spec.size[1]
     step = max(1, spec.block_bytes * len(images) // max(1, num_bytes))
     for start in range(0, len(images), step):
@@ -170,7 +170,7 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
     """Find the height and width of images that are not resized: the most common among the first ones."""
     samples = selection.table(int(np.flatnonzero(selection.chunks.num_ok)[0]))[:NUM_PROBED]
     sizes: Counter[tuple[int, int]] = Counter()
-    for data in _fetch(spec.catalogue(), samples):
+    for data in read_images(spec.catalogue(), samples):
         try:
             height, width, _ = decode(data).shape
             sizes[height, width] += 1
@@ -182,11 +182,6 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
             "shards again, or index them with data.check_images=decode"
         )
     return sizes.most_common(1)[0][0]
-
-
-def _fetch(catalogue: Catalogue, samples: pa.Table) -> list[bytes]:
-    columns = [samples[name].to_numpy() for name in ("shard", "image_offset", "image_bytes")]
-    return RangeReader(catalogue.shards).read(*columns)
 
 
 def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | None]]:
