@@ -217,9 +217,13 @@ def test_ray_tasks_give_the_same_features_as_this_process(tmp_path: Path, ray_se
 
 
 @pytest.mark.slow
-def test_features_on_an_object_store(tmp_path: Path, s3_endpoint: str) -> None:
+def test_features_on_an_object_store(
+    tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import s3fs
 
+    # The environment leads only this process to the server, not the cluster of other tests.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     s3fs.S3FileSystem().mkdir("lake")
     bench = FeatureBench(tmp_path)
     bench.storage = "s3://lake/clothes"
