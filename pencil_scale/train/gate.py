@@ -185,11 +185,11 @@ def _declined(last: Epoch) -> str:
 
 def chance_of(num: int, of: int) -> float:
     """The chance that a fair coin shows at least this many heads (McNemar's exact test, one-sided)."""
-    return math.fsum(math.exp(_log_choose(of, heads) - of * math.log(2)) for heads in range(num, of + 1))
-
-
-def _log_choose(of: int, num: int) -> float:
-    return math.lgamma(of + 1) - math.lgamma(num + 1) - math.lgamma(of - num + 1)
+    ways, total = math.comb(of, num), 0
+    for heads in range(num, of + 1):
+        total += ways
+        ways = ways * (of - heads) // (heads + 1)
+    return total / (1 << of)
 
 
 def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: bool = True) -> str:
@@ -202,7 +202,7 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
     if found <= (least := needed(num_classes, math.sqrt(chance * (1 - chance) / max(num, 1)))):
         return (
             f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
-            f"labels, and more than {least:.3f} of {num_classes} classes is needed; no label was moved"
+            f"labels, and with {num_classes} classes more than {least:.3f} is needed; no label was moved"
         )
     if may_rise or not still_rises(agreements, num, num_classes):
         return ""
@@ -210,8 +210,8 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
     return (
         "the network was still learning when labels were about to move: agreement with the watched labels "
         f"rose from {was:.3f} to {found:.3f} in the last epochs; no label was moved; set a higher "
-        "stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage lasts as "
-        "long as it has to"
+        "stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage continues "
+        "until the network stops improving"
     )
 
 

@@ -2,7 +2,7 @@
 
     watch = Watch(samples, config, ranks, owners, device, saved)
     figures |= watch.look(model, "pencil", epoch)           # after every epoch
-    watch.keep(Kept(epochs_done, weights, labels))          # if this is the best epoch of its kind so far
+    watch.keep(epochs_done, model, labels)                  # if this is the best epoch of its kind so far
     watch.best                                              # the epoch to return to, or to publish
 
 One half of the samples selects: it says when labels may start to move, and which epoch is the best. The other
@@ -15,13 +15,13 @@ Epochs within a standard error of each other cannot be told apart; the latest of
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from pencil_scale.config.settings import Config
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Owners
 from pencil_scale.labels.roles import judges
 from pencil_scale.train.checkpoints import Kept, Saved
@@ -90,11 +90,12 @@ class Watch:
         """The agreement after each epoch before, or after, labels started to move."""
         return [agreement for stage, agreement in self._seen if (stage == FIRST) == first_stage]
 
-    def keep(self, last: Kept) -> None:
-        """Keep the last epoch if it is the best so far."""
+    def keep(self, epoch: int, model: nn.Module, labels: Manifest) -> None:
+        """Keep a copy of the last epoch if it is the best so far; `epoch` counts the epochs done."""
         is_first = self._seen[-1][0] == FIRST
         if is_best(self.agreements(is_first), self.num_selecting):
-            self.best = last
+            weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+            self.best = Kept(epoch, weights, labels)
             if is_first:
                 self.agreed = self._agree
 
@@ -108,8 +109,3 @@ def is_best(agreements: Sequence[float], num: int) -> bool:
     """Whether the last epoch is within a standard error of the best."""
     highest = max(agreements)
     return agreements[-1] >= highest - math.sqrt(highest * (1 - highest) / max(num, 1))
-
-
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    """A copy of the weights, in the memory of the host."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}

@@ -32,7 +32,6 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
-    Kept,
     Progress,
     Saved,
     read_checkpoint,
@@ -49,7 +48,7 @@ from pencil_scale.train.preparation import (
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
-from pencil_scale.train.watch import Watch, weights_of
+from pencil_scale.train.watch import Watch
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
@@ -203,7 +202,7 @@ class Worker:
             figures |= self.watch.look(self.model, stage.name, epoch)
         manifest = self._snapshot()
         if self.watch is not None:
-            self.watch.keep(Kept(progress.epoch, weights_of(self.model), manifest))
+            self.watch.keep(progress.epoch, self.model, manifest)
         if self.ranks.rank == 0:
             before = self.figures[-1] if self.figures else {}
             found = self.study.of(manifest, epoch, stage.moves_labels, before)
@@ -214,7 +213,7 @@ class Worker:
     def readiness(self, schedule: Schedule) -> Readiness:
         """Whether labels may move: from the weights of the best epoch, if the watched samples allow it.
 
-        An automatic first stage goes on while the network clearly improves, up to a limit.
+        If the length of the first stage is automatic, it is extended while the network clearly improves.
         """
         watch, classes = self.watch, len(self.job.record.class_names)
         if watch is None:

@@ -61,7 +61,7 @@ def test_the_judging_samples_are_compared_one_by_one_with_the_best_epoch_before_
     for number, bright in enumerate((ROWS.tolist(), judging)):  # the first is better by the selecting half
         model.bright = set(bright)
         watch.look(model, "backbone", number)
-        watch.keep(Kept(number + 1, {}, None))
+        watch.keep(number + 1, model, None)
     assert watch.start_to_move().epoch == 1
     model.bright = set(judging[3:])
     found = watch.look(model, "pencil", 2)
