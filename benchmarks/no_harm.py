@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,9 +270,9 @@ def show(results: Sequence[dict[str, Any]]) -> int:
 
 def trials(given: argparse.Namespace, names: Sequence[str]) -> Iterator[Trial]:
     """All combinations that were asked for."""
-    seeds = range(given.first_seed, given.first_seed + given.seeds)
-    for combination in itertools.product(names, given.sizes, given.noise, given.settings, seeds):
-        yield Trial(*combination)
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        for combination in itertools.product(names, given.sizes, given.noise, given.settings):
+            yield Trial(*combination, seed)
 
 
 def parse() -> argparse.Namespace:
@@ -308,9 +308,9 @@ def main() -> int:
     done = {tuple(result[name] for name in Trial._fields) for result in results}
     missing = [trial for trial in trials(given, list(by_name)) if trial not in done]
     with ThreadPoolExecutor(given.jobs) as pool:
-        ran = pool.map(lambda trial: run_trial(trial, by_name[trial.data], given.set), missing)
-        for result in ran:
-            results.append(result)
+        begun = [pool.submit(run_trial, trial, by_name[trial.data], given.set) for trial in missing]
+        for ended in as_completed(begun):
+            results.append(result := ended.result())
             if given.out:
                 with Path(given.out).open("a") as file:
                     file.write(json.dumps(result) + "\n")
