@@ -192,7 +192,7 @@ def _top(
     found, shares = _top_of_logits(labels.logits, first, likely.shape[1])
     for noise, some in labels.by_noise():
         found[some] = likely[some]
-        shares[some] = predictions.at(noise.temperature)[0][some, :top_k]
+        shares[some] = predictions.calibrated(noise.temperature, noise.power)[0][some, :top_k]
     return found, shares
 
 

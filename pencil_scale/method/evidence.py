@@ -5,16 +5,20 @@
     noise = limit_changes(noise, judged.log_odds, noise.wrong_low)     # no more than are surely wrong
     gain = net_gain(found, restored, changed_share, num_rows, noise)
 
-The model has two numbers. A label is replaced by a random class with probability `replaced`; the true class
-has the probability that the network gives it, at a fitted temperature. An unsure network therefore explains a
-disagreement by its own errors before it blames the label: if it is weak, little noise is found and little
-changes. In 124 trials with networks from poor to good, no repair by this rule made labels worse; noise per
-class or per pair of classes fits better and did harm wherever the network was weak. Errors that follow such
-a pattern are therefore not found by this rule. `contradicted` shows that there may be some.
+The model has three numbers. A label is replaced by a random class with probability `replaced`; the true class
+has the probability that the network gives it, after a calibration by temperature and power. An unsure network
+therefore explains a disagreement by its own errors before it blames the label: if it is weak, little noise is
+found and little changes. A network that was trained for long is too sure of hard samples and right about easy
+ones; no temperature corrects both, and the noise looks smaller than it is, hence the power.
+
+Noise per class or per pair of classes fits better, and in trials it did harm wherever the network was weak.
+Errors that follow such a pattern are therefore not found by this rule. `contradicted` shows that there may be
+some.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import NormalDist
 from typing import Self
 
@@ -28,10 +32,14 @@ Flags = npt.NDArray[np.bool_]
 NEVER = -60_000.0  # the log-probability of a class that cannot be; the ledger keeps 16 bits
 TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
+POWERS = (1.0, 1.4, 2.0)
+POWER_NEEDED = 3.0  # how much more likely, as a logarithm, a power must make the labels to be believed
+PIVOT = 5.0  # a difference of log-probabilities at which the power changes nothing
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
 LEAST_REPLACED = 0.01
-ENOUGH_ROWS = 50_000  # more rows would not move the estimate
+ENOUGH_ROWS = 20_000  # more rows would not move the estimate
 LIKELY = 1.35  # a fall of the log-likelihood by this bounds a one-sided 95 % interval
+MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the model is not exact
 Z95 = NormalDist().inv_cdf(0.95)
 
 
@@ -72,17 +80,21 @@ class Predictions:
         classes = np.take_along_axis(self.classes, order, -1)
         return replace(self, classes=classes, log_p=np.take_along_axis(log_p, order, -1))
 
-    def at(self, temperature: float) -> tuple[Floats, Floats]:
-        """Probabilities of the top classes [N, K] and of every other class [N] at a temperature."""
-        top = np.exp(self.log_p / temperature)
+    def calibrated(self, temperature: float, power: float) -> tuple[Floats, Floats]:
+        """Probabilities of the top classes [N, K] and of every other class [N].
+
+        With a power above 1, small differences between classes count less, and large ones more.
+        """
         num_others = self.num_classes - self.classes.shape[1]
         remaining = np.clip(1 - np.exp(self.log_p).sum(-1), 1e-12, None) / max(num_others, 1)
-        other = remaining ** (1 / temperature)
+        best = self.log_p[:, 0]
+        behind = np.maximum(best[:, None] - self.log_p, 0), np.maximum(best - np.log(remaining), 0)
+        top, other = (np.exp(-PIVOT / temperature * (gap / PIVOT) ** power) for gap in behind)
         total = top.sum(-1) + num_others * other
         return top / total[:, None], other / total
 
     def of_class(self, classes: Classes, top: Floats, other: Floats) -> Floats:
-        """The probability of one class of each sample, given those of `at`."""
+        """The probability of one class of each sample, given those of `calibrated`."""
         is_it = self.classes == classes[:, None]
         found: Floats = np.where(is_it.any(-1), (top * is_it).sum(-1), other)
         return found
@@ -97,6 +109,7 @@ class NoiseModel:
     wrong: float  # share of wrong labels, with its interval
     wrong_low: float
     wrong_high: float
+    power: float = 1.0  # of the calibration, with the temperature
     min_log_odds: float = 0.0  # a label changes only if the odds against it are above this
     watched_below: float = 0.0  # images that hash below this were not trained on
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
@@ -104,25 +117,28 @@ class NoiseModel:
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
-    """Fit temperature and noise to samples that were not trained on."""
+    """Fit calibration and noise to samples that were not trained on."""
     if len(given) > ENOUGH_ROWS:
         some = np.linspace(0, len(given) - 1, ENOUGH_ROWS).astype(np.int64)
         predictions, given = predictions.take(some), given[some]
-    even = 1 / predictions.num_classes
-    likelihood = np.empty((len(TEMPERATURES), len(REPLACED)))
-    for row, temperature in enumerate(TEMPERATURES):
-        on_given = predictions.of_class(given, *predictions.at(temperature))
+    even, calibrations = 1 / predictions.num_classes, list(product(TEMPERATURES, POWERS))
+    likelihood = np.empty((len(calibrations), len(REPLACED)))
+    for row, calibration in enumerate(calibrations):
+        on_given = predictions.of_class(given, *predictions.calibrated(*calibration))
         for column, replaced in enumerate(REPLACED):
             likelihood[row, column] = np.log((1 - replaced) * on_given + replaced * even + 1e-12).sum()
+        likelihood[row] -= POWER_NEEDED * (calibration[1] > 1)
     profile = likelihood.max(axis=0)
     best = int(profile.argmax())
     likely = np.flatnonzero(profile >= profile[best] - LIKELY)
     wrong = REPLACED * (1 - even)  # a random class may be the true one
+    temperature, power = calibrations[int(likelihood[:, best].argmax())]
     return NoiseModel(
-        temperature=float(TEMPERATURES[likelihood[:, best].argmax()]),
+        temperature=float(temperature),
+        power=power,
         replaced=float(REPLACED[best]),
         wrong=float(wrong[best]),
-        wrong_low=float(wrong[likely[0]]),
+        wrong_low=max(0.0, float(wrong[likely[0]]) - MODEL_ERROR),
         wrong_high=float(wrong[likely[-1]]),
     )
 
@@ -143,7 +159,7 @@ def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged
     Even if no noise was found, some labels are more doubtful than others: at least one in a hundred counts as
     replaced. `limit_changes` keeps them from changing.
     """
-    top, other = predictions.at(noise.temperature)
+    top, other = predictions.calibrated(noise.temperature, noise.power)
     on_given = predictions.of_class(given, top, other)
     replaced = max(noise.replaced, LEAST_REPLACED)
     drawn = replaced / predictions.num_classes

@@ -178,7 +178,7 @@ def test_few_classes_are_all_kept(tmp_path: Path, num_classes: int) -> None:
     table.mark(rows, predicted(rows, num_classes), epoch=0)
     found = PublishedLabels(table.snapshot()).rows(range(50)).predictions()
     assert np.sort(found.classes).tolist() == [[*range(num_classes)]] * 50
-    shares, other = found.at(1.0)
+    shares, other = found.calibrated(1.0, 1.0)
     assert np.allclose(shares.sum(axis=1), 1)
     expected = np.exp(predicted(rows, num_classes)[:, num_classes:])
     assert np.allclose(shares, expected, atol=0.01)

@@ -67,6 +67,23 @@ def test_a_good_network_repairs_most_labels() -> None:
     assert (repaired(others, model) == others.true).mean() > 0.95
 
 
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_a_network_that_is_sure_of_hard_samples_too_hides_no_noise(noise: float) -> None:
+    watched = crowd(4000, noise, skill=2.0, seed=2)
+    gap = watched.predictions.log_p[:, :1] - watched.predictions.log_p
+    hot = _spread(watched.predictions.classes, -4 * gap**0.5)  # as after a long training
+    found = fit_noise(Predictions.from_logits(hot), watched.given)
+    assert found.power > 1
+    assert found.wrong == pytest.approx(noise, abs=0.25 * noise + 0.01)
+
+
+def _spread(classes: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Scores of all classes; those that were not kept are lowest."""
+    logits = np.repeat(scores.min(axis=1, keepdims=True) - 1.0, CLASSES, axis=1)
+    np.put_along_axis(logits, classes, scores, axis=1)
+    return logits
+
+
 def test_no_more_labels_change_than_are_surely_wrong() -> None:
     model, others = fit_noise(*_watched(0.1, 2.0)), crowd(8000, 0.1, 2.0)
     assert (repaired(others, model) != others.given).mean() <= model.wrong_low
@@ -110,7 +127,7 @@ def test_a_prediction_keeps_its_most_likely_classes() -> None:
     assert kept.classes.tolist() == [[0, 5, 7, 1, 2, 3]]
     for temperature in (0.5, 1.0, 2.0):
         full = np.exp(logits[0] / temperature) / np.exp(logits[0] / temperature).sum()
-        top, other = kept.at(temperature)
+        top, other = kept.calibrated(temperature, power=1.0)
         assert top[0] == pytest.approx(full[[0, 5, 7, 1, 2, 3]], rel=0.01)
         assert other[0] == pytest.approx(full[4], rel=0.01)
         assert kept.of_class(np.array([5]), top, other)[0] == top[0, 1]
