@@ -77,6 +77,7 @@ def train(
             folds, checkpoint = train_folds(plan, record, lease), None
             if folds is not None:
                 checkpoint = drive(make_job(plan, record, Manifest.load(record.labels)), narrator.hear, lease)
+                narrator.draw()
         except LeaseLostError:
             raise  # the run has not failed: another command continues it, also in MLflow
         except BaseException as error:
