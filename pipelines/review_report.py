@@ -23,7 +23,7 @@ import numpy as np
 
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES
-from pencil_scale.config.command import program, refuse_lost, run_job, say
+from pencil_scale.config.command import command, refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
 from pencil_scale.labels.published import find_published, held_names, published_names
@@ -197,7 +197,7 @@ def _print_audit(url: str, storage: Storage) -> Summary:
         for one in reliability([changed, unchanged])
     }
     print_table("calibration", shown)
-    say(f"To recalibrate an export: {program('pipelines.export_labels')} CONFIG export.judged={url}")
+    say(f"to recalibrate an export by it: {command('pipelines.export_labels')} export.judged={url}")
     return Summary(None, {})
 
 

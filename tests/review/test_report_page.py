@@ -396,7 +396,7 @@ def test_a_page_of_a_hundred_thousand_samples_stays_responsive(browser: Any, tmp
     reader = Reader(browser, large_page(tmp_path / "large.html"))
     assert reader.text("#shown") == "100,000 of 100,000 listed"
     dots = reader.page.locator("#curves figure", has_text="Reliability").locator("circle title")
-    assert dots.all_text_contents()[-1] == "confidence 0.855: 76.0 % of 100 labels are right"
+    assert dots.all_text_contents()[-1] == "confidence 0.855: 76.0 % of 100 labels right"
     assert dots.count() == 10
     count = "document.querySelectorAll('.card').length"
     assert 0 < reader.page.evaluate(count) < 60
