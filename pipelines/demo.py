@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pencil_scale.config.command import as_started, exit_code, program, refuse_lost
+from pencil_scale.config.command import as_started, exit_code, program, refuse_lost, typed
 from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import PencilError
 
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=as_started(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
-    return exit_code(run)
+    with typed(CONFIG):
+        return exit_code(run)
 
 
 def run() -> dict[str, object]:

@@ -2,18 +2,22 @@
 
     python -m pipelines.export_labels configs/demo.yaml
     python -m pipelines.export_labels CONFIG export.labels=night-12 export.corrected_shards=true
+    python -m pipelines.export_labels CONFIG export.judged=decisions.json     # recalibrated by an audit
     python -m pipelines.export_labels CONFIG --force          # also labels that are held
 
 The labels that are least likely right as given, changed or kept, are also in a file of their own, ranked.
 Labels that have not changed since the last export are not written again; the manifest is written last. Shards
 and labels are never modified. Ids in data.exclude never appear, even before the catalogue is indexed again.
 Held labels are refused; with --force they are exported, and the manifest says why they are held.
+
+With export.judged, label_score and confidence are recalibrated: people's judgements of random samples, which
+the audit of the review page saved, say how often labels are right.
 """
 
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
@@ -38,6 +42,7 @@ from pencil_scale.labels.published import find_published
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.automatic import filled
 from pencil_scale.nights.record import NightFiles
+from pencil_scale.review.recalibration import recalibration
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
@@ -96,6 +101,9 @@ def run(config: Config, force: bool = False) -> Summary:
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap, held=force
     )
+    if config.export.judged is not None:
+        calibration = recalibration(config.export.judged, source)
+        source = replace(source, words=replace(source.words, calibration=calibration))
     folder = config.export.folder or storage.path(storage.export(source.published.name))
     refuse_lost("export.folder", folder)
     folder = Folder(folder).url
@@ -175,6 +183,7 @@ def _manifest(
         sidecars={urls[number]: file for number, file in sidecars.items()},
         shards={urls[number]: file for number, file in shards.items()},
         held_because=source.published.held_because,
+        calibration=source.words.calibration,
     )
 
 
@@ -191,6 +200,9 @@ def print_summary(summary: Summary) -> None:
         rows["  labels replaced"] = f"{sum(one.num_replaced for one in summary.rewritten):,}"
         rows["  samples left out"] = f"{sum(one.num_left_out for one in summary.rewritten):,}"
         rows["  damaged byte ranges"] = f"{sum(one.num_damaged for one in summary.rewritten):,}"
+    if (known := manifest.calibration) is not None:
+        rows["recalibrated by"] = f"{many(known.num_judged, 'judgement')} of the audit"
+        rows["  calibration error"] = f"{known.error_after:.3f}, was {known.error_before:.3f}"
     rows["outdated, removed"] = many(len(summary.removed), "file")
     num_lost = sum(name.startswith("shards/") for name in summary.removed)
     if num_lost and not manifest.shards:

@@ -25,7 +25,7 @@ from pencil_scale.catalogue.survey import Survey, survey
 from pencil_scale.config.command import as_started, exit_code, program, refuse_lost, say
 from pencil_scale.config.loader import load_config
 from pencil_scale.method.automatic import SMALL, Facts, choose
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 from pipelines import index_shards, make_shards
@@ -70,7 +70,9 @@ def run(source: str, name: str, storage: str, output: str) -> None:
     img2dataset = any(path.endswith("_stats.json") for path in files.ls(base, detail=False))
     text = config_text(source, name, storage, shards, classes, found, img2dataset, output)
     Path(output).write_text(text, encoding="utf-8")
-    say(f"{output} written: {found.num_samples:,} samples looked at, {len(found.class_names):,} classes")
+    say(
+        f"{output} written: {many(found.num_samples, 'sample')} looked at, {len(found.class_names):,} classes"
+    )
     config = load_config(output)
     index_shards.run(config)
     catalogue = Catalogue.open(storage)
@@ -132,7 +134,7 @@ def config_text(
     sizes = f"{size} pixels" if len(found.sizes) == 1 else f"different sizes, such as {size}"
     lines = [
         f"# Written by init for {source}.",
-        f"# It looked at {found.num_samples:,} samples in {found.num_read:,} shards: "
+        f"# It looked at {many(found.num_samples, 'sample')} in {many(found.num_read, 'shard')}: "
         f"{len(found.class_names):,} classes, images of {sizes}.",
         "#",
         f"#   {program('pencil_scale.train')} {output}",

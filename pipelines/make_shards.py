@@ -80,8 +80,8 @@ def run(job: ShardJob) -> Summary:
     lost = [name for name, *_ in shards if name not in sizes]
     if lost:
         raise PencilError(
-            f"{job.out}: {len(lost):,} shards such as {lost[0]} were written where this machine cannot see "
-            "them; on a cluster OUT must be a shared folder or a URL"
+            f"{job.out}: {many(len(lost), 'shard')}, such as {lost[0]}, were not written where this "
+            "machine can see them; on a cluster OUT must be a shared folder or a URL"
         )
     num_bytes = sum(sizes[name] for name, *_ in shards)
     return Summary(job.out, source, noise, len(shards), len(missing), num_bytes, sum(unrecognised))
@@ -196,7 +196,7 @@ def write_shard(
     data = shard_bytes(samples())
     if formats.total() != len(given):
         raise PencilError(
-            f"shard {name}: {formats.total():,} samples were found, {len(given):,} were expected; the source "
+            f"shard {name}: {many(formats.total(), 'sample')} found, {len(given):,} expected; the source "
             "changed while it was read: run again when it no longer changes"
         )
     Folder(out).put(name, data)

@@ -26,7 +26,7 @@ ALIAS = "current"
 
 def show_night(config: Config, name: str, since: str | None = None) -> dict[str, str | None]:
     """Export the labels of a night and render its page, with what changed since; return where they are."""
-    export = config.export.model_copy(update={"labels": name, "folder": None})
+    export = config.export.model_copy(update={"labels": name, "folder": None, "judged": None})
     page = config.report.model_copy(update={"labels": name, "since": since, "page": None, "judged": None})
     config = config.model_copy(update={"export": export, "report": page})
     return {"export": export_labels.run(config).folder, "report": review_report.run(config).page}

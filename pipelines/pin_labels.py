@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_label_classes
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.config.command import program, run_job, say
+from pencil_scale.config.command import command, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.pins import (
     PINS,
@@ -111,7 +111,7 @@ def print_summary(summary: Summary, decisions: Decisions, num_known: int) -> Non
     for reason, ids in decisions.dropped.items():
         say(f"dropped: {len(ids):,} {reason}, such as {', '.join(map(repr, ids[:SHOWN]))}")
     say("The next training run or night starts from these pins. To write them now, run export_labels again:")
-    say(f"  {program('pipelines.export_labels')} CONFIG")
+    say(f"  {command('pipelines.export_labels')}")
 
 
 def _find_rows(catalogue: Catalogue, decisions: Sequence[Decision], file: str) -> pa.Table:

@@ -12,7 +12,7 @@ shows held ones.
 import sys
 from collections.abc import Sequence
 
-from pencil_scale.config.command import program, run_job, say
+from pencil_scale.config.command import command, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.published import find_published, held_names
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
@@ -118,8 +118,8 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> None:
     ):
         say(f"{what:<8} {url or '-'}")
     if export is None:
-        command = f"{program('pipelines.export_labels')} CONFIG export.labels={night.name}"
-        print(f"no export of these labels was found; to make one: {command}")
+        export_it = f"{command('pipelines.export_labels')} export.labels={night.name}"
+        print(f"no export of these labels was found; to make one: {export_it}")
 
 
 if __name__ == "__main__":

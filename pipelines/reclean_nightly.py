@@ -18,7 +18,7 @@ import numpy as np
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
-from pencil_scale.config.command import HELD, program, run_job, say
+from pencil_scale.config.command import HELD, command, run_job, say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
@@ -97,7 +97,7 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     if current is None and passed:
         raise PencilError(
             f"{nights.storage}/nights/CURRENT is gone, but {passed[-1]} is there; the next night would start "
-            f"from nothing: choose the night to start from with `{program('pipelines.promote')} CONFIG "
+            f"from nothing: choose the night to start from with `{command('pipelines.promote')} "
             f"{passed[-1]}`"
         )
     if current is not None:  # before indexing with a class list that cannot be followed
@@ -285,7 +285,7 @@ def print_summary(summary: Summary) -> None:
         print(f"HELD: {reason}")
     if summary.status == "held":
         print("review it, best with the blind audit of its page: judge 100 to 200 changed samples")
-        print(f"to use it all the same: {program('pipelines.promote')} CONFIG {night.name}")
+        print(f"to use it all the same: {command('pipelines.promote')} {night.name}")
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ import numpy as np
 
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES
-from pencil_scale.config.command import refuse_lost, run_job, say
+from pencil_scale.config.command import command, refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
 from pencil_scale.labels.published import find_published, held_names, published_names
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
-from pencil_scale.review.audit import read_judged, reliability, study
+from pencil_scale.review.audit import read_audit, reliability, study
 from pencil_scale.review.network import GAIN, network_facts, network_notes
 from pencil_scale.review.page import page_data, review_page, samples_of
 from pencil_scale.review.scan import Rules, Tally, merged, scan
@@ -174,7 +174,8 @@ def _copy(config: Config, storage: Storage, name: str, html: str) -> str:
 
 
 def _print_audit(url: str, storage: Storage) -> Summary:
-    changed, unchanged, run = read_judged(url)
+    audit = read_audit(url)
+    changed, unchanged, run = audit.changed, audit.unchanged, audit.run
     findings = study(changed, unchanged)
     is_known = run in (*published_names(storage.url), *held_names(storage.url))
     known = (storage.read_json(storage.run(run, "summary.json")) if is_known else None) or {}
@@ -196,6 +197,7 @@ def _print_audit(url: str, storage: Storage) -> Summary:
         for one in reliability([changed, unchanged])
     }
     print_table("calibration", shown)
+    say(f"to recalibrate an export by it: {command('pipelines.export_labels')} export.judged={url}")
     return Summary(None, {})
 
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.schema import CHUNK_ROWS, DAMAGE, ROW
-from pencil_scale.config.command import program
+from pencil_scale.config.command import command
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -127,8 +127,9 @@ class Catalogue:
         manifest = read_manifest(folder, version)
         if manifest is None:
             which = "" if version is None else f" of version {version}"
-            command = program("pipelines.index_shards")
-            raise PencilError(f"{folder}: no catalogue{which}; run `{command} CONFIG` first")
+            raise PencilError(
+                f"{folder}: no catalogue{which}; run `{command('pipelines.index_shards')}` first"
+            )
         return cls(folder, manifest)
 
     @property

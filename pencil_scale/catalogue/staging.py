@@ -25,7 +25,7 @@ from pencil_scale.catalogue.schema import (
     parquet_bytes,
 )
 from pencil_scale.catalogue.shard_index import IndexRules, ShardIndexer
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import open_source, version_of
 
@@ -101,8 +101,8 @@ def check_usable(shards: Sequence[Shard], rules: IndexRules, key: str) -> None:
     words = ", ".join(f"{num:,} {word}" for word, num in counts.most_common())
     if not statuses:
         raise PencilError(
-            f"{key}: no samples in {len(shards):,} shards, such as {shards[0].url} ({words}); expected tars "
-            "with members such as 000123.jpg and 000123.cls; nothing was published"
+            f"{key}: no samples in {many(len(shards), 'shard')}, such as {shards[0].url} ({words}); "
+            "expected tars with members such as 000123.jpg and 000123.cls; nothing was published"
         )
     fields = {name: value for shard in reversed(shards) for name, value in shard.json_fields.items()}
     found = found_line(_total(shard.suffixes for shard in shards), fields)
@@ -115,8 +115,8 @@ def check_usable(shards: Sequence[Shard], rules: IndexRules, key: str) -> None:
         found = f"labels found: {labels}; data.classes starts with {names}"
         advice = "correct data.classes, or map the labels to classes with data.aliases"
     raise PencilError(
-        f"{key}: none of {statuses.total():,} samples can be used ({words}); {found}; {advice}; nothing was "
-        "published"
+        f"{key}: none of {many(statuses.total(), 'sample')} can be used ({words}); {found}; {advice}; "
+        "nothing was published"
     )
 
 

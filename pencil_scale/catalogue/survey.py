@@ -14,7 +14,7 @@ from typing import Any
 
 from pencil_scale.catalogue.shards import Sample, ShardReader
 from pencil_scale.images.inspect import inspect_image
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.urls import open_source, versions_of
 
 MOST_BYTES = 2 << 30  # of shards that are all read
@@ -55,7 +55,9 @@ def survey(urls: Sequence[str], known_classes: Sequence[str] = ()) -> Survey:
             samples.append(facts)
     del sizes[""]
     if not samples:
-        raise PencilError(f"{urls[0]}: no sample in {len(chosen):,} shards; are these WebDataset shards?")
+        raise PencilError(
+            f"{urls[0]}: no sample in {many(len(chosen), 'shard')}; are these WebDataset shards?"
+        )
     label = _label_of(samples)
     truths = [f"json:{name}" for name in TRUTH_FIELDS]
     truth = next((name for name in truths if any(name in facts for facts in samples)), None)
@@ -120,11 +122,12 @@ def _label_of(samples: Sequence[Facts]) -> str:
         if 2 <= len(found) <= max(2, found.total() // 3) and found.total() > len(samples) / 2:
             return name
     seen = [
-        f"{name} ({len(found):,} values, such as {next(iter(found))!r})" for name, found in counts.items()
+        f"{name} ({many(len(found), 'value')}, such as {next(iter(found))!r})"
+        for name, found in counts.items()
     ]
     raise PencilError(
-        f"no label found in {len(samples):,} samples: a .cls or .txt member or a JSON field with at least "
-        f"two values that repeat was expected; found {', '.join(seen[:8]) or 'no texts and no JSON fields'}. "
+        f"no label found in {many(len(samples), 'sample')}: a .cls or .txt member or a JSON field with two "
+        f"values that repeat was expected; found {', '.join(seen[:8]) or 'no texts and no JSON fields'}. "
         "If the labels are in a table, write a config with data.label=table:URL#id,label"
     )
 

@@ -8,11 +8,14 @@ range.
 import argparse
 import platform
 import re
+import shlex
 import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,6 +32,7 @@ RAY = ">=2.60,<3"
 MLFLOW = ">=3.17,<4"  # client and server
 HELD = 3  # the exit code of a job whose labels wait for a person
 UNPACKED = "working_dir_files"  # Ray unpacks the folders of submitted jobs in a folder of this name
+TYPED: ContextVar[str] = ContextVar("config as typed", default="CONFIG")
 LOCAL = re.compile(r"^((file|local)://|sqlite(\+\w+)?:///)")
 
 
@@ -69,7 +73,8 @@ def run_job(
         try:
             refuse_lost("run.storage", config.run.storage)
             refuse_lost("tracking.uri", config.tracking.uri)
-            run(config, **given)
+            with typed(path):
+                run(config, **given)
         except PencilError as error:
             raise PencilError(masked(str(error), config)) from error
 
@@ -77,12 +82,24 @@ def run_job(
 
 
 def program(module: str) -> str:
-    """How to start a job, in the form that started this process: `pencil-scale JOB`, or with its module.
-
-    Messages use it to name the command to run next.
-    """
+    """How to start a job, in the form that started this process: `pencil-scale JOB`, or with its module."""
     is_script = Path(sys.argv[0]).name == PROGRAM
     return f"{PROGRAM} {module.rpartition('.')[2]}" if is_script else f"python -m {module}"
+
+
+@contextmanager
+def typed(config: str) -> Iterator[None]:
+    """While a job runs on this config: messages name the file as it was typed."""
+    token = TYPED.set(shlex.quote(without_passwords(config)))
+    try:
+        yield
+    finally:
+        TYPED.reset(token)
+
+
+def command(module: str) -> str:
+    """How to start a job on the config of this process: `pencil-scale JOB config.yaml`."""
+    return f"{program(module)} {TYPED.get()}"
 
 
 def as_started(text: str) -> str:

@@ -302,6 +302,7 @@ class ExportJob(Settings):
     top_k: Count = key("number of classes listed per label distribution", 5, unit="classes")
     predict: bool = key("let the model predict the class of unlabelled samples", True)
     corrected_shards: bool = key("also write shards that contain the repaired labels", False)
+    judged: str | None = key("decisions from the audit of these labels: recalibrate probabilities", None)
 
 
 class PinJob(Settings):

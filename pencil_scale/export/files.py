@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
+from pencil_scale.method.calibration import Calibration
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import LOCK, Folder
 from pencil_scale.storage.urls import filesystem_of, is_local
 
 KIND = "pencil_scale export"
-FORMAT = 4
+FORMAT = 5
 MANIFEST, LEASE = "manifest.json", ".lease"
 FOLDERS = ("table", "doubts", "sidecars", "shards")
 _NAME = re.compile(
@@ -47,6 +48,7 @@ class ExportManifest:
     sidecars: dict[str, str] = field(default_factory=dict)  # shard URL to file
     shards: dict[str, str] = field(default_factory=dict)
     held_because: tuple[str, ...] = ()  # of labels that were held and exported with --force
+    calibration: Calibration | None = None  # how probabilities are recalibrated
     format: int = FORMAT
     kind: str = KIND
 
@@ -68,9 +70,9 @@ def read_manifest(folder: str) -> ExportManifest | None:
         raise PencilError(
             f"export.folder: {folder}/{MANIFEST} is not an export of format {FORMAT}; choose another folder"
         )
-    return ExportManifest(
-        **found | {name: tuple(found[name]) for name in ("table", "class_names", "held_because")}
-    )
+    known = found["calibration"]
+    tuples = {name: tuple(found[name]) for name in ("table", "class_names", "held_because")}
+    return ExportManifest(**found | tuples | {"calibration": Calibration(**known) if known else None})
 
 
 def same_content(file: str) -> str:

@@ -22,12 +22,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.labels.published import LabelRows
+from pencil_scale.method.calibration import Calibration
 from pencil_scale.method.decisions import UNLABELLED, label_distribution
 
 # Where a predicted label comes from: a person, what was learned of the sample, a network that was never
 # trained on the sample though it has a label, the network for a sample without one, or only the shard.
 PERSON, LABELS, WATCHED, MODEL, GIVEN = "person", "labels", "watched", "model", "given"
-JUDGED = (PERSON, LABELS, WATCHED)  # may contradict the given label
+LEARNED = (LABELS, WATCHED)
+JUDGED = (PERSON, *LEARNED)  # may contradict the given label
 LAST_CHANGE = (
     "epoch of the run, counted from 0 (the console counts from 1), in which the label last changed its "
     "class; null: it never changed, was never trained on, or no history was kept"
@@ -73,6 +75,7 @@ class Words:
     catalogue_version: int
     model_version: str
     top_k: int
+    calibration: Calibration | None = None  # of what was learned; None: as the run claims
 
 
 def export_table(
@@ -88,8 +91,10 @@ def export_table(
     the classes of the rows, count for the first four. `last_change` is an epoch, from 0, or -1 if unknown.
     """
     given = rows["noisy_class"].fill_null(UNLABELLED).to_numpy().astype(np.int64)
-    scored = np.isin(predicted_by.astype(str), (PERSON, LABELS, WATCHED, MODEL))
+    scored = np.isin(predicted_by.astype(str), (*JUDGED, MODEL))
     found = labels.decide()
+    if words.calibration is not None:
+        found = words.calibration.applied(found, np.isin(predicted_by, LEARNED))
     predicted = np.where(predicted_by == GIVEN, given, UNLABELLED)
     predicted[scored] = found.corrected_class[scored]
     issue = (predicted != given) & (given != UNLABELLED) & np.isin(predicted_by, JUDGED)
@@ -122,7 +127,7 @@ def export_table(
 
 def most_doubtful(table: pa.Table) -> pa.Table:
     """The labels that no person decided and that are least likely right as given, in the order of doubt."""
-    learned = pc.is_in(table["predicted_by"], pa.array([LABELS, WATCHED]))
+    learned = pc.is_in(table["predicted_by"], pa.array(LEARNED))
     judged = pc.and_(learned, pc.is_valid(table["label_score"]))
     order = [("label_score", "ascending"), ("row", "ascending")]
     return table.filter(judged).sort_by(order).slice(0, MOST_DOUBTFUL)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pencil_scale.config.command import program
+from pencil_scale.config.command import command, program
 from pencil_scale.labels.columns import Parts, fixed_list, part_rows, to_batch, to_columns
 from pencil_scale.labels.manifest import StoredFile, file_name, get_batch, put_batch
 from pencil_scale.storage.errors import DamagedError, PencilError, many
@@ -187,6 +187,6 @@ class FeatureManifest:
         if found is None:
             raise PencilError(
                 f"{storage.path(storage.features(key))}: no features; run "
-                f"`{program('pipelines.extract_features')} CONFIG` first"
+                f"`{command('pipelines.extract_features')}` first"
             )
         return found

@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import ClassOrder
+from pencil_scale.config.command import command
 from pencil_scale.labels.columns import (
     FREE,
     PINNED,
@@ -40,6 +41,8 @@ from pencil_scale.method.decisions import UNLABELLED, Decisions, decide, decide_
 from pencil_scale.method.evidence import NoiseModel, Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
+
+SHOWN = 10  # names in an error
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,7 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
     found = ((url, manifest) for url in urls if (manifest := Manifest.find(url)) is not None)
     url, manifest = next(found, (urls[0], None))
     if manifest is None:
-        names = published_names(storage)
-        known = f"published are {', '.join(names[:10])}" if names else "train first"
-        raise PencilError(f"{url}: no published labels; {known}")
+        raise PencilError(f"{url}: no published labels; {_known_labels(storage)}")
     name = PurePosixPath(url).name.removesuffix(".json")
     is_held = PurePosixPath(url).parts[-3:-1] == ("labels", "held")
     record = read_record(storage, name) if is_held else None
@@ -216,11 +217,24 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
                 f"{url}: the labels of this run are held, and its record ({files.path(files.run(name))}) is "
                 "missing; restore it to promote them, or remove them and train again"
             )
-        raise PencilError(f"{url}: the labels of this run are held: {why_held(name, record.held_because)}")
+        raise PencilError(
+            f"{url}: the labels of this run are held: {why_held(name, record.held_because)}. To export them "
+            f"as they are: `{command('pipelines.export_labels')} export.labels={name} --force`"
+        )
     manifest.require_whole()
     reasons = tuple(record.held_because if record else ()) or ("the record of the run gives no reason",)
     history = files.path(files.history(manifest.run))
     return Published(name, url, manifest, history, reasons if is_held else ())
+
+
+def _known_labels(storage: str) -> str:
+    """Say which labels there are."""
+    published, held = (names(storage)[:SHOWN] for names in (published_names, held_names))
+    known = [f"published are {', '.join(published)}"] if published else []
+    if held:
+        how = f"`{command('pipelines.export_labels')} export.labels={held[0]} --force`"
+        known.append(f"held are {', '.join(held)}, which are exported only on request ({how})")
+    return "; ".join(known) or "train first"
 
 
 def published_url(storage: str, name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pencil_scale.config.command import program
+from pencil_scale.config.command import command
 from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -120,8 +120,8 @@ def why_held(name: str, reasons: Sequence[str]) -> str:
 
 def ways_on(name: str, num_changed: int | None = None) -> list[str]:
     """Say what to do about the labels of a held run, one way per line; `num_changed` is of its labels."""
-    review, promote = program("pipelines.review_report"), program("pipelines.promote")
-    page = f"review page (`{review} CONFIG report.labels={name}`)"
+    review, promote = command("pipelines.review_report"), command("pipelines.promote")
+    page = f"review page (`{review} report.labels={name}`)"
     train = (
         "Weak network or heavy noise: these cannot be told apart. For better labels, train again under "
         "another run.name, with pretrained weights (model.weights), more epochs or larger images "
@@ -133,7 +133,7 @@ def ways_on(name: str, num_changed: int | None = None) -> list[str]:
         train,
         "To find out how good these labels are, judge 100 to 200 changed samples in the blind audit of the "
         f"{page}, the only test without assumptions.",
-        f"If the audit finds them good, release them: `{promote} CONFIG {name}`",
+        f"If the audit finds them good, release them: `{promote} {name}`",
     ]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pencil_scale.method.evidence import NoiseModel, Predictions, judge
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, many
 
 UNLABELLED = -1
 
@@ -54,7 +54,7 @@ def decide(label_logits: npt.NDArray[np.float32], noisy_class: npt.NDArray[np.in
     broken = np.flatnonzero(~np.isfinite(label_logits).all(axis=-1))
     if len(broken):
         raise PencilError(
-            f"label logits of {len(broken):,} rows, the first at position {broken[0]:,}, are not finite; "
+            f"label logits of {many(len(broken), 'row')} are not finite, first at position {broken[0]:,}; "
             "restore the label table from its last snapshot"
         )
     shares = label_distribution(label_logits)

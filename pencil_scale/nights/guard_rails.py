@@ -29,7 +29,7 @@ SURELY = 3.0  # standard deviations that chance is allowed
 SHOWN = 3  # classes in a reason, and changes from class to class in the summary
 FACTS = {  # of figures, in the summary
     "shards": "{new_shards:,} new, {changed_shards:,} changed, {vanished_shards:,} vanished",
-    "samples": "{new_samples:,} new, {regiven_samples:,} regiven, {vanished_samples:,} vanished",
+    "samples": "{new_samples:,} new, {regiven_samples:,} given another class, {vanished_samples:,} vanished",
     "new labels repaired": "{new_repaired:,} of {new_decided:,} trained on or watched",
     "old labels changed": "{old_changed:,} of {old_decided:,} trained on or watched again",
 }

@@ -8,17 +8,18 @@ true share in at least 95 % of all draws, however small the share or the stratum
     found = study(Stratum(num_right=188, num_judged=200, num_all=41_250), Stratum(197, 200, 210_000))
     found.precision.share, found.precision.low, found.precision.high
 
-    changed, unchanged, run = read_judged("decisions.json")    # from the decisions that the review page saved
-    reliability([changed, unchanged])                     # how often labels are right, by their confidence
+    audit = read_audit("decisions.json")                  # from the decisions that the review page saved
+    audit.answers, audit.run                              # what was judged, and whose labels
+    reliability([audit.changed, audit.unchanged])         # how often labels are right, by their confidence
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import exp, isnan, lgamma, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -174,8 +175,57 @@ def _log_choose(n: int, k: int) -> float:
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
 
-def read_judged(url: str) -> tuple[Stratum, Stratum, str]:
-    """Count the labels that were judged in the page's audit: changed, unchanged, and the name of the run."""
+class Answer(NamedTuple):
+    """A label that was drawn at random and judged; classes are names."""
+
+    sample_id: str
+    stratum: str
+    chosen: str | None  # None: none of the classes
+    given: str
+    suggested: str
+    confidence: float  # with four digits
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Answer":
+        """Read an entry of a file of decisions."""
+        chosen, given, suggested = (entry[name] for name in ("class", "given", "suggested"))
+        confidence = float(entry["confidence"])
+        return cls(str(entry["sample_id"]), entry["audit"], chosen, given, suggested, confidence)
+
+    @property
+    def right(self) -> bool:
+        return self.chosen is not None and self.chosen == self.suggested
+
+    @property
+    def given_right(self) -> bool:
+        return self.chosen is not None and self.chosen == self.given
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a person judged in the page's audit."""
+
+    run: str
+    answers: tuple[Answer, ...]
+    sizes: dict[str, int]  # labels of each stratum in the dataset
+
+    @property
+    def changed(self) -> Stratum:
+        return self._stratum(CHANGED)
+
+    @property
+    def unchanged(self) -> Stratum:
+        return self._stratum(UNCHANGED)
+
+    def _stratum(self, kind: str) -> Stratum:
+        here = [answer for answer in self.answers if answer.stratum == kind]
+        right, given_right = (sum(getattr(one, name) for one in here) for name in ("right", "given_right"))
+        confidence = tuple((answer.confidence, answer.right) for answer in here)
+        return Stratum(right, len(here), self.sizes[kind], given_right, confidence)
+
+
+def read_audit(url: str) -> Audit:
+    """Read the labels that were judged in the page's audit."""
     filesystem, path = filesystem_of(url)
     try:
         with store_errors(f"{url}: cannot be read"):
@@ -187,19 +237,17 @@ def read_judged(url: str) -> tuple[Stratum, Stratum, str]:
         raise PencilError(f"{url}: not a complete JSON file ({error}); save it again") from error
     if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
         raise PencilError(f"{url}: not a file of decisions of version {VERSION}, as the review page saves it")
-    strata = []
+    sizes: dict[str, int] = {}
     try:
         judged = [entry for entry in found["decisions"] if entry.get("audit")]
+        answers = tuple(map(Answer.of, judged))
         for kind in (CHANGED, UNCHANGED):
-            known, here = found["audit"][kind], [entry for entry in judged if entry["audit"] == kind]
-            if not len(here) <= int(known["drawn"]) <= int(known["all"]):
-                raise ValueError(f"{len(here)} judged of {known['drawn']} drawn of {known['all']} {kind}")
-            right = [entry["class"] is not None and entry["class"] == entry["suggested"] for entry in here]
-            given = sum(entry["class"] is not None and entry["class"] == entry["given"] for entry in here)
-            confidence = zip((float(entry["confidence"]) for entry in here), right, strict=True)
-            strata.append(Stratum(sum(right), len(here), int(known["all"]), given, tuple(confidence)))
+            num, known = sum(answer.stratum == kind for answer in answers), found["audit"][kind]
+            if not num <= int(known["drawn"]) <= int(known["all"]):
+                raise ValueError(f"{num} judged of {known['drawn']} drawn of {known['all']} {kind}")
+            sizes[kind] = int(known["all"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PencilError(f"{url}: entries are missing or invalid ({error!r}); save it again") from error
     if not judged:
         raise PencilError(f"{url}: nothing was judged in an audit; choose Audit in the page, judge, and save")
-    return strata[0], strata[1], str(found.get("run"))
+    return Audit(str(found.get("run")), answers, sizes)

@@ -33,8 +33,8 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
         detail = "no clean labels: give some with data.validation or data.test"
         facts = [Fact("accuracy", "unknown", detail)]
     if _is_number(known, "watch_agreement"):
-        detail = "with the given labels of watch rows, on which the network was not trained"
-        facts.append(Fact("watch agreement", _percent(known["watch_agreement"]), detail))
+        detail = "with the given labels of watched samples, which the network was not trained on"
+        facts.append(Fact("agreement on watched samples", _percent(known["watch_agreement"]), detail))
     if _is_number(known, "balanced_agreement"):
         detail = (
             "with the given labels it was trained on, mean over the classes; it may have memorised wrong ones"
@@ -58,11 +58,12 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
 
 def network_notes(known: Mapping[str, Any], name: str, held_because: Sequence[str]) -> list[str]:
     """Warn of labels that are held, and say what to do; and of labels that were promoted or got worse."""
-    what = "These labels are held" if held_because else "The gate held these labels before they were used"
-    found = [f"{what}: {reason}." for reason in held_because or known.get("held_because") or ()]
+    what = "These labels are held" if held_because else "The run found reasons to hold these labels"
+    reasons = held_because or known.get("held_because") or ()
+    found = [f"{what}: {'; '.join(reasons)}."] if reasons else []
     found += ways_on(name, known.get("corrected")) if held_because else []
     if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
-        found.append(f"The gate would have held these labels: {gate}.")
+        found.append(f"These labels would have been held (gate.hold=false): {gate}.")
     return [*found, *(f"{text}." for text in [worse(known)] if text)]
 
 

@@ -23,13 +23,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
-from pencil_scale.config.command import program
+from pencil_scale.config.command import command
 from pencil_scale.export.table import Words
 from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.network import network_facts
 from pencil_scale.review.scan import Cells, Tally
 from pencil_scale.review.thumbnails import Thumbnails
+from pencil_scale.storage.errors import many
 from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
@@ -171,7 +172,8 @@ def review_page(
         data | known,
         catalogue_version=catalogue_version,
         warnings=warnings,
-        pin_labels=program("pipelines.pin_labels"),
+        many=many,
+        pin_labels=command("pipelines.pin_labels"),
         policy=content_policy(style, script),
         style=Markup(style),
         script=Markup(script),

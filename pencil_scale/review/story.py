@@ -7,7 +7,7 @@ Runs and nights that published labels come oldest first. Epochs count from 1, as
 trains; in files they count from 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 from typing import Any
@@ -21,7 +21,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.duplicates import contains
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.schema import from_stored
-from pencil_scale.export.files import first_row, read_manifest
+from pencil_scale.export.files import ExportManifest, first_row, read_manifest
 from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.published import (
     Published,
@@ -33,10 +33,11 @@ from pencil_scale.labels.published import (
 from pencil_scale.labels.report import read_traces
 from pencil_scale.labels.roles import ROLES, Roles
 from pencil_scale.labels.run_record import RunRecord, read_record
+from pencil_scale.method.calibration import Calibration
 from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.nights.record import NightFiles
 from pencil_scale.review.thumbnails import make_thumbnails
-from pencil_scale.storage.errors import PencilError, sample_key
+from pencil_scale.storage.errors import PencilError, many, sample_key
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, without_passwords
@@ -78,7 +79,9 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
         yield "  listed in data.exclude: not used for training, and not in any output made since"
         return
     yield from _catalogue_lines(storage, catalogue, row)
-    labels = [*_label_lines(storage, number)]
+    urls = dict.fromkeys(Folder(one).url for one in (*map(storage.path, storage.names("exports")), *folders))
+    exported = {url: manifest for url in urls if (manifest := read_manifest(url)) is not None}
+    labels = [*_label_lines(storage, number, exported.values())]
     yield from labels or ["labels       none published for this sample yet; train first"]
     pins = read_pins(storage.url).table
     pinned = pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()
@@ -88,8 +91,7 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
     if not pinned:
         yield "pin          none: the label may change"
     shard = catalogue.shards[row["shard"]].url
-    urls = dict.fromkeys(Folder(one).url for one in (*map(storage.path, storage.names("exports")), *folders))
-    exports = [line for url in urls for line in _export_lines(url, number, shard)]
+    exports = [line for url, one in exported.items() for line in _export_lines(url, one, number, shard)]
     yield from exports or ["exports      none yet"]
 
 
@@ -140,8 +142,12 @@ def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> s
     return storage.path(name)
 
 
-def _label_lines(storage: Storage, row: int) -> Iterator[str]:
-    """The labels of a row in every run that includes it, then in every night, oldest first."""
+def _label_lines(storage: Storage, row: int, exports: Iterable[ExportManifest]) -> Iterator[str]:
+    """The labels of a row in every run that includes it, then in every night, oldest first.
+
+    Probabilities are recalibrated as in the exports of a run.
+    """
+    calibrated = {one.run: one.calibration for one in exports if one.calibration}
     files = NightFiles(storage.url)
     nights, current = {night.name: night for night in files.nights()}, files.current()
     names = [*published_names(storage.url), *held_names(storage.url)]
@@ -168,7 +174,7 @@ def _label_lines(storage: Storage, row: int) -> Iterator[str]:
         yield from wrap(f"  config     {config or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
         if run is not None:
             yield from _planted(storage, run, row)
-        yield from _result(published, row)
+        yield from _result(published, row, calibrated.get(published.manifest.run))
 
 
 def _planted(storage: Storage, run: RunRecord, row: int) -> Iterator[str]:
@@ -180,7 +186,7 @@ def _planted(storage: Storage, run: RunRecord, row: int) -> Iterator[str]:
         yield f"  planted    {name}: wrong on purpose while the run trained, then taken back"
 
 
-def _result(published: Published, row: int) -> Iterator[str]:
+def _result(published: Published, row: int, calibration: Calibration | None) -> Iterator[str]:
     labels, here = PublishedLabels(published.manifest), range(row, row + 1)
     label, names = labels.rows(here), published.manifest.class_names
     found, is_visited, is_pinned = label.decide(), label.last_epoch[0] > 0, label.pinned[0]
@@ -197,22 +203,22 @@ def _result(published: Published, row: int) -> Iterator[str]:
         yield f"  epochs     {first + 1}{to}: {names[number]}, share {first_share:.2f} to {last_share:.2f}"
     if not traces.epochs:
         yield "  epochs     no history was kept"
-    how = f"with {found.confidence[0]:.2f} of the label"
+    how, by = f"with {found.confidence[0]:.2f} of the label", ""
+    if calibration is not None:
+        found = calibration.applied(found, np.ones(1, np.bool_))
+        by = f" (by {many(calibration.num_judged, 'judgement')} of an audit)"
     if is_pinned:
         how = "pinned"
-    elif label.has_evidence[0]:
-        how = f"right with a probability of {found.confidence[0]:.2f}"
+    elif label.has_evidence[0] or (calibration is not None and is_visited):
+        how = f"right with a probability of {found.confidence[0]:.2f}{by}"
         how += ": watched, predicted by a network that was never trained on it" if label.is_unseen[0] else ""
     elif not is_visited:
         how = "as given: no run trained on the sample"
     yield f"  result     {names[found.corrected_class[0]]}, {how}"
 
 
-def _export_lines(folder: str, row: int, shard: str) -> list[str]:
-    """What an export says about a row; nothing if the folder has no export."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return []
+def _export_lines(folder: str, manifest: ExportManifest, row: int, shard: str) -> list[str]:
+    """What an export says about a row."""
     files, found = [file for file in manifest.table if first_row(file) <= row], []
     if files:
         filesystem, path = filesystem_of(f"{folder}/{files[-1]}")

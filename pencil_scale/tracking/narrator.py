@@ -28,6 +28,7 @@ from pencil_scale.tracking.tracker import Tracker
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
+PICTURES_EVERY_S = 20.0  # drawing takes up to a second of a CPU, as long as an epoch of a small dataset
 ACCURACY = "corrected_label_accuracy"
 SHOWN = {
     "validation_accuracy": "validation",
@@ -86,6 +87,8 @@ class Narrator:
         self._harmless = Harmless()
         self._epochs: list[dict[str, Any]] = []  # the figures of all epochs
         self._said_at = clock()
+        self._undrawn: tuple[int, ArrayLike] | None = None  # an epoch, and its class transitions
+        self._drawn_at = -PICTURES_EVERY_S
         self._epoch_s: list[float] = []  # of the last epochs, with their evaluation and saving
         self._epoch_since: float | None = None  # None: the workers resumed in the middle of an epoch
         self._is_first = True  # since the workers started
@@ -125,15 +128,26 @@ class Narrator:
         self._track_epoch(figures)
         for name, text in found.warnings.items():
             self._warn(name, text)
-        if found.transitions is not None and not isinstance(self._tracker, Untracked):
-            with self._harmless("the picture of class transitions"):
-                title = f"after epoch {figures['epoch'] + 1}"
-                picture = transition_picture(found.transitions, self._class_names, title)
-                self._tracker.log_picture("class_transitions", picture)
-            if ACCURACY in figures:
-                with self._harmless("the picture of the label accuracy"):
-                    self._tracker.log_picture("label_accuracy", accuracy_picture(self._epochs))
+        if found.transitions is None:  # the pencil stage has ended, or has not started
+            self.draw()
+        else:
+            self._undrawn = figures["epoch"], found.transitions
+            if self._clock() - self._drawn_at >= PICTURES_EVERY_S:
+                self.draw()
         self._saving()
+
+    def draw(self) -> None:
+        """Draw the last state of the labels, unless it is drawn; to be called when the workers have ended."""
+        if self._undrawn is None or isinstance(self._tracker, Untracked):
+            return
+        (epoch, transitions), self._undrawn = self._undrawn, None
+        with self._harmless("the picture of class transitions"):
+            picture = transition_picture(transitions, self._class_names, f"after epoch {epoch + 1}")
+            self._tracker.log_picture("class_transitions", picture)
+        if self._epochs and ACCURACY in self._epochs[-1]:  # none if the workers started again at the first
+            with self._harmless("the picture of the label accuracy"):
+                self._tracker.log_picture("label_accuracy", accuracy_picture(self._epochs))
+        self._drawn_at = self._clock()
 
     def _saving(self, **_: Any) -> None:
         """Write what was reported while the checkpoint is being saved: a resumed run continues after it."""

@@ -168,7 +168,7 @@ def _evidence_lines(evidence: Evidence, roles: Roles) -> Iterator[str]:
 
 
 def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters: int) -> str:
-    samples = f"{facts.num_samples:,} samples"
+    samples = many(facts.num_samples, "sample")
     if facts.num_samples < catalogue.num_ok or config.data.subset:
         named = f" ({config.data.subset})" if config.data.subset else ""
         samples += f"{named} out of {catalogue.num_ok:,}"
@@ -266,7 +266,7 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
     such_as = f"such as {without_passwords(others[0])}"
     if len(others) == len(indexed):
         raise PencilError(
-            f"data.shards: names none of the catalogue's {len(indexed):,} shards, {such_as}; {REMEDY}"
+            f"data.shards: names none of the catalogue's {many(len(indexed), 'shard')}, {such_as}; {REMEDY}"
         )
     print(
         f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "

@@ -77,6 +77,7 @@ def train(
             folds, checkpoint = train_folds(plan, record, lease), None
             if folds is not None:
                 checkpoint = drive(make_job(plan, record, Manifest.load(record.labels)), narrator.hear, lease)
+                narrator.draw()
         except LeaseLostError:
             raise  # the run has not failed: another command continues it, also in MLflow
         except BaseException as error:
@@ -134,8 +135,9 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
     settings = _settings(filled(config, earlier.automatic if earlier else {}))
     is_saved = partial(_is_saved, storage)
     record = find_record(storage, name, settings, is_saved)
-    if record and not start and not is_saved(record):  # indexed again since, perhaps because of the failure
-        record = record if Catalogue.open(storage).version == record.catalogue_version else None
+    if record and not is_saved(record):  # nothing depends on the catalogue and decoders it started with
+        is_newer = not start and Catalogue.open(storage).version != record.catalogue_version
+        record = None if is_newer or record.decoders != decoders() else record
     if record and record.decoders != decoders():
         raise PencilError(
             f"run {name} was started with {record.decoders}, which decode images, and here are {decoders()}; "

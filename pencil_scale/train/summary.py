@@ -61,7 +61,8 @@ class Summary:
     def table(self) -> str:
         """The most important facts, one per line."""
         rows = [(words, self._spelled(name)) for name, words in TABLE.items() if name in self.facts]
-        return "\n".join(f"{words:<32} {value}" for words, value in rows)
+        width = max(map(len, TABLE.values()))
+        return "\n".join(f"{words:<{width}} {value}" for words, value in rows)
 
     def _spelled(self, name: str) -> str:
         """A fact, with its interval if it has one."""

@@ -54,7 +54,7 @@ def test_if_no_label_is_a_class_the_command_names_labels_and_classes(bench: Benc
 
 def test_shards_without_a_sample_are_refused(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(END)
-    with pytest.raises(PencilError, match=r"data.shards: no samples in 1 shards, such as .*a.tar \(1 no_sam"):
+    with pytest.raises(PencilError, match=r"data.shards: no samples in 1 shard, such as .*a.tar \(1 no_sam"):
         bench.index()
     assert not is_published(bench)
 

@@ -32,8 +32,16 @@ def test_held_labels_are_refused_with_the_reasons_and_what_to_do(bench: ReviewBe
     named = held_url(bench.storage, "bad") if by_url else "bad"
     with pytest.raises(PencilError, match="are held: cat vanished") as refused:
         find_published(bench.storage, named)
-    for command in ("review_report CONFIG report.labels=bad", "promote CONFIG bad"):
+    export = "export_labels CONFIG export.labels=bad --force"
+    for command in ("review_report CONFIG report.labels=bad", "promote CONFIG bad", export):
         assert command in str(refused.value)
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_exist(bench: ReviewBench) -> None:
+    with pytest.raises(PencilError, match="no published labels") as refused:
+        find_published(bench.storage, "god")
+    assert "published are good; held are bad" in str(refused.value)
+    assert "export_labels CONFIG export.labels=bad --force" in str(refused.value)
 
 
 def test_held_labels_are_found_on_request_and_marked_as_held(bench: ReviewBench) -> None:

@@ -46,7 +46,7 @@ def test_an_empty_table_is_accepted() -> None:
 
 
 def test_logits_that_are_not_finite_are_refused_with_their_position() -> None:
-    with pytest.raises(PencilError, match="of 1 rows, the first at position 1,"):
+    with pytest.raises(PencilError, match="of 1 row are not finite, first at position 1;"):
         decide(np.array([[0, 1], [np.nan, 1]], np.float32), np.array([0, 0]))
 
 

@@ -79,7 +79,7 @@ def test_a_night_is_compared_with_its_parent(bench: Nights) -> None:
     )
     assert findings.facts == {
         "shards": "1 new, 0 changed, 0 vanished",
-        "samples": "3 new, 0 regiven, 0 vanished",
+        "samples": "3 new, 0 given another class, 0 vanished",
         "new labels repaired": "0 of 3 trained on or watched",
         "old labels changed": "0 of 3 trained on or watched again",
         "clean accuracy": "0.8000, 0.9000 the night before",

@@ -34,7 +34,11 @@ def export(bench: ExportBench, *words: str) -> int:
 
 def test_held_labels_are_refused(bench: ExportBench, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(bench) == 2
-    assert REASON in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert REASON in refused
+    typed = bench.folder / "config.yaml"
+    assert f"`python -m pipelines.promote {typed} t`" in refused
+    assert f"export_labels {typed} export.labels=t --force`" in refused
     assert not bench.out.exists()
 
 

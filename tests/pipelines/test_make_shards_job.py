@@ -46,7 +46,7 @@ def test_images_of_an_unknown_format_are_copied_and_counted(tmp_path: Path) -> N
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(make_shards.PencilError, match="1 samples were found, 2 were expected"):
+    with pytest.raises(make_shards.PencilError, match="1 sample found, 2 expected"):
         write(tmp_path, image(1), num_labels=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -116,7 +116,7 @@ def test_shards_that_only_another_machine_can_see_are_an_error(
 ) -> None:
     job = job_of("folder", class_folders(tmp_path / "src"), tmp_path / "out")
     monkeypatch.setattr(make_shards, "write_shard", lambda *_: 0)  # as if it wrote to another machine's disk
-    with pytest.raises(make_shards.PencilError, match=r"1 shards such as train-000000.tar"):
+    with pytest.raises(make_shards.PencilError, match=r"1 shard, such as train-000000.tar"):
         make_shards.run(job)
 
 

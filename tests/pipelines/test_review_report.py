@@ -93,7 +93,7 @@ def test_untrained_labels_are_counted_separately_and_never_drawn(bench: ReviewBe
     bench.publish({1: 2}, visited=[0, 1, 2])
     summary = bench.report()
     assert (summary.counts["labels"], summary.counts["untouched"], summary.num_drawn) == (3, 9, 3)
-    assert "9 usable samples were not trained on" in bench.page.read_text()
+    assert "Not trained on: 9 usable samples" in bench.page.read_text()
 
 
 def test_pinned_labels_are_counted_but_not_shown_for_review(bench: ReviewBench) -> None:
@@ -261,7 +261,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     seen = text_of(bench.page.read_text())
     assert "accuracy unknown no clean labels" in seen
     assert "chance level 33.3 % of guessing among 3 classes" in seen
-    assert "watch rows" not in seen
+    assert "watched" not in seen
     assert "gain of the repair" not in seen
     for limit in (
         "the majority for their kind of image",
@@ -278,13 +278,21 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     bench.report()
     seen = text_of(bench.page.read_text())
     assert "accuracy on the test set 87.5 %" in seen  # of the labels, not of the last epoch
-    assert "watch agreement 75.0 %" in seen
+    assert "agreement on watched samples 75.0 %" in seen
     assert "training agreement 62.5 %" in seen
     assert "labels wrong at random ≈ 1,494 estimated, 90 % interval 1,380 to 1,610" in seen
     assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
     assert "estimated, 90 % interval -1.0 % to +25.0 %" in seen
     assert seen.index("accuracy on the test set") < seen.index("most frequent change")
     assert "secret" not in bench.page.read_text()
+
+
+def test_one_label_is_not_counted_as_labels(bench: ReviewBench) -> None:
+    bench.publish({1: 2})
+    bench.report()
+    seen = text_of(bench.page.read_text())
+    assert "1 label with a new class" in seen
+    assert not re.search(r"\b1 (labels|samples|pictures)\b", seen)
 
 
 def test_the_page_never_speaks_of_noise(bench: ReviewBench) -> None:
@@ -303,12 +311,12 @@ def test_a_figure_that_is_unknown_is_left_out() -> None:
 
 def test_labels_that_were_held_or_got_worse_are_marked() -> None:
     known = {"held_because": ["weak network"], "given_label_accuracy": 0.696, "label_accuracy_n": 5000}
-    held, *ways = network_notes(known, "bad", held_because=["x"])
-    assert (held, ways) == ("These labels are held: x.", ways_on("bad"))
+    held, *ways = network_notes(known, "bad", held_because=["x", "y"])
+    assert (held, ways) == ("These labels are held: x; y.", ways_on("bad"))
     promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, "bad", held_because=())
-    assert promoted == "The gate held these labels before they were used: weak network."
+    assert promoted == "The run found reasons to hold these labels: weak network."
     warned = network_notes({"warnings": {"gate": "at chance"}}, "bad", held_because=())
-    assert warned == ["The gate would have held these labels: at chance."]
+    assert warned == ["These labels would have been held (gate.hold=false): at chance."]
     assert worse == (
         "WORSE: of 5,000 labels whose true class is known, 3,480 were right as given and 1,695 are right now."
     )

@@ -13,7 +13,7 @@ from pencil_scale.review.audit import (
     Stratum,
     draw,
     interval,
-    read_judged,
+    read_audit,
     reliability,
     study,
 )
@@ -22,7 +22,7 @@ from pencil_scale.storage.errors import PencilError
 
 def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(PencilError, match=r"gone\.json: no such file"):
-        read_judged(str(tmp_path / "gone.json"))
+        read_audit(str(tmp_path / "gone.json"))
 
 
 def test_finding_one_in_two_of_four_means_one_to_three_in_all() -> None:
@@ -116,9 +116,9 @@ def judged(number: int | None, suggested: int, audit: str | None = "changed") ->
 
 def test_only_audited_samples_that_got_the_suggested_class_count_as_right(tmp_path: Path) -> None:
     decisions = [judged(1, 1), judged(2, 1), judged(None, 1), judged(1, 1, None), judged(4, 4, "unchanged")]
-    changed, unchanged, run = read_judged(saved(tmp_path, decisions=decisions))
-    assert changed == Stratum(1, 3, 50, 1, ((0.75, True), (0.75, False), (0.75, False)))
-    assert (unchanged, run) == (Stratum(1, 1, 400, 1, ((0.75, True),)), "t")
+    found = read_audit(saved(tmp_path, decisions=decisions))
+    assert found.changed == Stratum(1, 3, 50, 1, ((0.75, True), (0.75, False), (0.75, False)))
+    assert (found.unchanged, found.run) == (Stratum(1, 1, 400, 1, ((0.75, True),)), "t")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_file_without_a_valid_audit_is_refused(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     with pytest.raises(PencilError, match=said):
-        read_judged(saved(tmp_path, **changes))
+        read_audit(saved(tmp_path, **changes))
     (tmp_path / "decisions.json").write_text("[{")
     with pytest.raises(PencilError, match="not a complete JSON"):
-        read_judged(str(tmp_path / "decisions.json"))
+        read_audit(str(tmp_path / "decisions.json"))

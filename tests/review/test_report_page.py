@@ -14,7 +14,7 @@ from review_making import ReviewBench, shown_in
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.pins import read_pins
-from pencil_scale.review.audit import read_judged, study
+from pencil_scale.review.audit import read_audit, study
 from pipelines import pin_labels
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -345,7 +345,8 @@ def test_the_page_and_the_command_line_give_the_same_audit_results(reader: Reade
     assert reader.text("#shown") == "30 drawn at random"
     reader.press("a r 1 1 1 2 1 1 2 1 1 1")  # the audit does not say what a and r would mean
     file = reader.save(tmp_path)
-    changed, unchanged, _ = read_judged(str(file))
+    audit = read_audit(str(file))
+    changed, unchanged = audit.changed, audit.unchanged
     assert (changed.num_judged + unchanged.num_judged, changed.num_all, unchanged.num_all) == (10, 6, 24)
     findings = study(changed, unchanged)
     reader.page.click("#audit-panel summary")
@@ -395,7 +396,7 @@ def test_a_page_of_a_hundred_thousand_samples_stays_responsive(browser: Any, tmp
     reader = Reader(browser, large_page(tmp_path / "large.html"))
     assert reader.text("#shown") == "100,000 of 100,000 listed"
     dots = reader.page.locator("#curves figure", has_text="Reliability").locator("circle title")
-    assert dots.all_text_contents()[-1] == "confidence 0.855: 76.0 % of 100 labels are right"
+    assert dots.all_text_contents()[-1] == "confidence 0.855: 76.0 % of 100 labels right"
     assert dots.count() == 10
     count = "document.querySelectorAll('.card').length"
     assert 0 < reader.page.evaluate(count) < 60

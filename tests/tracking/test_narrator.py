@@ -1,12 +1,13 @@
 """What is printed during a run, and what the tracker gets."""
 
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pencil_scale.labels.report import Found
-from pencil_scale.tracking.narrator import Narrator, Untracked
+from pencil_scale.tracking.narrator import PICTURES_EVERY_S, Narrator, Untracked, transition_picture
 from pencil_scale.train.checkpoints import Progress
 
 FIGURES = {
@@ -132,9 +133,32 @@ def test_moved_labels_are_drawn() -> None:
     tracker = Listener()
     reporting, _ = narrator(tracker)
     reporting.hear(epoch(transitions=np.array([[3, 1], [0, 4]])))
-    pictures = {given[0]: given[1] for name, given in tracker.calls if name == "log_picture"}
-    assert set(pictures) == {"class_transitions", "label_accuracy"}
-    assert all(png.startswith(b"\x89PNG") for png in pictures.values())
+    assert [name for name, _ in pictures(tracker)] == ["class_transitions", "label_accuracy"]
+    assert all(png.startswith(b"\x89PNG") for _, png in pictures(tracker))
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_short_epochs_are_drawn_now_and_then_and_the_last_one_always(is_stopped: bool) -> None:
+    now, tracker = [100.0], Listener()
+    reporting, _ = narrator(tracker, clock=lambda: now[0])
+    for number in range(30):
+        figures = FIGURES | {"epoch": number}
+        reporting.hear(epoch(transitions=np.array([[number, 1], [0, 4]])) | {"figures": figures})
+        now[0] += 1
+    assert len(pictures(tracker)) == 4  # after epochs 1 and 21, two each
+    if is_stopped:
+        reporting.draw()
+    else:
+        reporting.hear(epoch() | {"figures": FIGURES | {"epoch": 30, "stage": "finetune"}})
+    assert [name for name, _ in pictures(tracker)] == ["class_transitions", "label_accuracy"] * 3
+    last = transition_picture(np.array([[29, 1], [0, 4]]), ("ant", "bee"), "after epoch 30")
+    assert pictures(tracker)[4] == ("class_transitions", last)
+    reporting.draw()
+    assert len(pictures(tracker)) == 6
+
+
+def pictures(tracker: Listener) -> list[tuple[str, bytes]]:
+    return [given for name, given in tracker.calls if name == "log_picture"]
 
 
 def test_images_that_cannot_be_decoded_are_named_once_and_kept_for_the_summary() -> None:
@@ -150,9 +174,9 @@ def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracker = Listener()
-    reporting, _ = narrator(tracker)
+    reporting, _ = narrator(tracker, clock=count(step=PICTURES_EVERY_S).__next__)
     for _ in range(2):
         reporting.hear(epoch(transitions=np.zeros(3)))  # not a matrix
-    assert [given[0] for name, given in tracker.calls if name == "log_picture"] == ["label_accuracy"] * 2
+    assert [name for name, _ in pictures(tracker)] == ["label_accuracy"] * 2
     (message,) = caplog.messages
     assert message.startswith("the picture of class transitions failed (AxisError: axis 1 is out of bounds")

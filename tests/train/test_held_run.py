@@ -12,6 +12,7 @@ import mlflow
 import pytest
 from training_runs import TinyData
 
+from pencil_scale.config.command import typed
 from pencil_scale.labels.run_record import ways_on
 from pencil_scale.train import __main__ as train
 from pipelines import balance_subset, export_labels, promote, review_report, why
@@ -38,6 +39,15 @@ class Story:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)
 
+    @property
+    def config(self) -> str:
+        return str(self.data.folder / "config.yaml")
+
+    def ways(self) -> list[str]:
+        """What a person can do, with the config as it was typed."""
+        with typed(self.config):
+            return ways_on("tiny")
+
     def train(self, step: str) -> None:
         with self.data.start(*HOPELESS) as command:
             self.codes[step] = command.wait()
@@ -47,7 +57,7 @@ class Story:
     def do(self, step: str, job: Job, *words: str) -> None:
         printed = io.StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
-            self.codes[step] = job([str(self.data.folder / "config.yaml"), *words, *HOPELESS])
+            self.codes[step] = job([self.config, *words, *HOPELESS])
         self.said[step] = printed.getvalue()
 
     def promote(self, step: str) -> None:
@@ -105,14 +115,14 @@ def test_the_reasons_are_the_last_lines_followed_by_what_to_do(story: Story) -> 
     first = lines.index(f"HELD: {reasons[0]}")
     assert lines[first : first + len(reasons)] == [f"HELD: {reason}" for reason in reasons]
     after = lines[first + len(reasons) :]
-    assert after == ["The labels of tiny are not published.", *ways_on("tiny")]
-    assert "pipelines.review_report CONFIG report.labels=tiny" in after[2]
-    assert "pipelines.promote CONFIG tiny" in after[3]
+    assert after == ["The labels of tiny are not published.", *story.ways()]
+    assert f"pipelines.review_report {story.config} report.labels=tiny" in after[2]
+    assert f"pipelines.promote {story.config} tiny" in after[3]
 
 
 def test_page_and_mlflow_say_the_same_as_the_last_lines(story: Story) -> None:
     page = html.unescape((story.data.folder / "page.html").read_text())
-    for line in [*story.summaries["held"]["held_because"], *ways_on("tiny")]:
+    for line in [*story.summaries["held"]["held_because"], *story.ways()]:
         assert line in story.tags["held"]["mlflow.note.content"]
         assert line in page
 
@@ -120,7 +130,7 @@ def test_page_and_mlflow_say_the_same_as_the_last_lines(story: Story) -> None:
 def test_a_held_run_is_not_trained_again_and_the_refusal_names_both_options(story: Story) -> None:
     assert story.codes["again"] == 2
     assert "error: run tiny is held" in story.said["again"]
-    for words in ("classes lost most", "pipelines.promote CONFIG tiny", "another run.name"):
+    for words in ("classes lost most", f"pipelines.promote {story.config} tiny", "another run.name"):
         assert words in story.said["again"]
 
 
@@ -128,7 +138,7 @@ def test_a_held_run_is_not_trained_again_and_the_refusal_names_both_options(stor
 def test_no_job_uses_held_labels(story: Story, step: str) -> None:
     assert story.codes[step] == 2
     assert "the labels of this run are held: " in story.said[step]
-    assert "pipelines.promote CONFIG tiny" in story.said[step]
+    assert f"pipelines.promote {story.config} tiny" in story.said[step]
 
 
 def test_held_labels_can_be_exported_by_force(story: Story) -> None:

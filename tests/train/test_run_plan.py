@@ -11,7 +11,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.roles import Roles
-from pencil_scale.labels.run_record import RunRecord
+from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
@@ -207,6 +207,10 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again_with_correct
     checks.indexed()
     third = start("stages.backbone.rate=0.01")  # indexed again: on the new catalogue
     assert (second.catalogue_version, third.catalogue_version) == (1, 2)
+    write_record(storage, replace(third, decoders="pillow 1.0"))
+    fourth = start("stages.backbone.rate=0.01")  # an image library was updated
+    assert fourth.id != third.id
+    assert fourth.decoders == third.decoders
     monkeypatch.setattr("pencil_scale.train.run._is_saved", lambda *_: True)
     with pytest.raises(PencilError, match=r"was started with stages.backbone.rate=0.01, now it is 0.02"):
         start("stages.backbone.rate=0.02")

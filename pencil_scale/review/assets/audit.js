@@ -136,10 +136,10 @@ function showAudit() {
     : 'Judge the samples in this order, do not skip any, and stop whenever you like: the intervals get narrower as you go.';
   add(panel, 'p', { class: 'lead', text: `Which class is right? Press 1 or 2, or L for another one. ${advice}` });
   const results = add(panel, 'details', open ? { open: '' } : {});
-  add(results, 'summary', { text: `Estimates from ${whole(turns.filter(Boolean).length)} judgements (look when you are done: they hint at which class is new)` });
+  add(results, 'summary', { text: `Estimates from ${many(turns.filter(Boolean).length, 'judgement')} (look when you are done: they hint at which class is new)` });
   const gauges = add(results, 'div', { class: 'gauges' });
   const { precision, missed, left } = estimates();
-  gauge(gauges, 'Correct repairs', precision, `of ${whole(precision.all)} changed labels; ${whole(precision.judged)} judged`);
-  gauge(gauges, 'Wrong, unchanged', missed, `of ${whole(missed.all)} unchanged labels; ${whole(missed.judged)} judged`);
+  gauge(gauges, 'Correct repairs', precision, `of ${many(precision.all, 'changed label')}; ${whole(precision.judged)} judged`);
+  gauge(gauges, 'Wrong, unchanged', missed, `of ${many(missed.all, 'unchanged label')}; ${whole(missed.judged)} judged`);
   gauge(gauges, 'Wrong after repair', left, 'of all labels, after the repair');
 }

@@ -34,6 +34,7 @@ function draw(parent, name, attributes = {}, text = null) {
 
 const spelled = new Intl.NumberFormat('en-US');
 const whole = (number) => spelled.format(number);
+const many = (number, thing) => `${whole(number)} ${thing}${number === 1 ? '' : 's'}`;
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 const className = (number) => DATA.classes[number];
 

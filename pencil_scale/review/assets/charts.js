@@ -145,7 +145,7 @@ function reliabilityChart(parent) {
   draw(svg, 'polyline', { class: 'line loud', points: bins.map(({ at, share }) => `${x(at)},${y(share)}`).join(' ') });
   for (const { of, at, share } of bins) {
     const dot = draw(svg, 'circle', { class: 'dot loud', cx: x(at), cy: y(share), r: 3 });
-    draw(dot, 'title', {}, `confidence ${at.toFixed(3)}: ${percent(share)} of ${whole(of)} labels are right`);
+    draw(dot, 'title', {}, `confidence ${at.toFixed(3)}: ${percent(share)} of ${many(of, 'label')} right`);
   }
 }
 

@@ -101,7 +101,7 @@ async function load(input) {
   try {
     const missing = take(JSON.parse(await file.text()));
     notify();
-    byId('shown').textContent = missing ? `${whole(missing)} decisions are for samples or classes that are not on this page` : '';
+    byId('shown').textContent = missing ? `not on this page: the samples or classes of ${many(missing, 'decision')}` : '';
   } catch (error) {
     byId('shown').textContent = `${file.name}: not a file of decisions (${error.message})`;
   }

@@ -135,9 +135,9 @@ function sinceSection() {
   if (!byId('since')) return;
   const { moved = 0, labels = 0, flagged = 0, cleared = 0 } = DATA.counts;
   const fresh = DATA.counts.new || 0;
-  const parts = [`${whole(moved)} of ${whole(labels - fresh)} earlier labels have a new class`,
+  const parts = [`${whole(moved)} of ${many(labels - fresh, 'earlier label')} changed`,
     `${whole(flagged)} changed for the first time`, `${whole(cleared)} returned to the given class`,
-    `${whole(fresh)} labels are new`];
+    many(fresh, 'new label')];
   byId('since-text').textContent = `${parts.join('; ')}.`;
   const table = cells(DATA.moves);
   const moves = Array.from(table.num, (num, place) => ({ first: table.first[place], second: table.second[place], num }));

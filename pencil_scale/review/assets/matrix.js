@@ -107,7 +107,7 @@ function matrix(totals, choose) {
   select.addEventListener('change', show);
   overview(totals, (number) => { select.value = String(number); show(); });
   const out = DATA.transitions.num_left_out;
-  const more = out ? ` The ${whole(out)} smallest cells are left out.` : '';
+  const more = out ? ` Left out: the ${many(out, 'smallest cell')}.` : '';
   byId('overview-hint').textContent = `All ${whole(all.length)} classes; click a point to zoom in.${more}`;
   return show();
 }
