@@ -339,6 +339,8 @@ class ReportJob(Settings):
     audit: int = key(
         "changed labels drawn for the audit, and as many unchanged", 200, ge=0, le=5000, unit="samples"
     )
+    outliers: Whole = key("outliers to show besides, after find_similar", 200, unit="samples")
+    similar: Whole = key("samples like the listed ones to show besides", 1000, unit="samples")
     judged: str | None = key("decisions from an audit: print the estimates that follow, write no page", None)
     mlflow: bool = key("attach a copy of the page to the run in MLflow", True)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pencil_scale.catalogue.catalogue import Catalogue
@@ -150,9 +151,14 @@ class Results:
 
     def read(self, rows: range, columns: list[str] | None = None) -> pa.Table:
         """Read the entries of some rows; a row without features has none."""
+        return self.where((pc.field("row") >= rows.start) & (pc.field("row") < rows.stop), columns)
+
+    def where(self, condition: pc.Expression, columns: list[str] | None = None) -> pa.Table:
+        """Read the entries that meet a condition, in the order of their rows."""
         filesystem, path = filesystem_of(self.url)
-        wanted = [("row", ">=", rows.start), ("row", "<", rows.stop)]
-        return pq.read_table(path, columns=columns, filesystem=filesystem, filters=wanted, partitioning=None)
+        return pq.read_table(
+            path, columns=columns, filesystem=filesystem, filters=condition, partitioning=None
+        )
 
 
 def put_results(
