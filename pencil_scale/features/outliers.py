@@ -6,7 +6,7 @@ hide each other. The threshold is the median plus 2.5 standard deviations of the
 about the angle; its lower quarter gives the deviation, as that of a normal distribution, so that outliers do
 not raise it. Of photos without any outlier, about 1 % are above it.
 
-On photos of clothing with other pictures among them (docs/results.md) this finds more than the distance to
+On photos of clothing with other pictures among them (docs/data.md) this finds more than the distance to
 the nearest neighbours, to which outliers that look alike seem normal, and than Mahalanobis distances.
 
     scores, threshold = outlier_scores(vectors, classes)     # of each vector; classes: -1 without a label

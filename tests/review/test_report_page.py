@@ -446,7 +446,7 @@ def similar_page(tmp_path_factory: pytest.TempPathFactory) -> SimilarBench:
     found.give_features()
     found.find()
     found.publish({3: 1, 4: 0})
-    found.report("report.listed=2", "report.audit=0")
+    found.report("report.listed=6", "report.audit=0")
     return found
 
 
