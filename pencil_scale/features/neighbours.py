@@ -54,15 +54,12 @@ class Vectors:
     @classmethod
     def of(cls, table: FeatureTable, rows: Int64s) -> "Vectors":
         """Find equal vectors by their hash."""
-        blocks = [rows[first : first + BLOCK] for first in range(0, len(rows), BLOCK)]
         keys = [
             hashlib.blake2b(one.data, digest_size=16).digest()
-            for some in blocks
+            for some in _blocks(rows)
             for one in table.features[some]
         ]
-        _, firsts, place = np.unique(
-            np.array(keys, "V16").view("S16"), return_index=True, return_inverse=True
-        )
+        _, firsts, place = np.unique(np.array(keys, "S16"), return_index=True, return_inverse=True)
         order = np.argsort(firsts, kind="stable")  # vectors in the order of their first rows
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
