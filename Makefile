@@ -23,7 +23,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		|| { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }; \
 	else echo 'no Python 3.11 to 3.14 found: uv provides one'; \
 		'$(UV)' venv --quiet --seed --allow-existing --python 3.13 $(VENV); fi
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench,index]'
 	@touch $@
 
 demo: install  ## repair digits with 40 % label noise

@@ -31,6 +31,7 @@ ORDER = [
     "extract_features",
     "import_features",
     "export_features",
+    "find_similar",
     "train",
     "review_report",
     "pin_labels",

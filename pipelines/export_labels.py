@@ -8,6 +8,7 @@
 The labels that are least likely right as given, changed or kept, are also in a file of their own, ranked.
 Labels that have not changed since the last export are not written again; the manifest is written last. Shards
 and labels are never modified. Ids in data.exclude never appear, even before the catalogue is indexed again.
+After find_similar, the tables also have is_outlier, outlier_score and duplicate_group.
 Held labels are refused; with --force they are exported, and the manifest says why they are held.
 
 With export.judged, label_score and confidence are recalibrated: people's judgements of random samples, which
@@ -38,6 +39,7 @@ from pencil_scale.export.files import (
 from pencil_scale.export.rows import Source, find_source, predict, stretches
 from pencil_scale.export.table import digest, most_doubtful
 from pencil_scale.export.tar_rewrite import Rewritten
+from pencil_scale.features.similar import find_results
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.automatic import filled
@@ -124,7 +126,8 @@ def run(config: Config, force: bool = False) -> Summary:
 def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool) -> Summary:
     export, earlier, before = new_id(), exported_files(folder), read_manifest(folder)
     known = {same_content(file): file for file in (before.files() if before else ())}
-    job = Job(source, folder, export, known, config.data.label)
+    similar = find_results(Storage(config.run.storage), source.catalogue, config.features.name)
+    job = Job(source, folder, export, known, config.data.label, similar=similar)
     table = all_of("exporting rows", write_stretch, [(rows,) for rows in stretches(source)], job, here)
     sidecars = _sidecars(job._replace(table=tuple(written.file for written in table)), table, here)
     wanted = sidecars if config.export.corrected_shards else {}

@@ -20,8 +20,18 @@ from pencil_scale.catalogue.duplicates import contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored, shard_stem
 from pencil_scale.export.files import first_row, same_content
 from pencil_scale.export.rows import Source, export_tables
-from pencil_scale.export.table import SCHEMA, alias_table, digest, most_doubtful, parquet_bytes, without
+from pencil_scale.export.table import (
+    SCHEMA,
+    SIMILAR,
+    alias_table,
+    digest,
+    most_doubtful,
+    parquet_bytes,
+    with_similar,
+    without,
+)
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, Rewritten, rewrite_shard
+from pencil_scale.features.similar import Results
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.urls import filesystem_of, open_source
 
@@ -37,6 +47,12 @@ class Job(NamedTuple):
     known: Mapping[str, str]  # files of the last manifest, by their content
     label: str  # data.label of the config
     table: tuple[str, ...] = ()  # files of the table, in the order of their rows
+    similar: Results | None = None  # of find_similar, for this catalogue version
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of this export."""
+        return SCHEMA if self.similar is None else pa.schema([*SCHEMA, *SIMILAR])
 
     def name(self, kind: str, content: str, rest: str) -> str:
         """Name the file with this content: the last export may have one."""
@@ -65,6 +81,8 @@ class Written(NamedTuple):
 def write_stretch(job: Job, rows: range) -> Written:
     """Write one file of the table, unless the last export has a file with the same labels."""
     table = pa.concat_tables(export_tables(job.source, rows)).combine_chunks()
+    if job.similar is not None:
+        table = with_similar(table, job.similar.read(rows, ["row", *SIMILAR.names]))
     file = job.put_table("table", f"{rows.start:010d}-{digest(table)}", ".parquet", table)
     numbers = {url: number for number, url in enumerate(job.source.words.shard_urls)}
     return Written(
@@ -94,7 +112,7 @@ def write_sidecars(job: Job, files: dict[int, list[str]]) -> dict[int, str]:
 
 def _aliases_of(job: Job, shards: list[int]) -> pa.Table:
     """The duplicates in these shards, with the labels of the samples they repeat."""
-    found = [SCHEMA.empty_table()]
+    found = [job.schema.empty_table()]
     starts = np.array([first_row(file) for file in job.table])
     for aliases in job.source.catalogue.small_tables("alias_tables"):
         here = pc.is_in(aliases["shard"], pa.array(shards, pa.int32()))
@@ -112,7 +130,7 @@ def _aliases_of(job: Job, shards: list[int]) -> pa.Table:
 def _read(job: Job, file: str, wanted: Any = None) -> pa.Table:
     """Read a file of this export, or only the wanted rows."""
     filesystem, path = filesystem_of(f"{job.folder}/{file}")
-    return pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).cast(SCHEMA)
+    return pq.read_table(path, filesystem=filesystem, filters=wanted, partitioning=None).cast(job.schema)
 
 
 def write_corrected(job: Job, shard: int, sidecar: str) -> tuple[str, Rewritten | None]:

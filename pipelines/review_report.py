@@ -7,7 +7,8 @@
 It also shows the labels of a held run: check them before you promote the run.
 
 The page starts with how good the network is, and ranks labels by doubt, changed or kept. It needs no server
-and no network. Decisions made there are saved as a file for pin_labels. Its audit asks for a
+and no network. Decisions made there are saved as a file for pin_labels. After find_similar it also shows
+outliers and, beside each sample, those most like it, to be judged together. Its audit asks for a
 judgement on random labels, and estimates how many repairs are right and how many labels are still wrong, with
 95 % intervals. report.judged prints the same estimates from a saved file, beside the gain that the run itself
 estimated, and how well the confidence of labels is calibrated.
@@ -15,24 +16,28 @@ estimated, and how well the confidence of labels is calibrated.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from pencil_scale.catalogue.class_names import difference
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES
 from pencil_scale.config.command import command, refuse_lost, run_job, say
 from pencil_scale.config.settings import Config
 from pencil_scale.export.rows import Source, find_source, stretches
+from pencil_scale.features.similar import Results, find_results
 from pencil_scale.labels.published import find_published, held_names, published_names
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.review.audit import read_audit, reliability, study
 from pencil_scale.review.network import GAIN, network_facts, network_notes
 from pencil_scale.review.page import page_data, review_page, samples_of
-from pencil_scale.review.scan import Rules, Tally, merged, scan
+from pencil_scale.review.scan import Rules, Tally, gather, merged, scan
+from pencil_scale.review.similar import rows_to_add, similar_of
 from pencil_scale.review.thumbnails import Thumbnails, make_thumbnails
 from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.folder import Folder
@@ -79,7 +84,10 @@ def run(config: Config) -> Summary:
     shared, pieces = (source, rules), [(rows,) for rows in stretches(source)]
     scanned = all_of("scanning labels", _scan_stretch, pieces, shared, is_in_memory(storage.url))
     tally = merged(scanned, rules)
-    html = _page(config, storage, source, tally, rules, warnings)
+    similar = find_results(storage, source.catalogue, config.features.name)
+    if similar is not None:
+        tally = _with_similar(config, tally, similar, (source, rules), is_in_memory(storage.url))
+    html = _page(config, storage, source, tally, rules, warnings, similar)
     url = config.report.page or storage.path(storage.report(source.published.name))
     name = url.rpartition("/")[2]
     store = Folder(url.removesuffix(name) or ".")
@@ -113,8 +121,37 @@ def _scan_stretch(shared: tuple[Source, Rules], rows: range) -> Tally:
     return scan(*shared, rows)
 
 
+def _with_similar(
+    config: Config, tally: Tally, similar: Results, shared: tuple[Source, Rules], here: bool
+) -> Tally:
+    """Add outliers and samples like the listed ones."""
+    listed = tally.listed["row"].to_numpy()
+    wanted = rows_to_add(similar, listed, config.report.outliers, config.report.similar)
+    pieces = [
+        (rows, wanted[slice(*np.searchsorted(wanted, [rows.start, rows.stop]))])
+        for rows in stretches(shared[0])
+    ]
+    pieces = [(rows, some) for rows, some in pieces if len(some)]
+    return replace(
+        tally,
+        added=pa.concat_tables(
+            [tally.added, *all_of("reading similar samples", _gather_stretch, pieces, shared, here)]
+        ),
+    )
+
+
+def _gather_stretch(shared: tuple[Source, Rules], rows: range, wanted: npt.NDArray[np.int64]) -> pa.Table:
+    return gather(*shared, rows, wanted)
+
+
 def _page(
-    config: Config, storage: Storage, source: Source, tally: Tally, rules: Rules, warnings: list[str]
+    config: Config,
+    storage: Storage,
+    source: Source,
+    tally: Tally,
+    rules: Rules,
+    warnings: list[str],
+    similar: Results | None,
 ) -> str:
     name = source.published.name
     # Labels may come from elsewhere, without a run.
@@ -131,7 +168,8 @@ def _page(
     found = read_traces(source.published, rows[order], MOST_EPOCHS)
     classes = source.order.classes(found.classes[back]).astype(np.uint16)
     traces = Traces(found.epochs, classes, found.confidence[back])
-    data = page_data(source.words, tally, traces, thumbnails, figures, known, _suffixes(source))
+    like = similar_of(similar, rows) if similar is not None else None
+    data = page_data(source.words, tally, traces, thumbnails, figures, known, _suffixes(source), like)
     return review_page(
         data,
         run=name,
@@ -149,12 +187,13 @@ def _suffixes(source: Source) -> dict[str, str]:
 
 
 def _thumbnails(config: Config, source: Source, tally: Tally, here: bool) -> Thumbnails:
-    """Pictures of the first listed samples, and of all samples of the audit."""
+    """Pictures of the first listed samples, and of all samples that are drawn or added."""
     found = Thumbnails()
     if config.report.thumbnails == 0:
         return found
     listed = tally.listed["row"].to_numpy()[: config.report.thumbnails]
-    rows, step = np.unique(np.concatenate([listed, tally.drawn["row"].to_numpy()])), THUMBNAILS_PER_TASK
+    others = (table["row"].to_numpy() for table in (tally.drawn, tally.added))
+    rows, step = np.unique(np.concatenate([listed, *others])), THUMBNAILS_PER_TASK
     pieces = [(rows[first : first + step], config.report.thumbnail_px) for first in range(0, len(rows), step)]
     for some in all_of("making thumbnails", make_thumbnails, pieces, source.catalogue, here):
         found.pictures |= some.pictures

@@ -280,6 +280,20 @@ class FeaturesJob(Settings):
     file: str | None = key("Parquet or .npy file that import_features reads or export_features writes", None)
     ids: str | None = key("sample ids of a .npy file, one per line, in the order of its vectors", None)
     column: Text = key("column of the vectors in Parquet, beside sample_id", "features")
+    duplicate_similarity: float = key(
+        "cosine similarity from which find_similar groups images as near-duplicates; to choose it, look at "
+        "groups of the lowest nearest_similarity in its result: raise it while they are different things, "
+        "lower it if copies are missed",
+        0.92,
+        gt=0,
+        le=1,
+    )
+    exact_rows: Count = key(
+        "different images up to which find_similar compares all pairs, which takes minutes; "
+        "beyond that it uses an index of faiss, which misses a few",
+        100_000,
+        unit="images",
+    )
 
 
 class SubsetJob(Settings):
@@ -326,6 +340,8 @@ class ReportJob(Settings):
     audit: int = key(
         "changed labels drawn for the audit, and as many unchanged", 200, ge=0, le=5000, unit="samples"
     )
+    outliers: Whole = key("outliers to show besides, after find_similar", 200, unit="samples")
+    similar: Whole = key("samples like the listed ones to show besides", 1000, unit="samples")
     judged: str | None = key("decisions from an audit: print the estimates that follow, write no page", None)
     mlflow: bool = key("attach a copy of the page to the run in MLflow", True)
 
@@ -370,7 +386,9 @@ class Config(Settings):
     evidence: Evidence = key("how a run measures itself without clean data", Evidence())
     cost: Cost = key("prices", Cost())
     features: FeaturesJob = key(
-        "what extract_features computes, and import_features and export_features exchange", FeaturesJob()
+        "what extract_features computes, import_features and export_features exchange, and find_similar "
+        "compares",
+        FeaturesJob(),
     )
     subset: SubsetJob = key("what balance_subset draws", SubsetJob())
     export: ExportJob = key("what export_labels writes", ExportJob())

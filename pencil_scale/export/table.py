@@ -62,6 +62,10 @@ SCHEMA = pa.schema(
         ("model_version", pa.string()),
     ]
 )
+# Where find_similar has results for the catalogue version; null for a sample without features.
+SIMILAR = pa.schema(
+    [("outlier_score", pa.float32()), ("is_outlier", pa.bool_()), ("duplicate_group", pa.int64())]
+)
 ROW_GROUP = 4096
 MOST_DOUBTFUL = 1000
 
@@ -125,6 +129,14 @@ def export_table(
     return pa.table(columns, schema=SCHEMA)
 
 
+def with_similar(table: pa.Table, entries: pa.Table) -> pa.Table:
+    """Append the columns of SIMILAR, given the entries of some rows."""
+    places = pc.index_in(table["row"], entries["row"].combine_chunks())
+    for field in SIMILAR:
+        table = table.append_column(field, entries[field.name].take(places).cast(field.type))
+    return table
+
+
 def most_doubtful(table: pa.Table) -> pa.Table:
     """The labels that no person decided and that are least likely right as given, in the order of doubt."""
     learned = pc.is_in(table["predicted_by"], pa.array(LEARNED))
@@ -156,7 +168,7 @@ def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
                 "status": "duplicate" if alias["status"] == "ok" else alias["status"],
             }
         )
-    return pa.Table.from_pylist(entries, schema=SCHEMA)
+    return pa.Table.from_pylist(entries, schema=labels.schema)
 
 
 def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:

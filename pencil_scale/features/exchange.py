@@ -22,6 +22,7 @@ from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.features.extraction import COLUMNS, content_keys, sweep
 from pencil_scale.features.interchange import Vectors
 from pencil_scale.features.manifest import MANIFEST, READY, FeatureManifest
+from pencil_scale.features.similar import remove_outdated
 from pencil_scale.labels.manifest import ahead
 from pencil_scale.storage.errors import PencilError, sample_key
 from pencil_scale.storage.lease import Lease
@@ -97,6 +98,7 @@ def import_vectors(
         )
     lease.put(storage.features(manifest.key, MANIFEST), manifest.encode())
     sweep(storage, manifest.key, manifest)
+    remove_outdated(storage, manifest)
     return manifest, found
 
 

@@ -37,6 +37,7 @@ from pencil_scale.features.manifest import (
     FeatureManifest,
     FeaturePart,
 )
+from pencil_scale.features.similar import remove_outdated
 from pencil_scale.labels.columns import key_bytes
 from pencil_scale.labels.manifest import file_name
 from pencil_scale.storage.errors import DamagedError, PencilError
@@ -227,6 +228,7 @@ class Extraction:
         self._lease.put(self._storage.features(found.key, MANIFEST), found.encode())
         self._storage.delete(self._storage.features(found.key, UNFINISHED))
         sweep(self._storage, found.key, found)
+        remove_outdated(self._storage, found)
         return found
 
     @property

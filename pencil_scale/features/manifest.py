@@ -132,6 +132,12 @@ class FeatureManifest:
         head = {"kind": KIND, "version": VERSION, "key": self.key}
         return json.dumps(head | vars(self) | {"parts": parts}, indent=1).encode()
 
+    @property
+    def digest(self) -> str:
+        """A hash of these features, which differs as soon as one of them does."""
+        found = json.dumps(json.loads(self.encode()), sort_keys=True)
+        return hashlib.sha256(found.encode()).hexdigest()[:32]
+
     @classmethod
     def find(cls, storage: Storage, key: str, file: str = MANIFEST) -> "FeatureManifest | None":
         """Read the manifest of a folder of features; None if there is none."""

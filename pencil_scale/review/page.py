@@ -29,19 +29,31 @@ from pencil_scale.labels.report import Traces
 from pencil_scale.review.audit import CHANGED, UNCHANGED
 from pencil_scale.review.network import network_facts
 from pencil_scale.review.scan import Cells, Tally
+from pencil_scale.review.similar import Similar
 from pencil_scale.review.thumbnails import Thumbnails
 from pencil_scale.storage.errors import many
 from pencil_scale.storage.urls import without_passwords
 
 MOST_CELLS = 100_000
 TRUTH = ("given_label_accuracy", "corrected_label_accuracy", "label_accuracy_n")
-SCRIPTS = ("base.js", "charts.js", "matrix.js", "decisions.js", "gallery.js", "audit.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "charts.js",
+    "matrix.js",
+    "decisions.js",
+    "similar.js",
+    "gallery.js",
+    "audit.js",
+    "main.js",
+)
 
 
 def samples_of(tally: Tally) -> pa.Table:
-    """All samples of the page, each once: the listed ones, then those drawn only for the audit."""
+    """All samples of the page, each once: the listed ones, those drawn only for the audit, those added."""
     only_drawn = pc.invert(pc.is_in(tally.drawn["row"], tally.listed["row"]))
-    return pa.concat_tables([tally.listed, tally.drawn.filter(only_drawn)]).combine_chunks()
+    found = pa.concat_tables([tally.listed, tally.drawn.filter(only_drawn)])
+    only_added = pc.invert(pc.is_in(tally.added["row"], found["row"]))
+    return pa.concat_tables([found, tally.added.filter(only_added)]).combine_chunks()
 
 
 def page_data(
@@ -52,11 +64,12 @@ def page_data(
     figures: Sequence[Mapping[str, Any]],
     known: Mapping[str, Any] | None = None,
     suffixes: Mapping[str, str] | None = None,
+    similar: Similar | None = None,
 ) -> dict[str, Any]:
     """Put together what the page shows; `traces` are those of `samples_of(tally)`, in the same order.
 
-    `figures` are those of each epoch, `known` those of the labels, and `suffixes` are the extensions of the
-    images in each shard.
+    `figures` are those of each epoch, `known` those of the labels, `suffixes` are the extensions of the
+    images in each shard, and `similar` is in the order of the samples, too.
     """
     samples = samples_of(tally)
     pictures = {
@@ -86,6 +99,14 @@ def page_data(
         "num_unreadable": len(thumbnails.problems),
         "unreadable": without_passwords(next(iter(thumbnails.problems.values()), "")),
         "audit": _audit(tally, samples),
+        "similar": None
+        if similar is None
+        else {
+            "num": similar.places.shape[1],
+            "places": packed(similar.places.ravel(), "i4"),
+            "outlier": packed(similar.is_outlier, "u1"),
+            "score": _shares(similar.score / 2),
+        },
     }
 
 

@@ -13,8 +13,8 @@ the certain ones show whether the method can be trusted. Kept labels are in the 
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,10 +99,27 @@ class Tally:
     listed: pa.Table
     drawn: pa.Table  # for the audit: the changed labels, then the unchanged ones
     reliability: npt.NDArray[np.float64]  # [3, TRUTH_BINS], by confidence: labels of known truth, sum, right
+    added: pa.Table = field(
+        default_factory=SAMPLES.empty_table
+    )  # shown besides the listed: see review.similar
 
 
 def scan(source: Source, rules: Rules, rows: range) -> Tally:
-    """Scan some rows of an export, with the labels to compare with in the column `before`."""
+    """Scan some rows of an export."""
+    return merged([_of_table(table, rules, true) for table, true in _tables(source, rules, rows)], rules)
+
+
+def gather(source: Source, rules: Rules, rows: range, wanted: Int64s) -> pa.Table:
+    """Read the wanted ones among some rows, as a scan would list them; pinned ones are left out."""
+    found = [SAMPLES.empty_table()]
+    for table, true in _tables(source, rules, rows):
+        here = np.isin(table["row"].to_numpy(), wanted)
+        found.append(_of_table(table.filter(pa.array(here)), rules, true[here]).listed)
+    return pa.concat_tables(found)
+
+
+def _tables(source: Source, rules: Rules, rows: range) -> Iterator[tuple[pa.Table, Int64s]]:
+    """Some rows of an export, with labels to compare with in the column `before`, and the true classes."""
     before = np.full(len(rows), UNLABELLED, np.int64)
     if rules.since is not None:
         manifest, name = rules.since.manifest, f"labels {rules.since.name}"
@@ -110,12 +127,11 @@ def scan(source: Source, rules: Rules, rows: range) -> Tally:
             found = labels.decide().corrected_class
             before[labels.rows.start - rows.start : labels.rows.stop - rows.start] = found
         before = ClassOrder.between(manifest.class_names, source.words.class_names, name).classes(before)
-    true, tallies = _numbers(source.catalogue.read(rows.start, rows.stop, ["true_class"])["true_class"]), []
+    true = _numbers(source.catalogue.read(rows.start, rows.stop, ["true_class"])["true_class"])
     for table in export_tables(source, rows):
         places = table["row"].to_numpy() - rows.start
         column = pa.array(before[places], pa.int64(), mask=before[places] == UNLABELLED)
-        tallies.append(_of_table(table.append_column("before", column), rules, true[places]))
-    return merged(tallies, rules)
+        yield table.append_column("before", column), true[places]
 
 
 def merged(tallies: Sequence[Tally], rules: Rules) -> Tally:

@@ -11,6 +11,7 @@ import pytest
 from catalogue_making import image, samples
 from large_page import large_page
 from review_making import ReviewBench, shown_in
+from similar_making import SimilarBench
 
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.pins import read_pins
@@ -433,3 +434,88 @@ def test_a_page_without_labels_history_or_pictures_says_so(browser: Any, tmp_pat
     assert reader.text("#tally") == "Nothing judged yet"
     assert reader.complaints == []
     reader.context.close()
+
+
+# --- what is similar ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def similar_page(tmp_path_factory: pytest.TempPathFactory) -> SimilarBench:
+    """Digits of which rows 3, 4 and 100 look the same, and row 60 is an outlier."""
+    found = SimilarBench(tmp_path_factory.mktemp("similar"))
+    found.index_some()
+    found.give_features()
+    found.find()
+    found.publish({3: 1, 4: 0})
+    found.report("report.listed=6", "report.audit=0")
+    return found
+
+
+@pytest.fixture
+def similar_reader(browser: Any, similar_page: SimilarBench) -> Iterator[Reader]:
+    found = Reader(browser, similar_page.page)
+    yield found
+    found.context.close()
+    assert found.complaints == []
+
+
+def decisions_of(reader: Reader, folder: Path) -> dict[str, tuple[str | None, str]]:
+    entries = json.loads(reader.save(folder).read_text())["decisions"]
+    return {entry["sample_id"]: (entry["class"], entry["verdict"]) for entry in entries}
+
+
+def only_first_two(reader: Reader) -> None:
+    """Take all but the first two samples of "more like this" out of the group."""
+    for number in range(2, reader.page.locator(".like .tile").count()):
+        reader.page.locator(".like .tile").nth(number).click()
+
+
+@pytest.mark.parametrize(
+    ("button", "expected"),
+    [
+        ("Accept all", {"000003": "bee", "000004": "ant", "000100": "bee"}),
+        ("Reject all", {"000003": "ant", "000004": "bee", "000100": "bee"}),
+        ("Relabel all", {"000003": "cat", "000004": "cat", "000100": "cat"}),
+    ],
+)
+def test_a_group_of_similar_samples_is_judged_at_once_and_can_be_pinned(
+    similar_reader: Reader, similar_page: SimilarBench, tmp_path: Path, button: str, expected: dict[str, str]
+) -> None:
+    reader = similar_reader
+    reader.page.fill("#f-text", "000003")
+    only_first_two(reader)
+    assert "the marked ones, 3 in all" in reader.text(".like")
+    reader.page.click(f".like button:has-text('{button}')")
+    if button == "Relabel all":
+        reader.page.fill("#picker-text", "cat")
+        reader.press("Enter")
+    assert reader.text("#tally").startswith("3 judged")
+    found = decisions_of(reader, tmp_path)
+    assert {name: one for name, (one, _) in found.items()} == expected
+    file = tmp_path / "decisions-t.json"
+    summary = pin_labels.run(load_config(similar_page.config, [f"pin.file={file}", "pin.by=ada"]))
+    assert (summary.num_pins, summary.num_dropped) == (3, 0)
+
+
+def test_samples_that_were_judged_before_are_not_in_the_group(similar_reader: Reader, tmp_path: Path) -> None:
+    reader = similar_reader
+    reader.page.fill("#f-text", "000004")
+    reader.page.click("#inspector .verdict.reject")
+    assert reader.text("#tally") == "1 judged: 1 rejected"
+    reader.page.fill("#f-text", "000003")
+    assert reader.page.locator(".like .tile").first.get_attribute("aria-pressed") == "false"
+    reader.page.click(".like button:has-text('Accept all')")
+    found = decisions_of(reader, tmp_path)
+    assert found["000004"] == ("bee", "reject")
+    assert found["000003"] == ("bee", "accept")
+
+
+def test_outliers_are_offered_as_none_of_these(similar_reader: Reader, tmp_path: Path) -> None:
+    reader = similar_reader
+    assert reader.page.locator("#inspector .verdict.none").count() == 0
+    reader.page.select_option("#f-kind", "outlier")
+    assert reader.current() == "000060"
+    assert "outliers" in reader.text("#shown")
+    assert "outlier" in reader.text("#inspector .fate")
+    reader.page.click("#inspector .verdict.none")
+    assert decisions_of(reader, tmp_path)["000060"] == (None, "none")

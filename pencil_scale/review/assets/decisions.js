@@ -15,12 +15,18 @@ function labelOf(place, verdict, chosen) {
   return verdict === 'relabel' ? chosen : null;
 }
 
-function decide(place, verdict, chosen = null, audit = null) {
+// The verdict that gives a sample this class; null: none of the classes.
+function verdictFor(place, label) {
+  if (label === null) return 'none';
+  if (label === S.predicted_label[place]) return 'accept';
+  return label === S.given_label[place] ? 'reject' : 'relabel';
+}
+
+function record(place, verdict, chosen = null, audit = null) {
   const label = labelOf(place, verdict, chosen);
   const former = decided.get(place);
   const by = byId('by').value.trim();
   decided.set(place, { verdict, label, audit: audit || (former && former.audit) || null, at: new Date().toISOString(), by });
-  notify();
 }
 
 function undo(place) {

@@ -13,18 +13,19 @@ function filtered() {
   const suggested = value('suggested') === '' ? null : Number(value('suggested'));
   const [low, high] = [Number(value('low')), value('high') === '' ? 1 : Number(value('high'))];
   const found = [];
-  for (let place = 0; place < DATA.num_listed; place += 1) {
+  for (let place = 0; place < (kind === 'outlier' ? S.num : DATA.num_listed); place += 1) {
     if (given !== null && S.given_label[place] !== given) continue;
     if (suggested !== null && S.predicted_label[place] !== suggested) continue;
     if (S.label_score[place] < low - 2e-5 || S.label_score[place] > high + 2e-5) continue;
     if (kind === 'changed' && !S.changed(place)) continue;
     if (kind === 'kept' && S.changed(place)) continue;
+    if (kind === 'outlier' && !isOutlier(place)) continue;
     if (kind === 'moved' && (S.before[place] < 0 || S.before[place] === S.predicted_label[place])) continue;
     if (state !== 'all' && decided.has(place) !== (state === 'done')) continue;
     if (text && !S.id[place].toLowerCase().includes(text)) continue;
     found.push(place);
   }
-  return sorted(found, value('order'));
+  return sorted(found, kind === 'outlier' && value('order') === 'doubt' ? 'far' : value('order'));
 }
 
 function sorted(places, order) {
@@ -35,6 +36,7 @@ function sorted(places, order) {
     sure: (place) => (S.changed(place) ? 0 : 2) - S.confidence[place],
     restless: (place) => -TRACES.numMoves(place),
     late: (place) => -S.last_change_epoch[place],
+    far: (place) => (SIMILAR === null ? 0 : -SIMILAR.score[place]),
   }[order];
   const keys = new Map(places.map((place) => [place, by(place)]));
   return places.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
@@ -45,7 +47,8 @@ function renew() {
   STATE.cursor = STATE.mode === 'audit' ? Math.max(0, STATE.view.findIndex((place) => !inAudit(place))) : 0;
   for (const node of cards.values()) node.remove();
   cards.clear();
-  const total = STATE.mode === 'audit' ? `${whole(STATE.view.length)} drawn at random` : `${whole(STATE.view.length)} of ${whole(DATA.num_listed)} listed`;
+  const listed = byId('f-kind').value === 'outlier' ? 'outliers, the farthest from every class first' : `of ${whole(DATA.num_listed)} listed`;
+  const total = `${whole(STATE.view.length)} ${STATE.mode === 'audit' ? 'drawn at random' : listed}`;
   byId('shown').textContent = total;
   list.scrollTop = 0;
   arrange();
@@ -153,7 +156,7 @@ function pairLine(parent, place, most = Infinity) {
 
 function fate(parent, place) {
   const text = S.changed(place) ? 'changed' : 'kept';
-  add(parent, 'span', { class: `fate ${text}`, text });
+  add(parent, 'span', { class: `fate ${text}`, text: isOutlier(place) ? `${text}, outlier` : text });
 }
 
 function role(place, label) {
@@ -199,13 +202,15 @@ function inspect() {
   pairLine(pane, place);
   fate(pane, place);
   const buttons = add(pane, 'div', { class: 'verdicts' });
-  for (const [verdict, key, text] of [['accept', 'A', 'Accept'], ['reject', 'R', 'Reject'], ['relabel', 'L', 'Relabel'], ['undo', 'U', 'Undo']]) {
+  const none = isOutlier(place) ? [['none', 'N', 'None of these']] : [];
+  for (const [verdict, key, text] of [['accept', 'A', 'Accept'], ['reject', 'R', 'Reject'], ['relabel', 'L', 'Relabel'], ['undo', 'U', 'Undo'], ...none]) {
     const made = decided.get(place);
-    const chosen = made && (made.verdict === verdict || (verdict === 'relabel' && made.verdict === 'none'));
+    const chosen = made && (made.verdict === verdict || (verdict === 'relabel' && made.verdict === 'none' && !none.length));
     const button = add(buttons, 'button', { type: 'button', class: `verdict ${verdict}`, 'aria-pressed': String(Boolean(chosen)), onclick: () => judge(verdict) });
     add(button, 'kbd', { text: key });
     button.append(` ${text}`);
   }
+  moreLikeThis(pane, place);
   distribution(pane, place);
   history(pane, place);
   facts(pane, place);
@@ -254,6 +259,7 @@ function facts(pane, place) {
     ['member', S.member(place)], ['row', whole(S.row[place])]];
   const learned = [['score', S.label_score[place].toFixed(3)], ['confidence', S.confidence[place].toFixed(3)],
     ['margin', S.margin[place].toFixed(3)],
+    ['outlier score', SIMILAR === null ? null : outlierScore(place).toFixed(3)],
     ['last change', S.last_change_epoch[place] < 0 ? null : `epoch ${S.last_change_epoch[place] + 1}`],
     [DATA.since ? `at ${DATA.since}` : '', S.before[place] < 0 ? null : className(S.before[place])]];
   for (const [name, text] of STATE.mode === 'audit' ? original : [...original, ...learned]) {

@@ -14,15 +14,13 @@ function judge(verdict) {
 }
 
 function conclude(place, verdict, chosen = null) {
-  decide(place, verdict, chosen, STATE.mode === 'audit' ? strata.get(place) : null);
+  record(place, verdict, chosen, STATE.mode === 'audit' ? strata.get(place) : null);
+  notify();
   if (STATE.cursor < STATE.view.length - 1) point(STATE.cursor + 1);
 }
 
 function chosenClass(place, label) {
-  if (label === null) conclude(place, 'none');
-  else if (label === S.predicted_label[place]) conclude(place, 'accept');
-  else if (label === S.given_label[place]) conclude(place, 'reject');
-  else conclude(place, 'relabel', label);
+  conclude(place, verdictFor(place, label), label);
 }
 
 // --- choosing a class --------------------------------------------------------------------------------
@@ -44,7 +42,7 @@ function rankOf(number, wanted) {
   return name === wanted ? 0 : name.startsWith(wanted) ? 1 : 2;
 }
 
-function pickClass(place) {
+function pickClass(place, done = chosenClass) {
   const state = { place, options: [], chosen: 0 };
   const leave = () => {
     byId('picker-text').blur(); // otherwise it would still receive the next key
@@ -52,7 +50,7 @@ function pickClass(place) {
   };
   const choose = (label) => {
     leave();
-    chosenClass(place, label);
+    done(place, label);
   };
   const show = () => {
     state.options = offered(place, byId('picker-text').value);
@@ -92,7 +90,7 @@ function pickClass(place) {
 // --- keys and clicks ---------------------------------------------------------------------------------
 
 const KEYS = {
-  a: () => judge('accept'), r: () => judge('reject'), l: () => judge('relabel'), u: () => judge('undo'),
+  a: () => judge('accept'), r: () => judge('reject'), l: () => judge('relabel'), u: () => judge('undo'), n: () => judge('none'),
   1: () => judgeBlind(0), 2: () => judgeBlind(1),
   j: () => point(STATE.cursor + 1), ArrowRight: () => point(STATE.cursor + 1),
   k: () => point(STATE.cursor - 1), ArrowLeft: () => point(STATE.cursor - 1),
