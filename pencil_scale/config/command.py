@@ -19,8 +19,9 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from pencil_scale.config.keys import help_page
-from pencil_scale.config.loader import load_config, masked
+from pencil_scale.config.loader import describe, load_config, masked
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import RefusedError, set_retry_s, store_of
 from pencil_scale.storage.urls import without_passwords
 
 PROGRAM = "pencil-scale"
@@ -69,7 +70,13 @@ def run_job(
         try:
             refuse_lost("run.storage", config.run.storage)
             refuse_lost("tracking.uri", config.tracking.uri)
+            set_retry_s(config.storage.retry_s)
             run(config, **given)
+        except RefusedError as error:
+            store = store_of(str(error).partition(": ")[0])
+            keys = [key for key, text in describe(config).items() if store in text]
+            advice = f"; check {' and '.join(keys)}" if keys else ""
+            raise PencilError(masked(f"{error}{advice}", config)) from error
         except PencilError as error:
             raise PencilError(masked(str(error), config)) from error
 

@@ -19,6 +19,7 @@ from pencil_scale.storage.urls import filesystem_of
 
 # What may differ when a run is resumed: how it is executed, not what it computes.
 FREE = (
+    "storage.",
     "workers.",
     "checkpoint.",
     "tracking.",

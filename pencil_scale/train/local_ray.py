@@ -21,6 +21,7 @@ import ray
 
 from pencil_scale.config.settings import Workers
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import RETRY_VARIABLE
 from pencil_scale.stream.ray_tasks import cluster_resource
 
 NAMESPACE = "pencil_scale"
@@ -42,7 +43,14 @@ def ensure_ray() -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        # The processes of a local Ray inherit the environment; those of a cluster are given what they need.
+        passed = {name: os.environ[name] for name in (RETRY_VARIABLE,) if name in os.environ}
+        ray.init(
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": passed} if passed else None,
+        )
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in the home folder
         # A run has more small actors than a laptop has processors, and Ray would warn about each.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import fsspec
-
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
@@ -27,7 +25,7 @@ from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of, is_local
+from pencil_scale.storage.urls import filesystem_of, is_local, open_url
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.receiver import RESUMABLE
@@ -226,7 +224,7 @@ def _copy_weights(config: Config) -> str | None:
     if weights is None or weights.startswith(storage.path("")):
         return weights
     weights = find_weights(config.model.backbone, weights)
-    with fsspec.open(weights, "rb") as file:
+    with open_url(weights) as file:
         data = file.read()
     name = storage.run(config.run.name, f"weights-{hashlib.sha256(data).hexdigest()[:16]}.pt")
     storage.put(name, data)

@@ -29,6 +29,7 @@ from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
@@ -79,8 +80,8 @@ def train_worker(settings: dict[str, Any]) -> Any:
     with ExitStack() as opened:
         try:
             return Worker(job, opened).run()
-        except OwnersError:
-            raise  # another rank has died: worth a new attempt
+        except (OwnersError, UnreachableError):
+            raise  # another rank has died, or a store is down: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise
