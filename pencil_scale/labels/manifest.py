@@ -10,9 +10,10 @@ named again, not written again.
     manifest = Manifest.load("s3://lake/labels/published/night-12.json")
     swept = sweep_run("s3://lake", run_id)
 
-A process killed before it saves a manifest leaves files that no manifest names, which `sweep_run` removes. A
-run removes only files it wrote itself, under its own id, and only while it writes nothing: a file without a
-manifest may belong to a run that is about to save one. Files that any manifest of the storage names stay: the
+A process killed before it saves a manifest leaves files that no manifest names, and so does a checkpoint that
+is removed; `sweep_run` removes them, before every snapshot and at the end. A run removes only files it wrote
+itself, under its own id, and only while it writes nothing: a file without a manifest may belong to a run that
+is about to save one. Files that any manifest of the storage names stay: the
 labels of another run may rest on parts of this one.
 """
 
@@ -267,10 +268,13 @@ def visited(manifest: Manifest, epoch: int) -> npt.NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, np.bool_), *seen])
 
 
-def sweep_run(storage: str, run: str) -> list[str]:
-    """Remove the label files of a run and its folds that no manifest of the storage names; return them."""
+def sweep_run(storage: str, run: str, needed: Iterable[Manifest] = ()) -> list[str]:
+    """Remove the label files of a run and its folds that no manifest of the storage names; return them.
+
+    `needed` are manifests that are not stored yet.
+    """
     files = Storage(storage)
-    return remove_unnamed(files.path(files.labels), run, manifests_of(storage))
+    return remove_unnamed(files.path(files.labels), run, [*needed, *manifests_of(storage)])
 
 
 def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
@@ -282,8 +286,7 @@ def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> lis
     folds = [name for folder in (LABELS, LEDGER) for name in files.names(folder) if is_fold(name, run)]
     written = [name for folder in (*folders, *folds) for name in files.names(folder)]
     swept = [name for name in written if name not in named]
-    for name in swept:
-        files.delete(name)
+    files.delete_all(swept)
     return swept
 
 
@@ -294,9 +297,11 @@ def manifests_of(storage: str) -> list[Manifest]:
     manifests = []
     for folder, depth, end in MANIFEST_FOLDERS:
         for path in (path for path in filesystem.find(f"{root}/{folder}", depth) if path.endswith(end)):
-            data = filesystem.cat_file(path)
             try:
+                data = filesystem.cat_file(path)
                 found = json.loads(data)
+            except FileNotFoundError:  # a checkpoint that was removed meanwhile
+                continue
             except ValueError as error:  # it may have been a manifest: what it named is not known
                 raise PencilError(
                     f"{path}: damaged JSON ({error}); nothing is swept until it is removed"

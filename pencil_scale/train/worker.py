@@ -7,6 +7,7 @@ labels over the owners' group.
 """
 
 import gc
+import logging
 import math
 import pickle
 import shutil
@@ -28,8 +29,8 @@ from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
@@ -78,13 +79,27 @@ def train_worker(settings: dict[str, Any]) -> Any:
     if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
         return {REFUSED: refused}
     with ExitStack() as opened:
+        relay = Relay(job.control)
+        retries.log.addHandler(relay)
+        opened.callback(retries.log.removeHandler, relay)
         try:
             return Worker(job, opened).run()
-        except (OwnersError, UnreachableError):
+        except (OwnersError, retries.UnreachableError):
             raise  # another rank has died, or a store is down: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise
+
+
+class Relay(logging.Handler):
+    """Passes on to the driver what is logged here: Ray would keep it in a file of this node."""
+
+    def __init__(self, control: Any) -> None:
+        super().__init__()
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._control.report.remote(pickle.dumps({"kind": "logged", "text": record.getMessage()}))
 
 
 class Worker:
@@ -141,6 +156,7 @@ class Worker:
         )
         self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None
+        self.unsaved: dict[str, Manifest] = {}  # by checkpoint, until it is committed
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
         gc.collect()
         gc.freeze()
@@ -246,6 +262,12 @@ class Worker:
 
     def _snapshot(self) -> Manifest:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
+        if self.ranks.rank == 0:
+            options, record = self.job.config.run, self.job.record
+            store = CheckpointStore(options.storage, options.name, record.id)
+            best = [self.watch.best.labels] if self.watch and self.watch.best else []
+            self.unsaved = store.sweep(record.attempt, self.unsaved, [self.job.labels, *best])
+        self.ranks.gather(None)  # no rank writes before
         manifest = merge(self.ranks.gather(self.table.snapshot()))
         return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)
 
@@ -264,10 +286,12 @@ class Worker:
             is_this = best is not None and (best.epoch, 0) == (progress.epoch, progress.step)
             saved = replace(saved, best=None if is_this else best, agreed=self.watch.agreed)
         write_checkpoint(self.saved_in, saved)
+        name = f"checkpoint-{progress.all_steps:09d}"
+        self.unsaved = {**({} if options.in_process else self.unsaved), name: manifest}
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(self.saved_in),
-            checkpoint_dir_name=f"checkpoint-{progress.all_steps:09d}",
+            checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=True,
         )
