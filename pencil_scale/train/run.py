@@ -5,6 +5,7 @@ dry_run(config)                        # only says what it will take
 """
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from pencil_scale.method.backbones import find_weights
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
+from pencil_scale.storage.retries import limited_to
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of, is_local, open_url
 from pencil_scale.subset.files import fingerprint
@@ -37,6 +39,7 @@ from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missi
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 
+LAST_WORD_S = 15.0  # how long a command that failed waits for a store, to record that
 STOPPED = 143  # the exit code that a shell reports for a command ended by SIGTERM
 
 
@@ -81,6 +84,9 @@ def train(
             failed = isinstance(error, Exception)  # a repeated Ctrl-C is not: the run can be resumed
             tracker.describe(f"failed: {error}" if failed else "stopped without saving")
             tracker.finish("FAILED" if failed else RESUMABLE, wait_s=5)
+            with suppress(PencilError, OSError), limited_to(LAST_WORD_S):
+                status = "failed" if failed else "stopped"
+                write_record(storage.url, record, lease, status=status, tracking=tracker.state())
             raise
         if folds is None or checkpoint is None:
             write_record(storage.url, record, lease, status="stopped", tracking=tracker.state())
