@@ -75,7 +75,7 @@ def run_job(
         except RefusedError as error:
             store = store_of(str(error).partition(": ")[0])
             keys = [key for key, text in describe(config).items() if store in text]
-            advice = f"; check {' and '.join(keys)}" if keys else ""
+            advice = f" (see {' and '.join(keys)})" if keys else ""
             raise PencilError(masked(f"{error}{advice}", config)) from error
         except PencilError as error:
             raise PencilError(masked(str(error), config)) from error

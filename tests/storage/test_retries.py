@@ -9,8 +9,8 @@ import pyarrow.fs
 import pytest
 import s3fs
 from s3_front import fresh_front
-from s3_proxy import Proxy, Seen, s3_proxy
 
+from benchmarks.s3_proxy import Proxy, Seen, s3_proxy
 from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder

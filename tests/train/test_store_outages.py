@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 import s3fs
 from s3_front import fresh_front
-from s3_proxy import Proxy, Seen, s3_proxy
 from training_runs import EPOCHS, TinyData
 
+from benchmarks.s3_proxy import Proxy, Seen, s3_proxy
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels

@@ -1,6 +1,6 @@
 """A proxy before an S3 server that misbehaves on demand, and counts what passes.
 
-with s3_proxy(s3_endpoint) as proxy:                 # the environment leads clients to the proxy
+with s3_proxy(endpoint) as proxy:                    # the environment leads clients to the proxy
     proxy.down_for(20)                               # from now on; connections are closed without an answer
     proxy.down_for(2, when=lambda seen: seen.path.endswith(".tar"))      # from the first such request on
     proxy.share = {"busy": 0.3, "cut": 0.1, "reset": 0.1}                # of the requests
