@@ -39,7 +39,7 @@ from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missi
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 
-LAST_WORD_S = 15.0  # how long a command that failed waits for a store, to record that
+LAST_WORD_S = 15.0  # how long a command that is over waits for a store
 STOPPED = 143  # the exit code that a shell reports for a command ended by SIGTERM
 
 
@@ -240,9 +240,10 @@ def _copy_weights(config: Config) -> str | None:
 def _tidy(storage: str, record: RunRecord) -> None:
     """Remove the checkpoints of a finished run and the label parts that only they named; never fail."""
     try:
-        CheckpointStore(storage, record.name, record.id).remove()
-        remove_folds(storage, record)
-        swept = sweep_run(storage, record.id)
+        with limited_to(LAST_WORD_S):
+            CheckpointStore(storage, record.name, record.id).remove()
+            remove_folds(storage, record)
+            swept = sweep_run(storage, record.id)
     except (PencilError, OSError) as error:
         say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
     else:
