@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import random
+import re
 import tempfile
 import threading
 import time
@@ -53,16 +54,9 @@ TRANSIENT = {
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
 # Two conditional puts at the same moment, and bodies that were cut short on their way to the store.
 TRANSIENT_CODES = {
-    *(
-        "SlowDown",
-        "RequestTimeout",
-        "InternalError",
-        "ServiceUnavailable",
-        "Throttling",
-        "ThrottlingException",
-    ),
-    *("ConditionalRequestConflict", "OperationAborted", "IncompleteBody", "BadDigest"),
-    *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+    *("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable"),
+    *("Throttling", "ThrottlingException", "ConditionalRequestConflict", "OperationAborted"),
+    *("IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
 }
 DENIED = {
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
@@ -207,7 +201,12 @@ def _statuses(error: BaseException) -> set[int]:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {_masked(' '.join(str(error).split()))[:200]}"
+
+
+def _masked(text: str) -> str:
+    """Leave out of URLs what may be a secret: users, passwords and queries."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "***@", re.sub(r"\?[^\s'\")]*", "", text))
 
 
 # --- filesystems -------------------------------------------------------------------------------------
@@ -268,15 +267,16 @@ def _retried(files: Any, name: str) -> Callable[..., Any]:
 
     @wraps(access)
     def call(*arguments: Any, **options: Any) -> Any:
-        paths = [options.get("rpath"), options.get("path"), *arguments[name.startswith("put") :]]
-        path = next((path for path in paths if isinstance(path, str)), "")
+        places = [options.get("rpath"), options.get("path"), *arguments[name.startswith("put") :]]
+        place = next((place for place in places if place), "")
+        path = place if isinstance(place, str) else place[0]  # the first of many
         return patiently(_url(files, path), partial(access, *arguments, **options), name in REMOVALS)
 
     return call
 
 
 def _url(files: Any, path: str) -> str:
-    return str(files.unstrip_protocol(path))
+    return _masked(files.unstrip_protocol(path))
 
 
 class Upload(io.BufferedWriter):

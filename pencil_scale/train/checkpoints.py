@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from pencil_scale.labels.manifest import Manifest, sweep_run
+from pencil_scale.labels.manifest import (
+    IN_CHECKPOINTS,
+    Manifest,
+    manifests_beside_checkpoints,
+    manifests_of,
+    remove_unnamed,
+)
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import written_beside
 from pencil_scale.storage.storage import Storage
@@ -178,6 +185,10 @@ class CheckpointStore:
             self._files.rmdir(self._path)
         return old
 
+    @cached_property
+    def _beside(self) -> list[Manifest]:
+        return manifests_beside_checkpoints(self._storage.url, self._run)
+
     def sweep(
         self, attempt: int, unsaved: Mapping[str, Manifest], needed: Sequence[Manifest]
     ) -> dict[str, Manifest]:
@@ -192,7 +203,9 @@ class CheckpointStore:
                 self.remove(before=attempt)
                 name = newest.rpartition("/")[2]
                 unsaved = {later: labels for later, labels in unsaved.items() if later > name}
-            sweep_run(self._storage.url, self._run, [*needed, *unsaved.values()])
+            stored = manifests_of(self._storage.url, [(self._folder, None, IN_CHECKPOINTS)])
+            parts = self._storage.path(self._storage.labels)
+            remove_unnamed(parts, self._run, [*needed, *unsaved.values(), *stored, *self._beside])
         except (PencilError, OSError) as error:
             log.warning("label parts that are not needed any more were not removed: %s", error)
         return dict(unsaved)

@@ -157,6 +157,7 @@ class Worker:
         self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None
         self.unsaved: dict[str, Manifest] = {}  # by checkpoint, until it is committed
+        self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
         gc.collect()
         gc.freeze()
@@ -263,10 +264,9 @@ class Worker:
     def _snapshot(self) -> Manifest:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
         if self.ranks.rank == 0:
-            options, record = self.job.config.run, self.job.record
-            store = CheckpointStore(options.storage, options.name, record.id)
             best = [self.watch.best.labels] if self.watch and self.watch.best else []
-            self.unsaved = store.sweep(record.attempt, self.unsaved, [self.job.labels, *best])
+            needed = [self.job.labels, *best]
+            self.unsaved = self.store.sweep(self.job.record.attempt, self.unsaved, needed)
         self.ranks.gather(None)  # no rank writes before
         manifest = merge(self.ranks.gather(self.table.snapshot()))
         return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)

@@ -216,3 +216,17 @@ def test_a_file_that_could_not_be_written_to_its_end_is_not_put(proxy: Proxy) ->
     with pytest.raises(ZeroDivisionError):
         write()
     assert Folder("s3://lake").find("x/new") is None
+
+
+def test_a_url_is_reported_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def access() -> None:
+        raise ConnectionResetError("GET https://me:hush@host/x.tar?X-Amz-Signature=hush failed")
+
+    monkeypatch.setenv(RETRY_VARIABLE, "0")
+    with pytest.raises(UnreachableError, match=r"GET https://\*\*\*@host/x.tar failed"):
+        retries.patiently("https://host/x.tar", access)
+    files, path = filesystem_of("https://me:hush@127.0.0.1:9/x.tar?signature=hush")
+    with pytest.raises(UnreachableError) as error:
+        files.cat_file(path)
+    assert "https://***@127.0.0.1:9/x.tar: unreachable" in str(error.value)
+    assert "hush" not in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from label_making import names, new_labels
 
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import Manifest, fold_id
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
@@ -194,3 +194,24 @@ def test_the_parts_of_a_checkpoint_that_is_not_committed_yet_stay(tmp_path: Path
     assert store.sweep(1, {}, [start]) == {}
     with pytest.raises(PencilError, match="missing"):
         LabelTable.restore(waiting["checkpoint-000000001"], tmp_path / "again")
+
+
+def test_a_damaged_manifest_stops_the_sweeping_but_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
+    (tmp_path / "labels" / "published").mkdir()
+    (tmp_path / "labels" / "published" / "other.json").write_text("{")
+    assert CheckpointStore(str(tmp_path), "tiny", RUN).sweep(1, {}, []) == {}
+    assert "were not removed" in caplog.text
+    LabelTable.restore(start, tmp_path / "again")
+
+
+def test_the_parts_of_a_fold_and_of_a_night_stay_while_a_run_trains(tmp_path: Path) -> None:
+    for name, run in (("runs/tiny/fold-1-labels.json", fold_id(RUN, 1)), ("nights/n/carried.json", RUN)):
+        labels = new_labels(tmp_path / "labels", [0, 1, len(run)], names(50), run=run)
+        (tmp_path / name).parent.mkdir(parents=True)
+        labels.save(tmp_path / name)
+    CheckpointStore(str(tmp_path), "tiny", RUN).sweep(1, {}, [])
+    for name in ("runs/tiny/fold-1-labels.json", "nights/n/carried.json"):
+        LabelTable.restore(Manifest.load(tmp_path / name), tmp_path / "again")
