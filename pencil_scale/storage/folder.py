@@ -53,6 +53,8 @@ class Folder:
         self._files, self._root = filesystem_of(str(url).rstrip("/"))
         self._local = is_local(self._files)
         self.url = self._root if self._local else str(url).rstrip("/")
+        # s3fs would ask for the size first, to read large files in several requests.
+        self._in_one_request = {"max_concurrency": 1} if self.url.startswith(("s3://", "s3a://")) else {}
         # A listing cached before another process deleted files would still name them.
         self._files.invalidate_cache()
 
@@ -79,7 +81,7 @@ class Folder:
     def find(self, name: str) -> bytes | None:
         """Read a file; None if there is none."""
         try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            return bytes(self._files.cat_file(f"{self._root}/{name}", **self._in_one_request))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
