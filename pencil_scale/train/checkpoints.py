@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,8 @@ class CheckpointStore:
         return manifests_beside_checkpoints(self._storage.url, self._run)
 
     def sweep(
-        self, attempt: int, unsaved: Mapping[str, Manifest], needed: Sequence[Manifest]
-    ) -> dict[str, Manifest]:
+        self, attempt: int, unsaved: Mapping[str, list[Manifest]], needed: Sequence[Manifest]
+    ) -> dict[str, list[Manifest]]:
         """Remove earlier attempts and the label parts that no checkpoint names any more; never fail.
 
         No rank may write label parts meanwhile. `unsaved` are manifests of checkpoints, by name, that this
@@ -205,7 +206,7 @@ class CheckpointStore:
                 unsaved = {later: labels for later, labels in unsaved.items() if later > name}
             stored = manifests_of(self._storage.url, [(self._folder, None, IN_CHECKPOINTS)])
             parts = self._storage.path(self._storage.labels)
-            remove_unnamed(parts, self._run, [*needed, *unsaved.values(), *stored, *self._beside])
+            remove_unnamed(parts, self._run, [*needed, *chain(*unsaved.values()), *stored, *self._beside])
         except (PencilError, OSError) as error:
             log.warning("label parts that are not needed any more were not removed: %s", error)
         return dict(unsaved)

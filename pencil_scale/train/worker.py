@@ -156,7 +156,7 @@ class Worker:
         )
         self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None
-        self.unsaved: dict[str, Manifest] = {}  # by checkpoint, until it is committed
+        self.unsaved: dict[str, list[Manifest]] = {}  # by checkpoint, until it is committed
         self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
         gc.collect()
@@ -287,7 +287,8 @@ class Worker:
             saved = replace(saved, best=None if is_this else best, agreed=self.watch.agreed)
         write_checkpoint(self.saved_in, saved)
         name = f"checkpoint-{progress.all_steps:09d}"
-        self.unsaved = {**({} if options.in_process else self.unsaved), name: manifest}
+        named = [manifest, saved.best.labels] if saved.best else [manifest]
+        self.unsaved = {**({} if options.in_process else self.unsaved), name: named}
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(self.saved_in),

@@ -158,14 +158,15 @@ def test_a_run_finds_the_newest_committed_checkpoint_of_its_own_attempts(tmp_pat
 def test_label_parts_that_no_checkpoint_names_any_more_are_removed_while_a_run_trains(tmp_path: Path) -> None:
     keep = 2
     start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
-    table, most, unsaved = LabelTable.restore(start, tmp_path / "scratch"), 0, dict[str, Manifest]()
+    table, most, unsaved = LabelTable.restore(start, tmp_path / "scratch"), 0, dict[str, list[Manifest]]()
     for step in range(1, 9):
         attempt = 1 if step < 5 else 2  # the run is killed and resumed after step 4
         unsaved = unsaved if step != 5 else {}
         store = CheckpointStore(str(tmp_path), "tiny", RUN)
         unsaved = store.sweep(attempt, unsaved, [start])
         table.write([0, 1], torch.full((2, 10), float(step)), None, epoch=step)
-        unsaved[f"checkpoint-{step:09d}"] = manifest = table.snapshot()
+        manifest = table.snapshot()
+        unsaved[f"checkpoint-{step:09d}"] = [manifest]
         most = max(most, len(list((tmp_path / "labels" / "parts" / RUN).iterdir())))
         # Ray commits a checkpoint, and then removes those that are too many.
         folder = tmp_path / "checkpoints" / "tiny" / store.attempt_name(attempt)
@@ -187,13 +188,16 @@ def test_the_parts_of_a_checkpoint_that_is_not_committed_yet_stay(tmp_path: Path
     start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
     table = LabelTable.restore(start, tmp_path / "scratch")
     table.write([0], torch.ones(1, 10), None, epoch=1)
-    waiting = {"checkpoint-000000001": table.snapshot()}
+    best = table.snapshot()
+    table.write([0], torch.zeros(1, 10), None, epoch=2)
+    waiting = {"checkpoint-000000001": [table.snapshot(), best]}
     store = CheckpointStore(str(tmp_path), "tiny", RUN)
     assert store.sweep(1, waiting, [start]) == waiting
-    LabelTable.restore(waiting["checkpoint-000000001"], tmp_path / "again")
+    for labels in waiting["checkpoint-000000001"]:
+        LabelTable.restore(labels, tmp_path / "again")
     assert store.sweep(1, {}, [start]) == {}
     with pytest.raises(PencilError, match="missing"):
-        LabelTable.restore(waiting["checkpoint-000000001"], tmp_path / "again")
+        LabelTable.restore(best, tmp_path / "again")
 
 
 def test_a_damaged_manifest_stops_the_sweeping_but_not_the_run(
