@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -32,7 +31,7 @@ from pencil_scale.catalogue.duplicates import Keys
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.catalogue.shards import IMAGE_SUFFIXES, split_name
 from pencil_scale.storage.errors import PencilError, sample_key
-from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.storage.urls import filesystem_of, open_url
 
 SHOWN = 5
 
@@ -40,7 +39,7 @@ SHOWN = 5
 def read_lines(url: str, key: str, errors: str = "strict", advice: str = "") -> list[str]:
     """Read the lines of a text file that a key of the config names; `advice` is for one that is missing."""
     try:
-        with fsspec.open(url, "rt", encoding="utf-8-sig", errors=errors, newline="") as file:
+        with open_url(url, "rt", encoding="utf-8-sig", errors=errors, newline="") as file:
             # Not `splitlines`: an id may contain characters that Unicode also counts as line ends.
             lines: list[str] = file.read().replace("\r\n", "\n").split("\n")
     except FileNotFoundError as error:
@@ -218,7 +217,7 @@ def lookup_key(name: str) -> str:
 
 def _pairs_of_lines(url: str) -> Iterator[tuple[str, str]]:
     try:
-        with fsspec.open(url, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
+        with open_url(url, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
                 line = line.strip()
                 name, gap, label = line.rpartition("\t") if "\t" in line else line.rpartition(" ")

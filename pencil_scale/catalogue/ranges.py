@@ -2,9 +2,7 @@
 
 Images that are close together in a shard are fetched with one request, several requests at a time by threads.
 Before the first byte of a shard is used, its size and ETag (or modification time) are compared with the
-index, because an offset into a rewritten shard would give another product's image. A failed request is
-retried a few times, after a growing random pause, and logged. Errors that waiting cannot fix (shard missing,
-no access, shard changed) stop the reading at once.
+index, because an offset into a rewritten shard would give another product's image.
 
     images = RangeReader(catalogue.shards).read(shard, image_offset, image_bytes)     # list of bytes
 
@@ -16,14 +14,11 @@ A complete sample is one range, too.
 """
 
 import io
-import logging
-import random
 import tarfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,16 +31,9 @@ from pencil_scale.catalogue.tar_headers import padded
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import ByteSource, MemorySource, open_source
 
-logger = logging.getLogger(__name__)
-
 Int64s = npt.NDArray[np.int64]
-Result = TypeVar("Result")
 
 NUM_THREADS = 8
-MAX_ATTEMPTS = 5
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
-HOPELESS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 IMAGE_COLUMNS = ["shard", "image_offset", "image_bytes"]
 COLUMNS = ["row", "shard", "key", "sample_start", "sample_end", "image_offset", "image_bytes"]
@@ -90,21 +78,12 @@ class RangeReader:
     def _open(self, number: int, open_shards: ExitStack) -> ByteSource:
         """Open a shard after checking its version."""
         entry = self._shards[number]
-        what = f"shard {entry.url}"
-        persistently(what, entry.verify)
-        return persistently(what, lambda: open_shards.enter_context(open_source(entry.url, entry.num_bytes)))
+        entry.verify()
+        return open_shards.enter_context(open_source(entry.url, entry.num_bytes))
 
     @staticmethod
     def _fetch(source: ByteSource, piece: Range, offset: Int64s, length: Int64s, images: list[bytes]) -> None:
-        num_bytes = piece.stop - piece.start
-
-        def once() -> bytes:
-            data = source.read(piece.start, num_bytes)
-            if len(data) != num_bytes:
-                raise OSError(f"got {len(data):,} bytes")
-            return data
-
-        data = persistently(f"shard {source.url}: {num_bytes:,} bytes at {piece.start:,}", once)
+        data = source.exactly(piece.start, piece.stop - piece.start)
         for image in piece.images:
             begin = int(offset[image]) - piece.start
             images[image] = data[begin : begin + int(length[image])]
@@ -132,30 +111,6 @@ def coalesce(offset: Int64s, length: Int64s, wanted: Int64s, far_bytes: int, mos
             ranges.append(Range(starts[begin], end, order[begin:following]))
             begin, end = following, 0
     return ranges
-
-
-def persistently(what: str, attempt: Callable[[], Result]) -> Result:
-    """Try a few times, with growing random pauses; the last error says what was tried and how often."""
-    for number in range(1, MAX_ATTEMPTS + 1):
-        try:
-            return attempt()
-        except Exception as error:
-            if isinstance(error, PencilError) and error.__cause__ is None:
-                raise  # the shard is missing or has changed
-            # The store's own error is under the one that our modules make of it.
-            cause = error.__cause__ if isinstance(error, PencilError) else error
-            reason = f"{type(cause).__name__} ({' '.join(str(cause).split())[:200]})"
-            if isinstance(cause, HOPELESS):
-                raise PencilError(f"{what}: {reason}; check that it exists and is readable") from error
-            if number == MAX_ATTEMPTS:
-                raise PencilError(
-                    f"{what}: failed {MAX_ATTEMPTS} times, last with {reason}; check the store and the "
-                    "network, then start the same command again"
-                ) from error
-            pause_s = random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S)
-            logger.warning("%s: %s; attempt %d in %.1f s", what, reason, number + 1, pause_s)
-            time.sleep(pause_s)
-    raise AssertionError("unreachable")
 
 
 # -- samples ------------------------------------------------------------------------------------------

@@ -22,8 +22,10 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from pencil_scale.config.keys import help_page
-from pencil_scale.config.loader import load_config, masked
+from pencil_scale.config.loader import describe, load_config, masked
+from pencil_scale.config.settings import Config
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import RefusedError, set_retry_s, store_of
 from pencil_scale.storage.urls import without_passwords
 
 PROGRAM = "pencil-scale"
@@ -70,13 +72,14 @@ def run_job(
     def work() -> None:
         refuse_repeated(overrides)
         config = load_config(path, overrides)
+        set_retry_s(config.storage.retry_s)
         try:
             refuse_lost("run.storage", config.run.storage)
             refuse_lost("tracking.uri", config.tracking.uri)
             with typed(path):
                 run(config, **given)
         except PencilError as error:
-            raise PencilError(masked(str(error), config)) from error
+            raise PencilError(masked(f"{error}{_where_named(error, config)}", config)) from error
 
     return exit_code(work)
 
@@ -115,6 +118,15 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
                 f"override '{dotted}' is given {times} times; give it once, and quote a value with braces or "
                 "wildcards, which the shell expands, as in 'data.shards=train-{000..004}.tar'"
             )
+
+
+def _where_named(error: PencilError, config: Config) -> str:
+    """The keys that name the bucket of an object to which a store refuses access."""
+    if not isinstance(error, RefusedError):
+        return ""
+    store = store_of(str(error).partition(": ")[0])
+    keys = [key for key, text in describe(config).items() if store in text]
+    return f" (see {' and '.join(keys)})" if keys else ""
 
 
 def say(text: str) -> None:

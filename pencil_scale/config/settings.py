@@ -58,6 +58,15 @@ class Run(Settings):
     deterministic: bool = key("bit-identical results on the same machine, at some cost in speed", False)
 
 
+class StorageAccess(Settings):
+    retry_s: float = key(
+        "how long timeouts and other passing faults of an object store are retried",
+        600.0,
+        ge=0,
+        unit="seconds",
+    )
+
+
 class Data(Settings):
     shards: URLS = key("the noisy WebDataset shards: brace range, glob, list, or @FILE with one per line")
     classes: Text = key("file of class names, one per line; the line number, from 0, is the class")
@@ -374,6 +383,7 @@ class Config(Settings):
     """All sections of a config."""
 
     run: Run = key("the run")
+    storage: StorageAccess = key("how object stores are accessed", StorageAccess())
     data: Data = key("what to read")
     images: Images = key("how images are decoded and augmented", Images())
     model: Model = key("the network", Model())

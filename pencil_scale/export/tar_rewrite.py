@@ -102,7 +102,9 @@ def rewrite_shard(
     current: str | None = None
     num_damaged, is_ended = 0, False
     window = Window(source)
+    window.keep = 0
     for piece in TarWalk(window).pieces():
+        window.keep = piece.start  # what is before it was copied
         name = piece.name if isinstance(piece, Member | Damage) else None
         if name is None or (isinstance(piece, Member) and piece.kind in ("directory", "other")):
             key, suffix = None, ""
@@ -124,7 +126,7 @@ def rewrite_shard(
                 if (new := where.replaced(suffix, old, label)) != old:
                     _replace(window, sink, piece, new)
                     continue
-            sink.write(window.peek(piece.start, piece.end - piece.start))
+            sink.write(window.at(piece.start, piece.end - piece.start))
             sink.write(bytes((piece.start - piece.end) % BLOCK))  # padding that is missing in the shard
     if not is_ended:
         sink.write(bytes(2 * BLOCK))

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 from pencil_scale.catalogue.class_names import read_lines
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import written_beside
-from pencil_scale.storage.urls import filesystem_of, is_local, store_errors
+from pencil_scale.storage.urls import filesystem_of, is_local, open_url, store_errors
 
 BATCH_ROWS = 8192
 NPY = ".npy"
@@ -138,7 +137,7 @@ def _local_copy(url: str) -> Iterator[Path]:
             yield Path(path)
             return
         copy = Path(folder, "vectors.npy")
-        with fsspec.open(url, "rb") as source, copy.open("wb") as sink:
+        with open_url(url) as source, copy.open("wb") as sink:
             shutil.copyfileobj(source, sink)
         yield copy
 
@@ -179,5 +178,5 @@ def _sink(url: str) -> Iterator[IO[bytes]]:
         with written_beside(Path(path), durable=True) as beside, beside.open("wb") as sink:
             yield sink
     else:
-        with store_errors(f"{url} cannot be written"), fsspec.open(url, "wb") as sink:
+        with store_errors(f"{url} cannot be written"), open_url(url, "wb") as sink:
             yield sink

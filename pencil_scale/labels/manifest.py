@@ -10,9 +10,10 @@ named again, not written again.
     manifest = Manifest.load("s3://lake/labels/published/night-12.json")
     swept = sweep_run("s3://lake", run_id)
 
-A process killed before it saves a manifest leaves files that no manifest names, which `sweep_run` removes. A
-run removes only files it wrote itself, under its own id, and only while it writes nothing: a file without a
-manifest may belong to a run that is about to save one. Files that any manifest of the storage names stay: the
+A process killed before it saves a manifest leaves files that no manifest names, and so does a checkpoint that
+is removed. They are removed before every snapshot and at the end of a run. A run removes only files it wrote
+itself, under its own id, and only while it writes nothing: a file without a manifest may belong to a run that
+is about to save one. Files that any manifest of the storage names stay: the
 labels of another run may rest on parts of this one.
 """
 
@@ -44,13 +45,14 @@ FOLD = "-fold-"  # between the id of a run and the number of a further training
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
 # Where a storage may have manifests of labels: folder, how deep below it, and how the name of the file ends.
-MANIFEST_FOLDERS: tuple[tuple[str, int | None, str], ...] = (
+BESIDE_CHECKPOINTS: tuple[tuple[str, int | None, str], ...] = (
     ("labels/published", 1, ".json"),
     ("labels/held", 1, ".json"),
     ("runs", 2, "labels.json"),  # also fold-1-labels.json
     ("nights", 2, "/carried.json"),
-    ("checkpoints", None, "/labels.json"),
 )
+IN_CHECKPOINTS = "/labels.json"
+MANIFEST_FOLDERS = (*BESIDE_CHECKPOINTS, ("checkpoints", None, IN_CHECKPOINTS))
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,19 @@ def sweep_run(storage: str, run: str) -> list[str]:
     return remove_unnamed(files.path(files.labels), run, manifests_of(storage))
 
 
+def manifests_beside_checkpoints(storage: str, run: str) -> list[Manifest]:
+    """Read the manifests that name files of a run or its folds, except for those of checkpoints.
+
+    They stay the same while the run trains.
+    """
+    found = manifests_of(storage, BESIDE_CHECKPOINTS)
+    return [manifest for manifest in found if any(_is_of(part, run) for part in manifest.parts.values())]
+
+
+def _is_of(part: StoredPart, run: str) -> bool:
+    return part.labels.run.startswith(run) or part.ledger.run.startswith(run)
+
+
 def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> list[str]:
     """Remove the files that a run or its folds wrote and none of these manifests names; return them."""
     files, named = Folder(store), set[str]()
@@ -282,21 +297,24 @@ def remove_unnamed(store: str | Path, run: str, kept: Iterable[Manifest]) -> lis
     folds = [name for folder in (LABELS, LEDGER) for name in files.names(folder) if is_fold(name, run)]
     written = [name for folder in (*folders, *folds) for name in files.names(folder)]
     swept = [name for name in written if name not in named]
-    for name in swept:
-        files.delete(name)
+    files.delete_all(swept)
     return swept
 
 
-def manifests_of(storage: str) -> list[Manifest]:
+def manifests_of(
+    storage: str, folders: Iterable[tuple[str, int | None, str]] = MANIFEST_FOLDERS
+) -> list[Manifest]:
     """Read every manifest of labels in a storage: published, held, of runs, of nights, of checkpoints."""
     filesystem, root = filesystem_of(storage.rstrip("/"))
     filesystem.invalidate_cache()
     manifests = []
-    for folder, depth, end in MANIFEST_FOLDERS:
+    for folder, depth, end in folders:
         for path in (path for path in filesystem.find(f"{root}/{folder}", depth) if path.endswith(end)):
-            data = filesystem.cat_file(path)
             try:
+                data = filesystem.cat_file(path)
                 found = json.loads(data)
+            except FileNotFoundError:  # a checkpoint that was removed meanwhile
+                continue
             except ValueError as error:  # it may have been a manifest: what it named is not known
                 raise PencilError(
                     f"{path}: damaged JSON ({error}); nothing is swept until it is removed"

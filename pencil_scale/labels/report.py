@@ -26,7 +26,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -38,7 +37,7 @@ from pencil_scale.labels.published import Published, PublishedLabels
 from pencil_scale.method.decisions import label_distribution
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of
+from pencil_scale.storage.urls import filesystem_of, open_url
 
 HISTORY = pa.schema([pa.field("class", pa.uint16()), pa.field("confidence", pa.float16())])
 FALL_WORTH_A_WARNING = 0.01
@@ -164,7 +163,7 @@ def study_labels(
 @contextmanager
 def history_file(url: str) -> Iterator[pa.ipc.RecordBatchFileWriter]:
     """Open a file to write the labels of one moment to, for `study_labels`."""
-    with fsspec.open(url, "wb", auto_mkdir=True) as file, pa.ipc.new_file(file, HISTORY) as writer:
+    with open_url(url, "wb") as file, pa.ipc.new_file(file, HISTORY) as writer:
         yield writer
 
 

@@ -19,6 +19,7 @@ from pencil_scale.storage.urls import filesystem_of
 
 # What may differ when a run is resumed: how it is executed, not what it computes.
 FREE = (
+    "storage.",
     "workers.",
     "checkpoint.",
     "tracking.",
@@ -50,7 +51,7 @@ class RunRecord:
     weights: str | None = None  # what the network starts from: a copy, so the original may be removed
     automatic: Mapping[str, Any] = field(default_factory=dict)  # values of keys that the config leaves open
     decoders: str = ""  # libraries that decode the images, with their versions: others give other pixels
-    status: str = "running"  # running | stopped | held | finished
+    status: str = "running"  # running | stopped | failed | held | finished
     held_because: Sequence[str] = ()  # kept after a person has released it
     tracking: Mapping[str, Any] = field(default_factory=dict)
     estimate: Mapping[str, float] = field(default_factory=dict)

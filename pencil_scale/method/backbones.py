@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor, nn
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import open_url
 
 
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
@@ -254,7 +254,7 @@ def load_weights(model: nn.Module, url: str) -> None:
 
 def _read_weights(url: str) -> dict[str, Tensor]:
     try:
-        with fsspec.open(url, "rb") as file:
+        with open_url(url) as file:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, ImportError, ValueError) as error:
         raise PencilError(f"model.weights: {url} cannot be read: {error}") from error

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -53,6 +53,8 @@ class Folder:
         self._files, self._root = filesystem_of(str(url).rstrip("/"))
         self._local = is_local(self._files)
         self.url = self._root if self._local else str(url).rstrip("/")
+        # s3fs would ask for the size first, to read large files in several requests.
+        self._in_one_request = {"max_concurrency": 1} if self.url.startswith(("s3://", "s3a://")) else {}
         # A listing cached before another process deleted files would still name them.
         self._files.invalidate_cache()
 
@@ -79,7 +81,7 @@ class Folder:
     def find(self, name: str) -> bytes | None:
         """Read a file; None if there is none."""
         try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            return bytes(self._files.cat_file(f"{self._root}/{name}", **self._in_one_request))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -116,6 +118,17 @@ class Folder:
         """Remove a file that may be gone already."""
         with named_storage_errors(self.path(name)), suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{name}")
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """Remove files that may be gone already; on S3 a thousand per request."""
+        paths = [f"{self._root}/{name}" for name in names]
+        with named_storage_errors(self.url):
+            if self._local:
+                for path in paths:
+                    Path(path).unlink(missing_ok=True)
+            elif paths:
+                with suppress(FileNotFoundError):
+                    self._files.rm(paths)
 
     # --- on a condition --------------------------------------------------------------------------------
 

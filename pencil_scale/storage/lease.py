@@ -31,6 +31,7 @@ from typing import Any
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.retries import limited_to
 
 LEASE_S = 60.0
 LEASE_VARIABLE = "PENCIL_SCALE_LEASE_S"  # the environment variable with which tests shorten it
@@ -241,7 +242,8 @@ class Lease:
         self._ended.set()
         _held_here.discard(self._token)
         try:
-            self._change(free=True)
+            with limited_to(self._lease_s / RENEWALS):
+                self._change(free=True)
         except LeaseLostError:
             return
         except Exception as error:

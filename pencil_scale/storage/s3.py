@@ -2,9 +2,12 @@
 
 Every answer comes from the store: s3fs's cache of listings would give an old etag. A store that merely speaks
 S3 may ignore the conditions; a probe finds out. `Folder` calls these functions.
+
+A put is retried as any access is, and may then meet what its own first attempt wrote, whose answer was lost:
+it is refused, and finds its own bytes in the store. A late first attempt does no harm: the etag it waits for
+is gone.
 """
 
-import time
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -12,12 +15,11 @@ from typing import Any
 from fsspec.asyn import sync
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import patiently
 
 ONE_PUT = 5 * 2**30  # S3 takes no larger object in one put, and only a single put is conditional
 REFUSED = ("PreconditionFailed", "412", "NoSuchKey")  # the last one: removed since its etag was read
-CONFLICT = ("ConditionalRequestConflict", "OperationAborted", "409")  # two puts at the same moment: repeat
 UNKNOWN = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400")
-CONFLICT_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 _known: dict[str, bool] = {}  # bucket -> whether its store keeps conditions
 
@@ -31,7 +33,7 @@ def read(files: Any, path: str) -> tuple[bytes, str] | None:
             return await body.read(), str(answer["ETag"])
 
     try:
-        found: tuple[bytes, str] = sync(files.loop, get)
+        found: tuple[bytes, str] = patiently(f"s3://{path}", lambda: sync(files.loop, get))
     except FileNotFoundError:
         return None
     return found
@@ -40,7 +42,8 @@ def read(files: Any, path: str) -> tuple[bytes, str] | None:
 def etag(files: Any, path: str) -> str | None:
     """Find the etag of an object; None if there is none."""
     try:
-        return str(files.call_s3("head_object", **_address(files, path))["ETag"])
+        found = patiently(f"s3://{path}", lambda: files.call_s3("head_object", **_address(files, path)))
+        return str(found["ETag"])
     except FileNotFoundError:
         return None
 
@@ -50,19 +53,14 @@ def put_if(files: Any, path: str, data: bytes, etag: str | None) -> bool:
     if len(data) >= ONE_PUT:
         raise PencilError(f"s3://{path}: {len(data):,} bytes are too many for one conditional put")
     condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-    waits_s = iter(CONFLICT_WAITS_S)
-    while True:
-        try:
-            files.pipe_file(path, data, chunksize=ONE_PUT, **condition)
-            return True
-        except OSError as error:
-            if isinstance(error, FileExistsError) or _code(error) in REFUSED:
-                found = read(files, path)
-                return found is not None and found[0] == data
-            wait_s = next(waits_s, None)
-            if _code(error) not in CONFLICT or wait_s is None:
-                raise
-            time.sleep(wait_s)
+    try:
+        files.pipe_file(path, data, chunksize=ONE_PUT, **condition)
+        return True
+    except OSError as error:
+        if not isinstance(error, FileExistsError) and _code(error) not in REFUSED:
+            raise
+        found = read(files, path)
+        return found is not None and found[0] == data
 
 
 def keeps_conditions(files: Any, root: str) -> bool:
@@ -76,7 +74,7 @@ def keeps_conditions(files: Any, root: str) -> bool:
             _known[bucket] = kept and put_if(files, path, b"4", etag(files, path))
         except OSError as error:
             if _code(error) not in UNKNOWN:
-                raise PencilError(f"s3://{path}: {error}; check the URL, access and network") from error
+                raise
             _known[bucket] = False
         finally:
             with suppress(Exception):  # a store may not let us delete

@@ -21,6 +21,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import TruncatedError, patient, patiently
 
 # In bytes: the `far_bytes` and `chunk_bytes` of a source. On a disk seeking costs next to nothing; far away a
 # request costs about as much as reading four megabytes.
@@ -46,6 +47,20 @@ class ByteSource:
     far_bytes: int  # a wider gap is cheaper to skip than to read
     chunk_bytes: int  # read ahead at most this much in one request
 
+    def exactly(self, start: int, length: int) -> bytes:
+        """Read this many bytes; fewer are an error."""
+        try:
+            with store_errors(f"shard {self.url}: reading {length:,} bytes at {start:,} failed"):
+                data = self.read(start, length) if length > 0 else b""
+        except FileNotFoundError as error:
+            raise PencilError(f"shard {self.url}: it no longer exists; restore it and run again") from error
+        if len(data) != length:
+            raise PencilError(
+                f"shard {self.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
+                "it changed while it was read: run again when it is complete"
+            )
+        return data
+
 
 class MemorySource(ByteSource):
     """Bytes in memory."""
@@ -55,12 +70,22 @@ class MemorySource(ByteSource):
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Find the fsspec filesystem of a URL and the path inside it."""
+    """Find the fsspec filesystem of a URL and the path inside it; accesses to a store are retried."""
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
-        return filesystem, path
     except (ValueError, ImportError) as error:
         raise PencilError(f"{url}: cannot read this kind of URL ({error})") from error
+    if filesystem.async_impl:  # all object stores, and HTTP
+        filesystem = patient(type(filesystem), filesystem.storage_args, filesystem.storage_options)
+    return filesystem, path
+
+
+def open_url(url: str, mode: str = "rb", **options: Any) -> Any:
+    """Open a file of any URL, as `fsspec.open` does; the folder of a local one that is written is made."""
+    filesystem, path = filesystem_of(url)
+    if is_local(filesystem) and "w" in mode:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return filesystem.open(path, mode, **options)
 
 
 def is_local(filesystem: Any) -> bool:
@@ -123,8 +148,16 @@ def open_source(url: str, num_bytes: int | None = None) -> Iterator[ByteSource]:
     """
     filesystem, path = filesystem_of(url)
 
+    def read_once(start: int, length: int) -> bytes:
+        data = bytes(filesystem.cat_file(path, start=start, end=start + length))
+        if len(data) < length:
+            found = version_of(url)
+            if found is not None and found.num_bytes == num_bytes:
+                raise TruncatedError(f"asked for {length:,} bytes at {start:,}, got {len(data):,}")
+        return data
+
     def read_remote(start: int, length: int) -> bytes:
-        return bytes(filesystem.cat_file(path, start=start, end=start + length))
+        return patiently(url, lambda: read_once(start, length))
 
     with ExitStack() as opened:
         try:
@@ -139,7 +172,7 @@ def open_source(url: str, num_bytes: int | None = None) -> Iterator[ByteSource]:
                     num_bytes = int(filesystem.info(path)["size"]) if num_bytes is None else num_bytes
                     source = ByteSource(url, num_bytes, read_remote, *REMOTE)
         except FileNotFoundError as error:
-            raise PencilError(f"shard {url}: it no longer exists; run again") from error
+            raise PencilError(f"shard {url}: it no longer exists; restore it and run again") from error
         yield source
 
 
@@ -199,15 +232,7 @@ class Window:
         return self._data[offset - self._start : offset - self._start + length]
 
     def _read(self, start: int, length: int) -> bytes:
-        length = max(0, min(length, self.source.num_bytes - start))
-        with store_errors(f"shard {self.source.url}: reading {length:,} bytes at {start:,} failed"):
-            data = self.source.read(start, length) if length > 0 else b""
-        if len(data) != length:
-            raise PencilError(
-                f"shard {self.source.url}: asked for {length:,} bytes at {start:,}, got {len(data):,}; "
-                "it changed while it was read: run again when it is complete"
-            )
-        return data
+        return self.source.exactly(start, max(0, min(length, self.source.num_bytes - start)))
 
 
 # People write passwords unescaped, so where the credentials of a URL end is ambiguous. After `user:`, all up

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.retries import limited_to
 from pencil_scale.storage.urls import without_passwords
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Journal:
 
     def flush(self) -> None:
         """Write what was added. A failure is logged, and the thread tries again."""
-        with self._writing:
+        with self._writing, limited_to(0):
             some = self.waiting.copy()
             try:
                 if some:
@@ -166,7 +167,8 @@ class Journal:
     @contextmanager
     def _away_errors(self) -> Iterator[None]:
         try:
-            yield
+            with limited_to(0):  # the delivery tries again
+                yield
         except Exception as error:
             raise AwayError(f"{self.url}: {error}") from error
 

@@ -111,6 +111,9 @@ class Narrator:
         self._num_epochs = epochs
         self._line("the network still improves on the watched samples: one more epoch before labels move")
 
+    def _logged(self, text: str, **_: Any) -> None:
+        self._line(text)
+
     def _failed(self, reasons: dict[int, str], **_: Any) -> None:
         for rank, reason in reasons.items():
             self._line(f"worker {rank} failed: {reason}")

@@ -16,9 +16,13 @@ killed in this moment could never be resumed; so every file is written under ano
 
 import io
 import json
+import logging
 import pickle
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,19 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.manifest import (
+    IN_CHECKPOINTS,
+    Manifest,
+    manifests_beside_checkpoints,
+    manifests_of,
+    remove_unnamed,
+)
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import written_beside
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
+
+log = logging.getLogger(__name__)
 
 VERSION = 4
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
@@ -173,6 +185,31 @@ class CheckpointStore:
         if before is None and self._files.exists(self._path) and not self._storage.names(self._folder):
             self._files.rmdir(self._path)
         return old
+
+    @cached_property
+    def _beside(self) -> list[Manifest]:
+        return manifests_beside_checkpoints(self._storage.url, self._run)
+
+    def sweep(
+        self, attempt: int, unsaved: Mapping[str, list[Manifest]], needed: Sequence[Manifest]
+    ) -> dict[str, list[Manifest]]:
+        """Remove earlier attempts and the label parts that no checkpoint names any more; never fail.
+
+        No rank may write label parts meanwhile. `unsaved` are manifests of checkpoints, by name, that this
+        attempt reported; those that are not committed yet are returned. `needed` is not stored either.
+        """
+        try:
+            committed, newest = self.newest() or (0, "")
+            if committed == attempt:
+                self.remove(before=attempt)
+                name = newest.rpartition("/")[2]
+                unsaved = {later: labels for later, labels in unsaved.items() if later > name}
+            stored = manifests_of(self._storage.url, [(self._folder, None, IN_CHECKPOINTS)])
+            parts = self._storage.path(self._storage.labels)
+            remove_unnamed(parts, self._run, [*needed, *chain(*unsaved.values()), *stored, *self._beside])
+        except (PencilError, OSError) as error:
+            log.warning("label parts that are not needed any more were not removed: %s", error)
+        return dict(unsaved)
 
 
 class AtomicFiles(LocalFileSystem):  # type: ignore[misc]

@@ -21,6 +21,7 @@ import ray
 
 from pencil_scale.config.settings import Workers
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import RETRY_S, RETRY_VARIABLE
 from pencil_scale.stream.ray_tasks import cluster_resource
 
 NAMESPACE = "pencil_scale"
@@ -42,7 +43,11 @@ def ensure_ray() -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        # The processes of a local Ray inherit the setting; those of a cluster have to be given it. By default
+        # they are not: Ray would start new processes for it.
+        retry_s = float(os.environ.get(RETRY_VARIABLE, RETRY_S))
+        given = {} if retry_s == RETRY_S else {"env_vars": {RETRY_VARIABLE: f"{retry_s:g}"}}
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING, runtime_env=given)
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; no token file in the home folder
         # A run has more small actors than a laptop has processors, and Ray would warn about each.

@@ -5,11 +5,10 @@ dry_run(config)                        # only says what it will take
 """
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import fsspec
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
@@ -26,8 +25,9 @@ from pencil_scale.method.backbones import find_weights
 from pencil_scale.method.outlook import label_scale
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
+from pencil_scale.storage.retries import limited_to
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of, is_local
+from pencil_scale.storage.urls import filesystem_of, is_local, open_url
 from pencil_scale.subset.files import fingerprint
 from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.receiver import RESUMABLE
@@ -39,6 +39,7 @@ from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missi
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
 from pencil_scale.train.summary import Summary, publish
 
+LAST_WORD_S = 15.0  # how long a command that is over waits for a store
 STOPPED = 143  # the exit code that a shell reports for a command ended by SIGTERM
 
 
@@ -84,6 +85,9 @@ def train(
             failed = isinstance(error, Exception)  # a repeated Ctrl-C is not: the run can be resumed
             tracker.describe(f"failed: {error}" if failed else "stopped without saving")
             tracker.finish("FAILED" if failed else RESUMABLE, wait_s=5)
+            with suppress(PencilError, OSError), limited_to(LAST_WORD_S):
+                status = "failed" if failed else "stopped"
+                write_record(storage.url, record, lease, status=status, tracking=tracker.state())
             raise
         if folds is None or checkpoint is None:
             write_record(storage.url, record, lease, status="stopped", tracking=tracker.state())
@@ -228,7 +232,7 @@ def _copy_weights(config: Config) -> str | None:
     if weights is None or weights.startswith(storage.path("")):
         return weights
     weights = find_weights(config.model.backbone, weights)
-    with fsspec.open(weights, "rb") as file:
+    with open_url(weights) as file:
         data = file.read()
     name = storage.run(config.run.name, f"weights-{hashlib.sha256(data).hexdigest()[:16]}.pt")
     storage.put(name, data)
@@ -238,9 +242,10 @@ def _copy_weights(config: Config) -> str | None:
 def _tidy(storage: str, record: RunRecord) -> None:
     """Remove the checkpoints of a finished run and the label parts that only they named; never fail."""
     try:
-        CheckpointStore(storage, record.name, record.id).remove()
-        remove_folds(storage, record)
-        swept = sweep_run(storage, record.id)
+        with limited_to(LAST_WORD_S):
+            CheckpointStore(storage, record.name, record.id).remove()
+            remove_folds(storage, record)
+            swept = sweep_run(storage, record.id)
     except (PencilError, OSError) as error:
         say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
     else:

@@ -7,6 +7,7 @@ labels over the owners' group.
 """
 
 import gc
+import logging
 import math
 import pickle
 import shutil
@@ -28,6 +29,7 @@ from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
@@ -77,13 +79,27 @@ def train_worker(settings: dict[str, Any]) -> Any:
     if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
         return {REFUSED: refused}
     with ExitStack() as opened:
+        relay = Relay(job.control)
+        retries.log.addHandler(relay)
+        opened.callback(retries.log.removeHandler, relay)
         try:
             return Worker(job, opened).run()
-        except OwnersError:
-            raise  # another rank has died: worth a new attempt
+        except (OwnersError, retries.UnreachableError):
+            raise  # another rank has died, or a store is down: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise
+
+
+class Relay(logging.Handler):
+    """Passes on to the driver what is logged here: Ray would keep it in a file of this node."""
+
+    def __init__(self, control: Any) -> None:
+        super().__init__()
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._control.report.remote(pickle.dumps({"kind": "logged", "text": record.getMessage()}))
 
 
 class Worker:
@@ -140,6 +156,8 @@ class Worker:
         )
         self.ended_early = False  # because labels may not move
         self.saved_in: Path | None = None
+        self.unsaved: dict[str, list[Manifest]] = {}  # by checkpoint, until it is committed
+        self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
         gc.collect()
         gc.freeze()
@@ -245,6 +263,11 @@ class Worker:
 
     def _snapshot(self) -> Manifest:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
+        if self.ranks.rank == 0:
+            best = [self.watch.best.labels] if self.watch and self.watch.best else []
+            needed = [self.job.labels, *best]
+            self.unsaved = self.store.sweep(self.job.record.attempt, self.unsaved, needed)
+        self.ranks.gather(None)  # no rank writes before
         manifest = merge(self.ranks.gather(self.table.snapshot()))
         return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)
 
@@ -263,10 +286,13 @@ class Worker:
             is_this = best is not None and (best.epoch, 0) == (progress.epoch, progress.step)
             saved = replace(saved, best=None if is_this else best, agreed=self.watch.agreed)
         write_checkpoint(self.saved_in, saved)
+        name = f"checkpoint-{progress.all_steps:09d}"
+        named = [manifest, saved.best.labels] if saved.best else [manifest]
+        self.unsaved = {**({} if options.in_process else self.unsaved), name: named}
         ray.train.report(
             {"epoch": progress.epoch, "step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(self.saved_in),
-            checkpoint_dir_name=f"checkpoint-{progress.all_steps:09d}",
+            checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=True,
         )

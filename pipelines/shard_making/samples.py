@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.urls import filesystem_of
 
 Classes = npt.NDArray[np.int64]
 
@@ -110,8 +110,8 @@ def fingerprint_of(names: Iterable[str]) -> str:
 def open_root(url: str) -> tuple[Any, str]:
     """Open the filesystem of a folder's URL (a path, `s3://...`, `tar://::photos.tar`) and its path there."""
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except (OSError, ValueError, ImportError) as error:
+        filesystem, path = filesystem_of(url)
+    except OSError as error:
         raise PencilError(f"{url}: cannot be opened ({error})") from error
     return filesystem, path.rstrip("/")
 

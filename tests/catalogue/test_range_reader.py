@@ -1,19 +1,14 @@
-"""Many images from many shards: the right bytes, few requests, changed shards refused, failures retried."""
+"""Many images from many shards: the right bytes, few requests, changed shards refused."""
 
-import logging
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pencil_scale.catalogue import ranges as range_reader
 from pencil_scale.catalogue.catalogue import Shard
 from pencil_scale.catalogue.ranges import RangeReader, coalesce
 from pencil_scale.storage.errors import PencilError
@@ -103,67 +98,10 @@ def test_a_missing_shard_is_reported_at_once(shards: list[Shard]) -> None:
         RangeReader(shards).read(*places(50, 3))
 
 
-class Flaky(MemoryFileSystem):
-    """A store that drops every other request, or all of them."""
-
-    protocol = "flaky"
-    failures = 0
-    requests = 0
-    hopeless = False
-    lock = threading.Lock()
-
-    def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
-        with self.lock:
-            type(self).requests += 1
-            fails = self.hopeless or self.requests % 2 == 1
-            type(self).failures += fails
-        if fails and self.requests % 4 == 1:
-            raise ConnectionResetError("connection reset by peer")
-        data: bytes = super().cat_file(path, start=start, end=end)
-        return data[:-1] if fails else data
-
-
-@pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    monkeypatch.setattr(range_reader, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(Flaky, "hopeless", False)
-    data = np.random.default_rng(1).bytes(40_000_000)
-    filesystem, path = fsspec.core.url_to_fs("flaky://far.tar")
-    filesystem.pipe_file(path, data)
-    return [shard_at("flaky://far.tar")]
-
-
-def test_dropped_and_short_answers_are_retried_and_logged(
-    flaky: list[Shard], caplog: pytest.LogCaptureFixture
-) -> None:
-    offset = np.arange(0, 39_000_000, 1_000_000)
-    asked = np.zeros(39, np.int32), offset, np.full(39, 5_000)
-    filesystem, path = fsspec.core.url_to_fs("flaky://far.tar")
-    complete = filesystem.store[path].getvalue()
-    Flaky.failures = 0
-    with caplog.at_level(logging.WARNING):
-        images = RangeReader(flaky, num_threads=1).read(*asked)
-    assert images == [complete[start : start + 5_000] for start in offset]
-    assert len(caplog.records) == Flaky.failures > 0
-    assert "shard flaky://far.tar: " in caplog.text
-    assert "attempt 2 in " in caplog.text
-
-
-def test_an_unreachable_store_is_reported_after_a_few_attempts(
-    flaky: list[Shard], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Flaky, "hopeless", True)
-    with pytest.raises(
-        PencilError, match=r"shard flaky://far.tar: .* failed 5 times, last with .*; check the"
-    ):
-        RangeReader(flaky).read(np.zeros(1, np.int32), np.array([7]), np.array([9]))
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_forbidden_shard_is_not_retried(shards: list[Shard]) -> None:
     Path(shards[0].url).chmod(0)
-    with pytest.raises(PencilError, match="check that it exists and is readable"):
+    with pytest.raises(PencilError, match=r"0.tar: cannot be opened: .*Permission denied"):
         RangeReader(shards).read(*places(5, 1))
 
 

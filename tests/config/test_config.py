@@ -17,6 +17,7 @@ from pencil_scale.config.loader import describe, load_config, masked
 from pencil_scale.config.settings import Config
 from pencil_scale.config.values import Line, Steps
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.retries import RefusedError
 
 GOOD = """\
 run: {name: small, storage: runs/small}
@@ -301,3 +302,17 @@ def test_the_command_explains_itself_and_its_errors(tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert failed.stderr.startswith("error: ")
     assert len(failed.stderr.splitlines()) == 1
+
+
+def test_a_store_that_refuses_access_is_reported_with_the_keys_that_name_it(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> None:
+        raise RefusedError("s3://lake/run/catalogue/manifest.json: no access (403); check the credentials")
+
+    words = [str(good), "run.storage=s3://lake/run", "data.shards=s3://crawl/{0..9}.tar"]
+    assert run_job(run, words, module="x", what="") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: s3://lake/run/catalogue/manifest.json: no access (403); check the credentials (see run.storage)"
+    )

@@ -1,5 +1,6 @@
 """Corrected shards: the same tars with other labels, which agree in all members of a sample."""
 
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from export_making import ExportBench, two_shards
 from tar_making import END, member
 
 from pencil_scale.export.tar_rewrite import LabelMember, NewLabel, rewrite_shard
-from pencil_scale.storage.urls import MemorySource
+from pencil_scale.storage.urls import REMOTE, ByteSource, MemorySource
 
 
 @pytest.fixture
@@ -117,6 +118,29 @@ def test_labels_from_a_file_beside_the_shards_become_members(bench: ExportBench)
         ("a", b"A", b"1"),
         ("c", b"C", None),
     ]
+
+
+def test_a_remote_shard_is_corrected_in_few_large_reads() -> None:
+    keys = [f"{number:05d}" for number in range(2_000)]
+    shard = b"".join(
+        member(f"{key}.png".encode(), b"p" * 20_000) + member(f"{key}.cls".encode(), b"0") for key in keys
+    )
+    shard += END
+    reads: list[int] = []
+
+    def read(start: int, length: int) -> bytes:
+        reads.append(length)
+        return shard[start : start + length]
+
+    labels = {key: NewLabel(1, "bee") if number % 3 == 0 else None for number, key in enumerate(keys)}
+    sinks = io.BytesIO(), io.BytesIO()
+    rewrite_shard(
+        ByteSource("s3://lake/x.tar", len(shard), read, *REMOTE), sinks[0], labels, LabelMember("cls")
+    )
+    rewrite_shard(MemorySource(shard), sinks[1], labels, LabelMember("cls"))
+    assert sinks[0].getvalue() == sinks[1].getvalue()
+    assert sum(reads) == len(shard)  # no byte twice
+    assert len(reads) <= len(shard) / 8e6 + 10
 
 
 def test_the_corrected_copy_of_a_damaged_shard_is_intact(bench: ExportBench) -> None:

@@ -83,7 +83,8 @@ def printed(found: Submitted) -> str:
 def data(address: str, tmp_path_factory: pytest.TempPathFactory) -> TinyData:
     """Shards on which a submitted job has trained."""
     data = TinyData.make(tmp_path_factory.mktemp("tiny"))
-    first = submit(address, "pencil_scale.train", str(data.folder / "config.yaml"), *ONE_EPOCH)
+    words = [str(data.folder / "config.yaml"), *ONE_EPOCH, "storage.retry_s=30"]
+    first = submit(address, "pencil_scale.train", *words)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "run tiny starts, on catalogue version 1" in first.stdout
     return data

@@ -3,6 +3,7 @@
 import json
 import pickle
 import resource
+import shutil
 from pathlib import Path
 
 import pyarrow.fs
@@ -10,6 +11,8 @@ import pytest
 import torch
 from label_making import names, new_labels
 
+from pencil_scale.labels.manifest import Manifest, fold_id
+from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import (
@@ -150,3 +153,69 @@ def test_a_run_finds_the_newest_committed_checkpoint_of_its_own_attempts(tmp_pat
     assert mine.remove(before=2) == [1]
     assert mine.remove() == [2, 3]
     assert other.attempts() == [9]
+
+
+def test_label_parts_that_no_checkpoint_names_any_more_are_removed_while_a_run_trains(tmp_path: Path) -> None:
+    keep = 2
+    start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
+    table, most, unsaved = LabelTable.restore(start, tmp_path / "scratch"), 0, dict[str, list[Manifest]]()
+    for step in range(1, 9):
+        attempt = 1 if step < 5 else 2  # the run is killed and resumed after step 4
+        unsaved = unsaved if step != 5 else {}
+        store = CheckpointStore(str(tmp_path), "tiny", RUN)
+        unsaved = store.sweep(attempt, unsaved, [start])
+        table.write([0, 1], torch.full((2, 10), float(step)), None, epoch=step)
+        manifest = table.snapshot()
+        unsaved[f"checkpoint-{step:09d}"] = [manifest]
+        most = max(most, len(list((tmp_path / "labels" / "parts" / RUN).iterdir())))
+        # Ray commits a checkpoint, and then removes those that are too many.
+        folder = tmp_path / "checkpoints" / "tiny" / store.attempt_name(attempt)
+        (folder / f"checkpoint-{step:09d}").mkdir(parents=True)
+        (folder / f"checkpoint-{step:09d}" / "labels.json").write_bytes(manifest.encode())
+        latest = {"latest_checkpoint_result": {"checkpoint_dir_name": f"checkpoint-{step:09d}"}}
+        (folder / SNAPSHOT).write_text(json.dumps(latest))
+        for old in sorted(folder.glob("checkpoint-0*"))[:-keep]:
+            shutil.rmtree(old)
+        for kept in (tmp_path / "checkpoints").glob("*/*/*/labels.json"):
+            LabelTable.restore(Manifest.load(kept), tmp_path / "again")
+    assert most == keep + 2
+    store.sweep(2, unsaved, [start])
+    assert len(list((tmp_path / "labels" / "parts" / RUN).iterdir())) == keep + 1
+    assert store.attempts() == [2]
+
+
+def test_the_parts_of_a_checkpoint_that_is_not_committed_yet_stay(tmp_path: Path) -> None:
+    start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
+    table = LabelTable.restore(start, tmp_path / "scratch")
+    table.write([0], torch.ones(1, 10), None, epoch=1)
+    best = table.snapshot()
+    table.write([0], torch.zeros(1, 10), None, epoch=2)
+    waiting = {"checkpoint-000000001": [table.snapshot(), best]}
+    store = CheckpointStore(str(tmp_path), "tiny", RUN)
+    assert store.sweep(1, waiting, [start]) == waiting
+    for labels in waiting["checkpoint-000000001"]:
+        LabelTable.restore(labels, tmp_path / "again")
+    assert store.sweep(1, {}, [start]) == {}
+    with pytest.raises(PencilError, match="missing"):
+        LabelTable.restore(best, tmp_path / "again")
+
+
+def test_a_damaged_manifest_stops_the_sweeping_but_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
+    (tmp_path / "labels" / "published").mkdir()
+    (tmp_path / "labels" / "published" / "other.json").write_text("{")
+    assert CheckpointStore(str(tmp_path), "tiny", RUN).sweep(1, {}, []) == {}
+    assert "were not removed" in caplog.text
+    LabelTable.restore(start, tmp_path / "again")
+
+
+def test_the_parts_of_a_fold_and_of_a_night_stay_while_a_run_trains(tmp_path: Path) -> None:
+    for name, run in (("runs/tiny/fold-1-labels.json", fold_id(RUN, 1)), ("nights/n/carried.json", RUN)):
+        labels = new_labels(tmp_path / "labels", [0, 1, len(run)], names(50), run=run)
+        (tmp_path / name).parent.mkdir(parents=True)
+        labels.save(tmp_path / name)
+    CheckpointStore(str(tmp_path), "tiny", RUN).sweep(1, {}, [])
+    for name in ("runs/tiny/fold-1-labels.json", "nights/n/carried.json"):
+        LabelTable.restore(Manifest.load(tmp_path / name), tmp_path / "again")

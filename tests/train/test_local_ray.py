@@ -1,5 +1,9 @@
 """A run that does not fit on this machine is refused before it starts."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import ray
 
@@ -27,3 +31,19 @@ def test_on_a_cluster_which_may_grow_the_run_prints_what_it_waits_for(
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     require_room(Workers(count=900, gpu=True, cpus=0.001))
     assert "900 need 900 GPUs, 0 are there; the run waits" in capsys.readouterr().out
+
+
+PRINT_IN_A_TASK = """
+import os, ray
+from pencil_scale.storage.retries import RETRY_VARIABLE, set_retry_s
+from pencil_scale.train.local_ray import ensure_ray
+set_retry_s(5)
+ensure_ray()
+print(ray.get(ray.remote(lambda: os.environ.get(RETRY_VARIABLE)).remote()))
+"""
+
+
+def test_storage_retry_s_reaches_the_processes_of_a_cluster(ray_session: None) -> None:
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    found = subprocess.run([sys.executable, "-c", PRINT_IN_A_TASK], env=env, capture_output=True, text=True)
+    assert found.stdout == "5\n", found.stderr

@@ -310,6 +310,7 @@ def test_a_run_that_diverges_ends_with_its_reason_and_is_neither_retried_nor_pub
     assert "lower stages.backbone.rate" in line
     assert not data.has_checkpoint(1)
     assert not (data.storage / "models").exists()
+    assert data.record()["status"] == "failed"
 
 
 # --- a node dies ---------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""Training on an object store that goes down: the run waits, and its labels are those of a quiet run.
+
+Everything is real: S3 over HTTP behind a proxy, the command, its own Ray and its workers.
+"""
+
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import s3fs
+from s3_front import fresh_front
+from training_runs import EPOCHS, TinyData
+
+from benchmarks.s3_proxy import Proxy, Seen, s3_proxy
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.storage.folder import Folder
+from pencil_scale.train.checkpoints import SNAPSHOT
+from pipelines import index_shards
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+KEEP = 2  # checkpoint.keep
+SHARDS = "data.shards=s3://lake/shards/{000..001}.tar"
+
+
+@dataclass
+class Lake:
+    """Shards, catalogue and storage of tiny runs on an object store."""
+
+    data: TinyData
+    proxy: Proxy
+    files: Any  # past the proxy
+    most_tables: int = 0  # label tables of one run, of one part each, that were in the store at once
+
+    @classmethod
+    def make(cls, data: TinyData, proxy: Proxy, files: Any) -> "Lake":
+        memory = f"memory://{uuid.uuid4().hex}"
+        for shard in data.folder.glob("*.tar"):
+            files.put_file(str(shard), f"lake/shards/{shard.name}")
+        # In memory, which needs no cluster.
+        index_shards.run(load_config(data.folder / "config.yaml", [f"run.storage={memory}", SHARDS]))
+        made, path = fsspec.core.url_to_fs(memory)
+        for name in made.find(f"{path}/catalogue"):
+            files.pipe_file(f"lake/tiny{name.removeprefix(path)}", made.cat_file(name))
+        return cls(data, proxy, files)
+
+    def train(self, name: str, *overrides: str) -> str:
+        """Train with the real command; return what it printed."""
+        words = [f"run.name={name}", "run.storage=s3://lake/tiny", SHARDS, "workers.count=1", *overrides]
+        words += [f"tracking.uri=sqlite:///{self.data.folder}/mlflow.db", "gate.hold=false"]
+        words += ["checkpoint.every_steps=15"]
+        with self.data.start(*words) as command:
+            while command.process.poll() is None:
+                parts = self.files.find("lake/tiny/labels/parts")
+                by_run = Counter(path.split("/")[-2] for path in parts)
+                self.most_tables = max(self.most_tables, *by_run.values(), 0)
+                time.sleep(0.1)
+            assert command.wait() == 0, command.output
+            return command.output
+
+    def require_labels_as_of(self, quiet: str, name: str) -> None:
+        assert np.array_equal(self.labels(quiet), self.labels(name))
+        summary = Folder("s3://lake/tiny").read_json(f"runs/{name}/summary.json")
+        assert summary["coverage"] == [1.0] * sum(EPOCHS.values())
+
+    def labels(self, name: str) -> npt.NDArray[np.float32]:
+        manifest = Manifest.load(f"s3://lake/tiny/labels/published/{name}.json")
+        return PublishedLabels(manifest).rows(range(self.data.num_samples)).logits
+
+
+@pytest.fixture
+def lake(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
+    with pytest.MonkeyPatch.context() as patch, s3_proxy(s3_endpoint) as proxy:
+        fresh_front(patch)
+        files = s3fs.S3FileSystem(endpoint_url=s3_endpoint, use_listings_cache=False)
+        yield Lake.make(TinyData.make(tmp_path_factory.mktemp("lake")), proxy, files)
+
+
+@dataclass
+class Nth:
+    """The nth request for such a file."""
+
+    left: int
+    method: str
+    end: str
+
+    def __call__(self, seen: Seen) -> bool:
+        self.left -= seen.method == self.method and seen.path.partition("?")[0].endswith(self.end)
+        return self.left <= 0
+
+
+def test_outages_while_shards_are_read_and_checkpoints_saved_do_not_change_the_labels(lake: Lake) -> None:
+    quiet = lake.train("quiet")
+    assert "does not answer" not in quiet
+
+    lake.proxy.down_for(2, Nth(3, "GET", ".tar"))
+    lake.proxy.down_for(20, Nth(2, "PUT", SNAPSHOT))
+    lake.proxy.down_for(20, Nth(5, "GET", ".tar"))
+    lake.proxy.down_for(20, Nth(9, "PUT", ".arrow"))
+    stormy = lake.train("stormy")
+    assert len(lake.proxy.outages) == 4
+    assert re.search(r"s3://lake/\S+ does not answer .*: retrying for up to 600 s", stormy)
+    assert re.search(r"s3://lake answers again after \d+ s", stormy)
+    assert "failed" not in stormy  # no worker was replaced
+    lake.require_labels_as_of("quiet", "stormy")
+
+    # An outage that is longer than the patience of a run ends the attempt of its worker; the next resumes.
+    lake.proxy.down_for(15, Nth(9, "PUT", ".arrow"))
+    impatient = lake.train("impatient", "storage.retry_s=2")
+    assert len(lake.proxy.outages) == 5
+    assert re.search(
+        r"worker 0 failed: UnreachableError: s3://lake/tiny/\S+: unreachable for \d+ s", impatient
+    )
+    assert re.search(r"training with 1 worker from epoch", impatient)
+    lake.require_labels_as_of("quiet", "impatient")
+    # Those of the checkpoints, what the run started from, a new one, and one of a checkpoint on its way.
+    assert lake.most_tables <= KEEP + 3
