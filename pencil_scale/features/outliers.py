@@ -4,10 +4,10 @@ A class is the mean of its vectors, by the given labels; wrong labels hardly mov
 threshold are left out and the means are computed again, until nothing changes, so that many outliers do not
 hide each other. The threshold is the median plus 2.5 standard deviations of the root of the score, which is
 about the angle; its lower quarter gives the deviation, as that of a normal distribution, so that outliers do
-not raise it. Of photos without any outlier, about 1 % are above it.
+not raise it. Some images that are all right are above it.
 
-On photos of clothing with other pictures among them (docs/data.md) this finds more than the distance to
-the nearest neighbours, to which outliers that look alike seem normal, and than Mahalanobis distances.
+On photos of clothing with other pictures among them this finds more than the distance to the nearest
+neighbours, to which outliers that look alike seem normal, and than Mahalanobis distances.
 
     scores, threshold = outlier_scores(vectors, classes)     # of each vector; classes: -1 without a label
 """

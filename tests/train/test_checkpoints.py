@@ -6,6 +6,7 @@ import resource
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow.fs
 import pytest
 import torch
@@ -212,10 +213,12 @@ def test_a_damaged_manifest_stops_the_sweeping_but_not_the_run(
 
 
 def test_the_parts_of_a_fold_and_of_a_night_stay_while_a_run_trains(tmp_path: Path) -> None:
-    for name, run in (("runs/tiny/fold-1-labels.json", fold_id(RUN, 1)), ("nights/n/carried.json", RUN)):
+    named = {"runs/tiny/fold-1-labels.json": fold_id(RUN, 1), "nights/n/carried.json": RUN}
+    for name, run in named.items():
         labels = new_labels(tmp_path / "labels", [0, 1, len(run)], names(50), run=run)
         (tmp_path / name).parent.mkdir(parents=True)
         labels.save(tmp_path / name)
     CheckpointStore(str(tmp_path), "tiny", RUN).sweep(1, {}, [])
-    for name in ("runs/tiny/fold-1-labels.json", "nights/n/carried.json"):
-        LabelTable.restore(Manifest.load(tmp_path / name), tmp_path / "again")
+    for name, run in named.items():
+        kept = LabelTable.restore(Manifest.load(tmp_path / name), tmp_path / "again")
+        assert kept.read(np.arange(3), "noisy_class").tolist() == [0, 1, len(run)]
