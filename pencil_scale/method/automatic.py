@@ -25,9 +25,10 @@ from pencil_scale.storage.errors import PencilError
 # Steps of a stage, and the fewest and most epochs to take them in.
 FROM_SCRATCH = {"backbone": (2500, 5, 25), "pencil": (4000, 8, 40), "finetune": (2000, 4, 20)}
 PRETRAINED = {"backbone": (1000, 3, 10), "pencil": (2000, 8, 25), "finetune": (1000, 4, 10)}
-HEAD = {"backbone": (600, 2, 8), "pencil": (1500, 10, 20), "finetune": (600, 2, 8)}
+HEAD = {"backbone": (300, 2, 4), "pencil": (1500, 10, 20), "finetune": (600, 2, 8)}
 RATE, PRETRAINED_RATE, HIGHEST_RATE = 0.05 / 128, 0.0016 / 32, 0.1  # per sample of a batch; per batch
-HEAD_RATE = 0.003 / 16
+HEAD_RATE, HIGHEST_HEAD_RATE = 0.001 / 16, 0.03
+HEAD_DECAY = (0.1, 100)  # of weights, at most; divided by the samples
 STEPS_PER_EPOCH = 160
 SMALLEST_BATCH, LARGEST_BATCH, FEWEST_PER_WORKER = 16, 2048, 8
 FOLDS, MOST_FOLDED = 4, 10_000  # trainings, and the samples up to which there are that many
@@ -159,15 +160,16 @@ def _choose_training(config: Config, facts: Facts, crop: int, take: Take) -> Non
     per_worker = max(FEWEST_PER_WORKER, math.ceil(wanted / parallel))
     actual = take("optimizer.batch_per_worker", per_worker) * parallel
     batch = take("optimizer.tuned_batch", actual)
-    kind = (FROM_SCRATCH, RATE, 5e-4)
+    budgets, rate, weight_decay = FROM_SCRATCH, min(RATE * batch, HIGHEST_RATE), 5e-4
     if config.model.head is not None:
-        kind = (HEAD, HEAD_RATE, 1e-3)
+        most, for_all = HEAD_DECAY
+        budgets, weight_decay = HEAD, float(f"{min(most, for_all / max(facts.num_samples, 1)):.2g}")
+        rate = min(HEAD_RATE * batch, HIGHEST_HEAD_RATE)
     elif config.model.weights is not None:
-        kind = (PRETRAINED, PRETRAINED_RATE, 1e-4)
-    budgets, per_sample, weight_decay = kind
+        budgets, rate, weight_decay = PRETRAINED, min(PRETRAINED_RATE * batch, HIGHEST_RATE), 1e-4
     take("optimizer.weight_decay", weight_decay)
     steps = math.ceil(max(facts.num_samples, 1) / actual)
-    rate = float(f"{min(per_sample * batch, HIGHEST_RATE):.2g}")
+    rate = float(f"{rate:.2g}")
     epochs = {}
     for name, (budget, fewest, most) in budgets.items():
         epochs[name] = take(f"stages.{name}.epochs", min(max(round(budget / steps), fewest), most))
