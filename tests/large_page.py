@@ -29,7 +29,9 @@ def large_page(path: Path, num_samples: int = 100_000, num_classes: int = 1000) 
     none = Cells.of(given[:0], given[:0])
     scores = np.full((2, SCORE_BINS), 1000)
     known = np.array([[100.0], [0.9], [0.8]]) * [np.ones(TRUTH_BINS), *2 * [np.arange(5, 105, 10.0)]]
-    tally = Tally(counts, transitions, none, scores, none, table, table.slice(0, 400), known)
+    tally = Tally(
+        counts, transitions, none, scores, none, table, table.slice(0, 400), known, added=table.slice(0, 0)
+    )
     moves = (chance.random((num_samples, NUM_EPOCHS)) < 0.5).cumsum(1) > 2
     classes = np.where(moves, suggested[:, None], given[:, None]).astype(np.uint16)
     traces = Traces(tuple(range(NUM_EPOCHS)), classes, chance.random(classes.shape).astype(np.float16))
