@@ -129,6 +129,11 @@ class Model(Settings):
         "another size is left out; null: random weights, which are too weak a start for photos",
         None,
     )
+    head: Literal["linear"] | None = key(
+        "train only this layer, on features that the rest of the network, frozen, gives each image once; "
+        "minutes instead of days without a GPU, if weights are pretrained; null: train the whole network",
+        None,
+    )
 
 
 class Optimizer(Settings):
@@ -405,6 +410,17 @@ class Config(Settings):
     pin: PinJob = key("what pin_labels reads", PinJob())
     report: ReportJob = key("what review_report shows", ReportJob())
     nightly: NightlyJob = key("what reclean_nightly does, and when it holds a night", NightlyJob())
+
+    @model_validator(mode="after")
+    def _head_fits(self) -> Self:
+        if self.model.head is not None and self.model.backbone is None:
+            raise ValueError("model.head: name the network that gives the features, as model.backbone")
+        if self.model.head is not None and self.features.backbone not in (None, self.model.backbone):
+            raise ValueError(
+                f"features.backbone: {self.features.backbone}; with model.head the features are those of "
+                f"model.backbone, {self.model.backbone}: leave features.backbone out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _recordable(self) -> Self:

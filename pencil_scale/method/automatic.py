@@ -25,7 +25,10 @@ from pencil_scale.storage.errors import PencilError
 # Steps of a stage, and the fewest and most epochs to take them in.
 FROM_SCRATCH = {"backbone": (2500, 5, 25), "pencil": (4000, 8, 40), "finetune": (2000, 4, 20)}
 PRETRAINED = {"backbone": (1000, 3, 10), "pencil": (2000, 8, 25), "finetune": (1000, 4, 10)}
+HEAD = {"backbone": (300, 2, 4), "pencil": (1500, 10, 20), "finetune": (600, 2, 8)}
 RATE, PRETRAINED_RATE, HIGHEST_RATE = 0.05 / 128, 0.0016 / 32, 0.1  # per sample of a batch; per batch
+HEAD_RATE, HIGHEST_HEAD_RATE = 0.001 / 16, 0.03
+HEAD_DECAY = (0.1, 100)  # of weights, at most; divided by the samples
 STEPS_PER_EPOCH = 160
 SMALLEST_BATCH, LARGEST_BATCH, FEWEST_PER_WORKER = 16, 2048, 8
 FOLDS, MOST_FOLDED = 4, 10_000  # trainings, and the samples up to which there are that many
@@ -51,7 +54,8 @@ def choose(config: Config, facts: Facts) -> dict[str, Any]:
     """Choose a value for every key that the config leaves open: dotted keys, and values for JSON."""
     chosen: dict[str, Any] = {}
     take = _taker(config, chosen)
-    crop = _choose_images(config, facts, take, 256 if config.workers.gpu else 146)
+    is_large = config.workers.gpu or config.model.head is not None
+    crop = _choose_images(config, facts, take, 256 if is_large else 146)
     _choose_backbone(config, crop, take)
     _choose_training(config, facts, crop, take)
     if config.evidence.watched is None:
@@ -151,17 +155,23 @@ def _choose_backbone(config: Config, crop: int, take: Take) -> None:
 
 
 def _choose_training(config: Config, facts: Facts, crop: int, take: Take) -> None:
-    pretrained = config.model.weights is not None
     parallel = config.workers.count[1] * config.optimizer.accumulation
     wanted = config.optimizer.tuned_batch or _batch(config, facts.num_samples, crop)
     per_worker = max(FEWEST_PER_WORKER, math.ceil(wanted / parallel))
     actual = take("optimizer.batch_per_worker", per_worker) * parallel
     batch = take("optimizer.tuned_batch", actual)
-    take("optimizer.weight_decay", 1e-4 if pretrained else 5e-4)
+    budgets, rate, weight_decay = FROM_SCRATCH, min(RATE * batch, HIGHEST_RATE), 5e-4
+    if config.model.head is not None:
+        most, for_all = HEAD_DECAY
+        budgets, weight_decay = HEAD, float(f"{min(most, for_all / max(facts.num_samples, 1)):.2g}")
+        rate = min(HEAD_RATE * batch, HIGHEST_HEAD_RATE)
+    elif config.model.weights is not None:
+        budgets, rate, weight_decay = PRETRAINED, min(PRETRAINED_RATE * batch, HIGHEST_RATE), 1e-4
+    take("optimizer.weight_decay", weight_decay)
     steps = math.ceil(max(facts.num_samples, 1) / actual)
-    rate = float(f"{min((PRETRAINED_RATE if pretrained else RATE) * batch, HIGHEST_RATE):.2g}")
+    rate = float(f"{rate:.2g}")
     epochs = {}
-    for name, (budget, fewest, most) in (PRETRAINED if pretrained else FROM_SCRATCH).items():
+    for name, (budget, fewest, most) in budgets.items():
         epochs[name] = take(f"stages.{name}.epochs", min(max(round(budget / steps), fewest), most))
         take(f"stages.{name}.rate", rate)
     half = epochs["finetune"] // 2
@@ -177,5 +187,6 @@ def _batch(config: Config, num_samples: int, crop: int) -> int:
     """A power of two that gives about 160 steps per epoch, within what a worker's memory holds."""
     gpu, count = config.workers.gpu, config.workers.count[1]
     most = count * (128 if crop <= SMALL else 64 if gpu else 32)
+    most = LARGEST_BATCH if config.model.head else most
     batch = 2 ** round(math.log2(max(num_samples, 1) / STEPS_PER_EPOCH))
     return int(min(max(batch, SMALLEST_BATCH), most, LARGEST_BATCH))

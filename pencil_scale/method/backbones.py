@@ -51,15 +51,30 @@ PROBED_CLASSES = 1009  # a prime number, so that no layer but the head has as ma
 def build_features(name: str, weights: str | None = None) -> nn.Module:
     """Build a network without its head, for inference; a factory may also return one that has no head."""
     model = build_backbone(name, PROBED_CLASSES, weights)
+    if path := _head_of(model):
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Identity())
+    return model.eval().requires_grad_(False)
+
+
+def find_head(name: str) -> str:
+    """The path of a network's last linear layer, as in `fc`."""
+    path = _head_of(build_backbone(name, PROBED_CLASSES))
+    if not path:
+        raise PencilError(
+            f"model.head: {name} has no linear layer with one output per class, which could be trained "
+            "alone; choose another model.backbone, or leave model.head out"
+        )
+    return path
+
+
+def _head_of(model: nn.Module) -> str:
     heads = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.out_features == PROBED_CLASSES
     ]
-    for path in heads[-1:]:
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Identity())
-    return model.eval().requires_grad_(False)
+    return heads[-1] if heads else ""
 
 
 # --- networks for small images -----------------------------------------------------------------------

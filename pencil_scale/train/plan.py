@@ -19,12 +19,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import ray
 import torch
+from torch import nn
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference, read_class_names
@@ -32,6 +35,8 @@ from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
 from pencil_scale.config.settings import Config, Evidence
+from pencil_scale.features.manifest import FeatureManifest
+from pencil_scale.features.stream import FeatureStream
 from pencil_scale.images.augment import require_sizes
 from pencil_scale.labels.columns import NARROW_BYTES
 from pencil_scale.labels.manifest import Manifest
@@ -39,7 +44,7 @@ from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.roles import ROLES, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.automatic import Facts, choose, filled
-from pencil_scale.method.backbones import build_backbone
+from pencil_scale.method.backbones import build_backbone, find_head
 from pencil_scale.method.evidence import TOP
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
@@ -50,7 +55,7 @@ from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
-from pencil_scale.train.preparation import Preparation, build_network
+from pencil_scale.train.preparation import Preparation, build_network, open_features
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
@@ -110,6 +115,7 @@ def make_plan(
         )
     facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}), parent is not None)
     config, automatic = fill_in(config, facts, record)
+    features = _features(config, catalogue)
     require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
     schedule = Schedule(config.stages, config.optimizer, len(names), batch)
@@ -117,6 +123,9 @@ def make_plan(
         raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
     weights = record.weights if record else config.model.weights
     model = build_backbone(config.model.backbone, len(names), weights)
+    if features is not None:
+        find_head(config.model.backbone)
+        model = nn.Linear(features.dimension, len(names))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
     lines.append(check_outlook(schedule))
@@ -134,6 +143,19 @@ def make_plan(
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     counted = (num_samples, weight_bytes)
     return RunPlan(config, automatic, names, schedule, catalogue, stream, clean, roles, *counted, lines)
+
+
+def _features(config: Config, catalogue: Catalogue) -> FeatureManifest | None:
+    """The features that a head is trained on."""
+    if config.model.head is None:
+        return None
+    found = FeatureManifest.choose(Storage(config.run.storage), config.features.name)
+    if found.catalogue != catalogue.id:
+        raise PencilError(
+            f"features {found.key}: of another catalogue, {found.catalogue}; run "
+            f"`{program('pipelines.extract_features')}` again"
+        )
+    return found
 
 
 def _roles(
@@ -172,7 +194,8 @@ def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters
     if facts.num_samples < catalogue.num_ok or config.data.subset:
         named = f" ({config.data.subset})" if config.data.subset else ""
         samples += f"{named} out of {catalogue.num_ok:,}"
-    network = f"{config.model.backbone} with {num_parameters:,} parameters"
+    what = f", of which the {config.model.head} head is trained," if config.model.head else ""
+    network = f"{config.model.backbone}{what} with {num_parameters:,} parameters"
     return f"run {config.run.name}: {samples} of {facts.num_classes} classes, {network}"
 
 
@@ -336,8 +359,10 @@ def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Sta
     config = config.model_copy(update={"optimizer": options})
     device = torch.device("cuda" if config.workers.gpu else "cpu")
     preparation = Preparation(config, device, lambda row, reason: reason)
-    _, stepper = build_network(config, num_classes, device, world=1)
-    stream = Stream(spec, in_process=True)
+    with TemporaryDirectory() as folder:
+        found = open_features(config, Path(folder))
+        _, stepper = build_network(config, num_classes, device, world=1, table=found)
+        stream = Stream(spec, in_process=True) if found is None else FeatureStream(spec, found)
     epochs = (preparation.ahead(stream.batches(epoch)) for epoch in itertools.count())
     num_done, started = 0, time.perf_counter()
     for nth, batch in enumerate(itertools.chain.from_iterable(epochs)):

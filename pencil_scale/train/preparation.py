@@ -15,7 +15,7 @@ Each rank evaluates its own share of a clean set, every sample once. A share tha
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
     clean = CleanSet(spec, rank, world)
-    right, seen = count_right(model, clean.batches(), recipe, device, bf16=False)      # of this rank
+    right, seen = count_right(model, clean.batches(), preparation)      # of this rank
 """
 
 import fcntl
@@ -30,15 +30,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pencil_scale.config.settings import Config, Images
+from pencil_scale.config.settings import Config
+from pencil_scale.features.head import build_head
+from pencil_scale.features.manifest import FeatureManifest
+from pencil_scale.features.network import load_frozen
+from pencil_scale.features.table import FeatureTable
 from pencil_scale.images.augment import augment, centre
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
-from pencil_scale.method.backbones import build_backbone
+from pencil_scale.method.backbones import build_backbone, find_head
+from pencil_scale.storage.hashing import hashes
+from pencil_scale.storage.storage import Storage
+from pencil_scale.stream.plan import mixed_key
 from pencil_scale.stream.stream import Prefetch, Stream, StreamSpec
 from pencil_scale.train.step import StepGraph, Stepper, top_predictions
 
@@ -93,14 +101,34 @@ def sweep_scratch(base: Path) -> None:
                 os.close(handle)
 
 
+def open_features(config: Config, folder: Path) -> FeatureTable | None:
+    """Map a local copy of the features in this folder, if only a head is trained."""
+    if config.model.head is None:
+        return None
+    storage = Storage(config.run.storage)
+    return FeatureTable.open(storage, FeatureManifest.choose(storage, config.features.name).key, folder)
+
+
 def build_network(
-    config: Config, num_classes: int, device: torch.device, world: int, weights: str | None = None
+    config: Config,
+    num_classes: int,
+    device: torch.device,
+    world: int,
+    weights: str | None = None,
+    table: FeatureTable | None = None,
 ) -> tuple[nn.Module, Stepper | StepGraph]:
-    """Build the network, from pretrained weights or at random, and the stepper that trains it."""
+    """Build the network, from pretrained weights or at random, and the stepper that trains it.
+
+    If there is a table of features, the network is the head that is trained on them.
+    """
     model = build_backbone(config.model.backbone, num_classes, weights)
+    if table is not None:
+        layer = model.get_submodule(find_head(config.model.backbone))
+        assert isinstance(layer, nn.Linear)
+        model = build_head(table, num_classes, layer)
     if config.optimizer.sync_batch_norm and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if device.type == "cuda":
+    if device.type == "cuda" and table is None:
         model = model.to(memory_format=torch.channels_last)
     model = model.to(device)
     optimizer = torch.optim.SGD(
@@ -145,7 +173,7 @@ class Preparation:
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches on; encoded ones are decoded in a thread while the GPU trains."""
-        if self.config.images.decode == "cpu":
+        if self.config.images.decode == "cpu" or self.config.model.head:
             yield from batches
             return
         coming = Prefetch((self.decode(batch) for batch in batches), DECODED_AHEAD)
@@ -156,18 +184,15 @@ class Preparation:
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
-        recipe = self.config.images
         decoded = self.decode(batch)
-        images = decoded.images.to(self.device, non_blocking=True)
-        images = augment(images, batch.rows, self.config.run.seed, epoch, recipe)
-        if self.device.type == "cuda":
-            images = images.contiguous(memory_format=torch.channels_last)
+        images = self._augmented(decoded.images.to(self.device, non_blocking=True), batch.rows, epoch)
         brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         missing = FEWEST_ROWS - len(batch.rows)
         if missing <= 0:
             return brought
-        if missing == FEWEST_ROWS:
-            images = brought.weight.new_zeros(0, 3, recipe.crop, recipe.crop)
+        if missing == FEWEST_ROWS and not self.config.model.head:
+            crop = self.config.images.crop
+            images = brought.weight.new_zeros(0, 3, crop, crop)
 
         def padded(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
@@ -181,6 +206,28 @@ class Preparation:
             noisy_class=padded(brought.noisy_class),
         )
 
+    def _augmented(self, images: Tensor, rows: Tensor, epoch: int) -> Tensor:
+        """Draw a variant of each sample, which depends on seed, epoch and row alone."""
+        seed = self.config.run.seed
+        if self.config.model.head:
+            view = hashes(rows.numpy(), mixed_key(seed, epoch)) % np.uint64(images.shape[1])
+            return images[torch.arange(len(images)), torch.from_numpy(view.astype(np.int64))].float()
+        images = augment(images, rows, seed, epoch, self.config.images)
+        return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
+
+    def plain(self, images: Tensor) -> Tensor:
+        """What the network sees of samples when it is evaluated."""
+        images = images.to(self.device, non_blocking=True)
+        return images.float().mean(1) if self.config.model.head else centre(images, self.config.images)
+
+    def predictions(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Let a network in evaluation mode predict samples."""
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.config.optimizer.precision == "bf16"
+        ):
+            class_logits: Tensor = model(self.plain(images))
+        return class_logits
+
     def decode(self, batch: Batch) -> Batch:
         """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
         if isinstance(batch.images, torch.Tensor):
@@ -191,12 +238,24 @@ class Preparation:
 
 
 class CleanSet:
-    """One rank's share of a clean set; with `in_process` Ray is never used."""
+    """One rank's share of a clean set; with `in_process` Ray is never used.
 
-    def __init__(self, spec: StreamSpec, rank: int, world: int, in_process: bool = False) -> None:
+    With a frozen network, the features of the images are computed once and kept.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        rank: int,
+        world: int,
+        in_process: bool = False,
+        featured: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         self._stream = Stream(spec, rank, world, in_process=True)
         height, width = self._stream.image_size
+        self._featured = featured
         self.is_large = self._stream.num_rows / world * 3 * height * width > CACHE_BYTES
+        self.is_large &= featured is None
         if self.is_large and not in_process:
             self._stream = Stream(spec, rank, world)
         self._kept: list[Batch] = []
@@ -206,21 +265,32 @@ class CleanSet:
         """Read the samples; `noisy_class` is their true class, and unreadable images have weight 0."""
         if self.is_large:
             return self._stream.batches(0)
-        self._kept = self._kept or list(self._stream.batches(0))
+        if not self._kept:
+            read = self._stream.batches(0)
+            self._kept = list(read if self._featured is None else map(self._featured, read))
         return iter(self._kept)
 
 
+def featured_by(config: Config, weights: str | None) -> Callable[[Batch], Batch]:
+    """A function that replaces the images of a batch by their features."""
+    frozen, _ = load_frozen(config.model.backbone, weights, config.images.crop, config.run.seed)
+
+    @torch.inference_mode()
+    def featured(batch: Batch) -> Batch:
+        found = frozen.module(centre(batch.images.to(frozen.device), config.images))
+        return replace(batch, images=found[:, None].half().cpu().clone())
+
+    return featured
+
+
 @torch.no_grad()
-def count_right(
-    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
-) -> tuple[int, int]:
+def count_right(model: nn.Module, batches: Iterable[Batch], preparation: Preparation) -> tuple[int, int]:
     """Count the samples whose class the network predicts, and all samples that could be read."""
+    device = preparation.device
     right, seen = torch.zeros(2, dtype=torch.int64, device=device)
     training, _ = model.training, model.eval()
     for batch in batches:
-        images = centre(batch.images.to(device, non_blocking=True), recipe)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            predicted = model(images).argmax(-1)
+        predicted = preparation.predictions(model, batch.images).argmax(-1)
         readable = batch.weight.to(device, non_blocking=True) > 0
         true_class = batch.noisy_class.to(device, non_blocking=True)
         right += ((predicted == true_class) & readable).sum()
@@ -231,15 +301,12 @@ def count_right(
 
 @torch.no_grad()
 def predict(
-    model: nn.Module, batches: Iterable[Batch], recipe: Images, device: torch.device, bf16: bool
+    model: nn.Module, batches: Iterable[Batch], preparation: Preparation
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the rows of readable images, what the network predicts for them, and their given classes."""
     training, _ = model.training, model.eval()
     for batch in batches:
-        images = centre(batch.images.to(device, non_blocking=True), recipe)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            class_logits = model(images)
         readable = batch.weight > 0
-        predicted = top_predictions(class_logits)
-        yield batch.rows[readable], predicted[readable.to(device)], batch.noisy_class[readable]
+        predicted = top_predictions(preparation.predictions(model, batch.images))
+        yield batch.rows[readable], predicted[readable.to(preparation.device)], batch.noisy_class[readable]
     model.train(training)

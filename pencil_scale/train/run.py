@@ -34,6 +34,7 @@ from pencil_scale.tracking.receiver import RESUMABLE
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, make_job
+from pencil_scale.train.extract import compute_features
 from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
@@ -135,6 +136,7 @@ def with_absolute_storage(config: Config) -> Config:
 def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple[RunPlan, RunRecord]:
     """Check the run, start Ray, and find the record of the run, or make one."""
     storage, name = config.run.storage, config.run.name
+    config = with_features(config)
     earlier = read_record(storage, name)
     settings = _settings(filled(config, earlier.automatic if earlier else {}))
     is_saved = partial(_is_saved, storage)
@@ -161,6 +163,19 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
     return plan, record
 
 
+def with_features(config: Config) -> Config:
+    """Compute the features that a head is trained on, as far as there are none, and name them."""
+    if config.model.head is None or config.features.name is not None:
+        return config
+    ensure_ray()
+    found = compute_features(config)
+    say(
+        f"features: {found.num_computed:,} computed now, {found.manifest.counts['ready']:,} in {found.folder}"
+    )
+    features = config.features.model_copy(update={"name": found.manifest.key})
+    return config.model_copy(update={"features": features})
+
+
 def _track(plan: RunPlan, record: RunRecord) -> Tracker:
     """Report to MLflow what the run is, and which data it reads."""
     storage = plan.config.run.storage
@@ -181,9 +196,11 @@ def _is_saved(storage: str, record: RunRecord) -> bool:
 
 def _settings(config: Config) -> dict[str, str]:
     """The settings of a run as text, with a hash of its subset: it may be redrawn under the same name."""
-    subset = config.data.subset
+    subset, found = config.data.subset, describe(config)
+    if config.model.head is None:
+        del found["features.name"]
     members = {} if subset is None else {"data.subset members": fingerprint(subset)}
-    return describe(config) | members
+    return found | members
 
 
 def _new_record(plan: RunPlan, start: Start | None, lease: Lease) -> RunRecord:

@@ -1,6 +1,6 @@
 """Watch: what a run learns, while it trains, from samples that it never trains on.
 
-    watch = Watch(samples, config, ranks, owners, device, saved)
+    watch = Watch(samples, preparation, ranks, owners, saved)       # samples(): their batches
     figures |= watch.look(model, "pencil", epoch)           # after every epoch
     watch.keep(epochs_done, model, labels)                  # if this is the best epoch of its kind so far
     watch.best                                              # the epoch to return to, or to publish
@@ -13,19 +13,17 @@ Epochs within a standard error of each other cannot be told apart; the latest of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
-import torch
 from torch import nn
 
-from pencil_scale.config.settings import Config
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.owners import Owners
+from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
 from pencil_scale.train.checkpoints import Kept, Saved
-from pencil_scale.train.preparation import CleanSet, predict
+from pencil_scale.train.preparation import Preparation, predict
 from pencil_scale.train.ranks import Ranks
 
 FIRST = "backbone"  # the stage before labels move
@@ -36,15 +34,13 @@ class Watch:
 
     def __init__(
         self,
-        samples: CleanSet,
-        config: Config,
+        samples: Callable[[], Iterator[Batch]],
+        preparation: Preparation,
         ranks: Ranks,
         owners: Owners,
-        device: torch.device,
         saved: Saved | None,
     ) -> None:
-        self._samples, self._config, self._ranks = samples, config, ranks
-        self._owners, self._device = owners, device
+        self._samples, self._preparation, self._ranks, self._owners = samples, preparation, ranks, owners
         figures = saved.figures if saved else []
         self._seen = [(one["stage"], one["watch_agreement"]) for one in figures]  # of every epoch
         self._agree: list[int] = []  # the judging samples that are predicted as given now
@@ -56,12 +52,8 @@ class Watch:
 
     def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, float]:
         """Predict the samples, store the predictions if an epoch is over, and compare with what was given."""
-        config = self._config
-        bf16 = config.optimizer.precision == "bf16"
         found = [(np.zeros(0, np.int64), np.zeros(0, np.bool_))]
-        for some, predicted, given in predict(
-            model, self._samples.batches(), config.images, self._device, bf16
-        ):
+        for some, predicted, given in predict(model, self._samples(), self._preparation):
             if epoch is not None:
                 self._owners.mark(some, predicted, epoch)
             found.append((some.numpy(), predicted[:, 0].cpu().numpy() == given.numpy()))

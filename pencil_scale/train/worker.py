@@ -11,9 +11,10 @@ import logging
 import math
 import pickle
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import ray.train
 import ray.train.torch
 
 from pencil_scale.config.settings import Config
+from pencil_scale.features.stream import FeatureStream
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
@@ -47,6 +49,8 @@ from pencil_scale.train.preparation import (
     build_network,
     claim_scratch,
     count_right,
+    featured_by,
+    open_features,
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
@@ -118,8 +122,12 @@ class Worker:
         self.progress = saved.progress if saved else Progress()
         self.figures = saved.figures if saved else []
 
+        copied = claim_scratch(config.workers.scratch, "features")
+        opened.callback(shutil.rmtree, copied, ignore_errors=True)
+        features = open_features(config, copied)
+        weights = job.record.weights
         self.model, self.stepper = build_network(
-            config, len(class_names), self.device, world, job.record.weights
+            config, len(class_names), self.device, world, weights, features
         )
         if saved:
             self.model.load_state_dict(saved.weights)
@@ -132,19 +140,33 @@ class Worker:
         owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
         self.owners = opened.enter_context(owners)
         local = config.workers.in_process
-        self.stream = Stream(job.stream, rank, world, in_process=local)
-        opened.callback(self.stream.close)
+
+        def stream_of(spec: StreamSpec) -> Stream:
+            if features is not None:
+                stream: Stream = FeatureStream(spec, features, rank, world)
+            else:
+                stream = Stream(spec, rank, world, in_process=local)
+            opened.callback(stream.close)
+            return stream
+
+        self.stream = stream_of(job.stream)
         self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
         self.prepare = self.preparation.prepare
         self.clean: dict[str, CleanSet] = {}
+        featured = featured_by(config, weights) if features is not None and job.clean else None
         for name, spec in job.clean.items():
-            self.clean[name] = CleanSet(spec, rank, world, local)
+            self.clean[name] = CleanSet(spec, rank, world, local, featured)
             opened.callback(self.clean[name].close)
         self.watch: Watch | None = None
         if job.watched is not None:
-            watched = CleanSet(job.watched, rank, world, local)
-            opened.callback(watched.close)
-            self.watch = Watch(watched, config, self.ranks, self.owners, self.device, saved)
+            samples: Callable[[], Iterator[Batch]]
+            if features is not None:
+                samples = partial(stream_of(job.watched).batches, 0)
+            else:
+                watched = CleanSet(job.watched, rank, world, local)
+                opened.callback(watched.close)
+                samples = watched.batches
+            self.watch = Watch(samples, self.preparation, self.ranks, self.owners, saved)
         self.study = LabelStudy(
             config.run.storage,
             job.record.catalogue_version,
@@ -209,11 +231,10 @@ class Worker:
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
         """Evaluate, study the labels, report to the driver, and save."""
-        epoch, config = progress.epoch - 1, self.job.config
+        epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
-        recipe, bf16 = config.images, config.optimizer.precision == "bf16"
         for name, clean in self.clean.items():
-            counts = count_right(self.model, clean.batches(), recipe, self.device, bf16)
+            counts = count_right(self.model, clean.batches(), self.preparation)
             right, seen = (self.ranks.total(count) for count in counts)
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
         if self.watch is not None:

@@ -130,7 +130,7 @@ def test_a_job_that_was_killed_resumes_where_it_had_saved(
         return extraction.extract(job, window)
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.extract_features.extract", dies)
+        patch.setattr("pencil_scale.train.extract.extract", dies)
         with pytest.raises(KeyboardInterrupt):
             bench.extract()
     summary = bench.extract()
@@ -159,7 +159,7 @@ def test_a_job_that_could_not_save_at_its_end_keeps_what_it_saved_now_and_then(
 
     with monkeypatch.context() as patch:
         patch.setattr(extraction, "SAVE_EVERY_S", 0.0)
-        patch.setattr("pipelines.extract_features.extract", killed)
+        patch.setattr("pencil_scale.train.extract.extract", killed)
         with pytest.raises(KeyboardInterrupt):
             bench.extract()
     summary = bench.extract()

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from loops import DEMO
 from stream_making import Shards, five_shards
 from torch import nn
 
-from pencil_scale.config.settings import Images
+from pencil_scale.config.loader import load_config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream
 from pencil_scale.train import preparation
-from pencil_scale.train.preparation import CleanSet, count_right
+from pencil_scale.train.preparation import CleanSet, Preparation, count_right
 
-RECIPE = Images(crop=2, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+PLAIN = ["images.crop=2", "images.pad=0", "images.flip=false", "images.mean=[0,0,0]", "images.std=[1,1,1]"]
+PREPARATION = Preparation(load_config(DEMO, PLAIN), torch.device("cpu"), lambda row, reason: reason)
 
 
 class Brightest(nn.Module):
@@ -30,12 +32,12 @@ def clean_batch(*channels: int, true: list[int], weight: list[float]) -> Batch:
 
 def test_correct_predictions_are_counted_and_unreadable_images_are_not() -> None:
     batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
-    assert count_right(Brightest(), batches, RECIPE, torch.device("cpu"), bf16=False) == (2, 3)
+    assert count_right(Brightest(), batches, PREPARATION) == (2, 3)
 
 
 def test_the_network_returns_to_training_mode() -> None:
     model = Brightest().train()
-    count_right(model, [], RECIPE, torch.device("cpu"), bf16=False)
+    count_right(model, [], PREPARATION)
     assert model.training
 
 
@@ -54,10 +56,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
     """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
     clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world)
-    first, again = (
-        count_right(RedModuloThree(), clean.batches(), RECIPE, torch.device("cpu"), bf16=False)
-        for _ in range(2)
-    )
+    first, again = (count_right(RedModuloThree(), clean.batches(), PREPARATION) for _ in range(2))
     clean.close()
     assert first == again
     return first, clean.is_large

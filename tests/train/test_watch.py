@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
 from pencil_scale.train.checkpoints import Kept, Progress, Saved
+from pencil_scale.train.preparation import Preparation
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.watch import Watch, is_best
 
@@ -40,10 +40,11 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
     plain = ["images.mean=[0,0,0]", "images.std=[1,1,1]", "images.crop=8", "images.pad=0"]
     images = torch.arange(NUM, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8)
     batch = Batch(torch.arange(NUM), images, torch.ones(NUM), noisy_class=torch.ones(NUM, dtype=torch.int64))
-    samples = SimpleNamespace(batches=lambda: iter([batch]))
+    config = load_config(DEMO, plain)
+    preparation = Preparation(config, torch.device("cpu"), lambda row, reason: reason)
     table = new_table(tmp_path, np.ones(NUM, np.int64), names(2))
     with Owners(table, 0, 1) as owners:
-        yield Watch(samples, load_config(DEMO, plain), Ranks(), owners, torch.device("cpu"), None)
+        yield Watch(lambda: iter([batch]), preparation, Ranks(), owners, None)
 
 
 def test_agreement_is_counted_apart_for_the_samples_that_select_and_those_that_judge(watch: Watch) -> None:
@@ -82,7 +83,7 @@ def test_a_run_that_resumes_knows_its_best_epoch(watch: Watch) -> None:
         figures = [{"stage": "backbone", "watch_agreement": 0.5}]
         progress = Progress(epoch=1, step=step)
         saved = Saved("id", {"here": torch.ones(1)}, {}, progress, None, figures, best, agreed=[1])
-        return Watch(None, None, Ranks(), None, torch.device("cpu"), saved).best
+        return Watch(None, None, Ranks(), None, saved).best
 
     earlier = Kept(1, {"there": torch.ones(1)}, None)
     assert resumed(step=3, best=earlier) is earlier
