@@ -4,11 +4,12 @@
     found.noise, found.gain, found.power          # how many labels are wrong, and what the repair gains
     found.labels                                  # to publish: decided by evidence, without planted errors
 
-The noise, two numbers, is fitted to all watched samples. One rule, stored in the manifest, then decides all
-labels, and no more of them change than are surely wrong. If that leaves less than half of the repair, as it
-may with few samples, the labels are repaired as is likely best, and `unsure`: they must not be published
-before a person has looked. Planted errors are judged by the same rule as all others before they get their
-original class back.
+The noise is fitted to all watched samples. One rule, stored in the manifest, then decides all labels, and no
+more of them change than are surely wrong. If that leaves less than half of the repair, as it may with few
+samples, the labels are repaired as is likely best, and `unsure`: they must not be published before a person
+has looked. Where the doubt is about one label in a hundred or fewer, nobody needs to look: the doubtful ones
+stay as given. Planted errors are judged by the same rule as all others before they get their original class
+back.
 
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.
@@ -44,6 +45,7 @@ from pencil_scale.method.evidence import (
 
 Mask = npt.NDArray[np.bool_]
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
+CLEAN = 0.01  # share of doubtful labels that needs no person
 STRETCH = 1 << 18
 
 
@@ -98,7 +100,7 @@ def assess(
     limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
     bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
-    unsure = bool(surely < likely / 2)
+    unsure = bool(surely < likely / 2 and likely > CLEAN * len(both[1]))
     noise = replace(noise, min_log_odds=bars[unsure])
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)

@@ -33,12 +33,11 @@ NEVER = -60_000.0  # the log-probability of a class that cannot be; the ledger k
 TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
 POWERS = (1.0, 1.4, 2.0)
-POWER_NEEDED = 3.0  # how much more likely, as a logarithm, a power must make the labels to be believed
 PIVOT = 5.0  # a difference of log-probabilities at which the power changes nothing
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
 LEAST_REPLACED = 0.01
 ENOUGH_ROWS = 20_000  # more rows would not move the estimate
-LIKELY = 1.35  # a fall of the log-likelihood by this bounds a one-sided 95 % interval
+INTERVAL = (0.05, 0.95)  # each bound holds with 95 %
 MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the model is not exact
 Z95 = NormalDist().inv_cdf(0.95)
 
@@ -117,7 +116,11 @@ class NoiseModel:
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
-    """Fit calibration and noise to samples that were not trained on."""
+    """Fit calibration and noise to samples that were not trained on.
+
+    Different calibrations explain the labels almost equally well with different shares of wrong ones. The
+    share is therefore the mean over all of them, each weighted by the likelihood of the labels.
+    """
     if len(given) > ENOUGH_ROWS:
         some = np.linspace(0, len(given) - 1, ENOUGH_ROWS).astype(np.int64)
         predictions, given = predictions.take(some), given[some]
@@ -127,19 +130,19 @@ def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
         on_given = predictions.of_class(given, *predictions.calibrated(*calibration))
         for column, replaced in enumerate(REPLACED):
             likelihood[row, column] = np.log((1 - replaced) * on_given + replaced * even + 1e-12).sum()
-        likelihood[row] -= POWER_NEEDED * (calibration[1] > 1)
-    profile = likelihood.max(axis=0)
-    best = int(profile.argmax())
-    likely = np.flatnonzero(profile >= profile[best] - LIKELY)
-    wrong = REPLACED * (1 - even)  # a random class may be the true one
-    temperature, power = calibrations[int(likelihood[:, best].argmax())]
+    weights = np.exp(np.logaddexp.reduce(likelihood, axis=0) - likelihood.max()) * np.gradient(REPLACED)
+    weights /= weights.sum()
+    replaced, below = float(weights @ REPLACED), weights.cumsum()
+    low, high = (float(REPLACED[np.searchsorted(below, share)]) for share in INTERVAL)
+    temperature, power = calibrations[int(likelihood[:, np.searchsorted(REPLACED, replaced)].argmax())]
+    is_other = 1 - even  # a random class may be the true one
     return NoiseModel(
         temperature=float(temperature),
         power=power,
-        replaced=float(REPLACED[best]),
-        wrong=float(wrong[best]),
-        wrong_low=max(0.0, float(wrong[likely[0]]) - MODEL_ERROR),
-        wrong_high=float(wrong[likely[-1]]),
+        replaced=replaced,
+        wrong=replaced * is_other,
+        wrong_low=max(0.0, low * is_other - MODEL_ERROR),
+        wrong_high=high * is_other,
     )
 
 

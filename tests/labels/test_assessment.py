@@ -118,6 +118,13 @@ def test_few_watched_samples_leave_the_repair_unsure_but_make_it(tmp_path: Path)
     assert decided.num_changed > 0  # for a person to look at
 
 
+def test_clean_labels_stay_as_they_are_and_need_no_person(tmp_path: Path) -> None:
+    for share in (0.03, 0.1, 0.5):
+        made = run(tmp_path / str(share), 0.0, skill=2.5, evidence=Evidence(watched=share, planted=0.1))
+        assert not made.found.unsure
+        assert PublishedLabels(made.found.labels).rows(range(NUM)).decide().num_changed <= 3
+
+
 def crossed(folder: Path, noise: float, skill: float, memorised: float) -> tuple[Made, Assessment]:
     """A run of four trainings that memorise what they train on; also what the first alone concludes."""
     given, catalogue = noisy_samples(folder, noise)
