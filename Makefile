@@ -8,11 +8,11 @@ PYTHON ?= $(shell for found in python3 python3.14 python3.13 python3.12 python3.
 	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
 UV := $(shell command -v uv)
 
-.PHONY: help install demo test browser quick lint format bench clean
+.PHONY: help install demo demo-photos test browser quick lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this page
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 install: $(VENV)/installed  ## create .venv with everything in it
 
@@ -23,11 +23,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		|| { echo 'error: the venv module is missing; on Debian: apt-get install python3-venv'; exit 2; }; \
 	else echo 'no Python 3.11 to 3.14 found: uv provides one'; \
 		'$(UV)' venv --quiet --seed --allow-existing --python 3.13 $(VENV); fi
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench,index]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench,index,photos]'
 	@touch $@
 
 demo: install  ## repair digits with 40 % label noise
 	@$(BIN)/python -m pipelines.demo
+
+demo-photos: install  ## repair photos with 30 % label noise: PENCIL_DATA=FOLDER, or a download
+	@$(BIN)/python -m pipelines.demo_photos
 
 test: install browser  ## run every test this machine can run
 	$(BIN)/pytest -m '' --durations=15

@@ -25,6 +25,7 @@ TRAIN = Path("pencil_scale/train/__main__.py")
 # In the order in which they are used; any other job comes last.
 ORDER = [
     "demo",
+    "demo_photos",
     "init",
     "make_shards",
     "index_shards",

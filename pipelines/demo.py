@@ -23,7 +23,7 @@ from pencil_scale.storage.errors import PencilError
 FOLDER = Path("runs/demo")
 CONFIG = os.path.relpath(Path(__file__).with_name("example_configs").resolve() / "demo.yaml")
 NOISE = "symmetric:0.4"
-RUNS = {"demo", "demo-cross-entropy"}
+RUNS = {"demo", "demo-cross-entropy", "demo-photos"}
 THEIRS = ("nights", "subsets", "labels/pins")  # made by people with the demo's config
 CROSS_ENTROPY = [
     "run.name=demo-cross-entropy",
@@ -55,24 +55,24 @@ def run() -> dict[str, object]:
     refuse_lost("the demo, which is for one machine", str(FOLDER))
     clear(FOLDER)
     ensure_ray()
-    _headline("1. Shards: 1,437 digits for training, with 40 % of their labels redrawn at random")
+    headline("1. Shards: 1,437 digits for training, with 40 % of their labels redrawn at random")
     make_shards.main(["digits", str(FOLDER / "shards"), "--noise", NOISE, "--samples-per-shard", "200"])
-    _headline("2. Catalogue: find and check every sample in the shards")
+    headline("2. Catalogue: find and check every sample in the shards")
     index_shards.run(load_config(CONFIG))
-    _headline("3. PENCIL: train the labels together with the network")
+    headline("3. PENCIL: train the labels together with the network")
     repaired = train(load_config(CONFIG)).facts
-    _headline("4. For comparison: plain cross entropy on the given labels, for the same number of epochs")
+    headline("4. For comparison: plain cross entropy on the given labels, for the same number of epochs")
     plain = train(load_config(CONFIG, CROSS_ENTROPY)).facts
-    _headline("5. Export: the repaired labels as Parquet, for other tools")
+    headline("5. Export: the repaired labels as Parquet, for other tools")
     export = export_labels.run(load_config(CONFIG))
-    _headline("6. Review: the label changes on one page")
+    headline("6. Review: the label changes on one page")
     page = review_report.run(load_config(CONFIG)).page
     summary = repaired | {
         "cross_entropy_test_accuracy": plain["test_accuracy"],
         "cross_entropy_test_accuracy_best": plain["test_accuracy_best"],
     }
     (FOLDER / "summary.json").write_text(json.dumps(summary, indent=2))
-    _headline("Results")
+    headline("Results")
     print(f"correct labels: {summary['given_label_accuracy']:.3f} as given")
     print(f"                {summary['corrected_label_accuracy']:.3f} repaired")
     last, best = (summary[f"cross_entropy_test_accuracy{which}"] for which in ("", "_best"))
@@ -103,7 +103,8 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _headline(text: str) -> None:
+def headline(text: str) -> None:
+    """Print the title of a step."""
     print(f"\n=== {text}", flush=True)
 
 
