@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pencil_scale.features.manifest import READY
 from pencil_scale.features.table import FeatureTable
@@ -34,8 +35,9 @@ class Head(nn.Module):
         self.linear = nn.Linear(len(mean), num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        class_logits: Tensor = self.linear((features - self.mean) / self.spread)
-        return class_logits
+        # The weights are standardised instead of the features: there are far fewer of them.
+        weight = self.linear.weight / self.spread
+        return functional.linear(features, weight, self.linear.bias - weight @ self.mean)
 
 
 def build_head(table: FeatureTable, num_classes: int, layer: nn.Linear | None = None) -> Head:
