@@ -12,7 +12,7 @@ import ray.train
 import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import FEATURES, Config
 from pencil_scale.features.head import joined
 from pencil_scale.features.network import load_frozen
 from pencil_scale.labels.assessment import Assessment, assess
@@ -49,6 +49,7 @@ TABLE = {
     "images_per_s": "images/s",
     "epoch_s": "seconds per epoch",
     "model": "model",
+    "model_takes": "the model takes",
     "labels": "labels",
 }
 Figures = list[dict[str, Any]]  # of every epoch of a training
@@ -146,6 +147,7 @@ def publish(
         "run": record.name,
         "warnings": warnings,
         "model": storage.path(storage.model(record.name)),
+        **_takes(config),
         "labels": storage.path(labels),
         "status": "held" if held else "finished",
         "held_because": list(doubts),
@@ -168,9 +170,17 @@ def _complete(config: Config, record: RunRecord, weights: dict[str, Any]) -> dic
     if config.model.head is None:
         return weights
     backbone, crop = config.model.backbone, config.images.crop
+    if backbone.startswith(FEATURES):
+        return joined({}, find_head(backbone), weights)
     frozen, _ = load_frozen(backbone, record.weights, crop, config.run.seed)  # that gave the features
     layers = {name: tensor.cpu() for name, tensor in frozen.module.state_dict().items()}
     return joined(layers, find_head(backbone), weights)
+
+
+def _takes(config: Config) -> dict[str, str]:
+    """What to give the published model, if not images."""
+    is_alone = config.model.backbone.startswith(FEATURES)
+    return {"model_takes": f"the features {config.features.name}, not images"} if is_alone else {}
 
 
 def _ended_early(plan: RunPlan, record: RunRecord, saved: Saved) -> str:
