@@ -29,7 +29,6 @@ from torch.nn import functional
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
-from pencil_scale.features.head import build_head
 from pencil_scale.features.manifest import READY, FeatureManifest
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.features.table import FILE, FeatureTable
@@ -41,7 +40,7 @@ from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import StreamSpec
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Loop
-from pencil_scale.train.preparation import Preparation, build_stepper, set_up_process
+from pencil_scale.train.preparation import Preparation, build_network, set_up_process
 from pencil_scale.train.ranks import Ranks
 
 BLOCK_ROWS = 8192
@@ -50,7 +49,7 @@ CONFIG = """
 run: {{name: head, storage: {folder}}}
 data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt}}
 images: {{crop: 224, resize: 256}}
-model: {{backbone: efficientnet_b0, head: linear}}
+model: {{backbone: "features:{dimension}", head: linear}}
 optimizer: {{tuned_batch: {batch}, batch_per_worker: {batch}, weight_decay: 0.0001}}
 stages:
   backbone: {{epochs: 2, rate: {rate}}}
@@ -64,7 +63,7 @@ def main() -> None:
     """Print samples per second of both, and their ratio."""
     options = parse()
     with tempfile.TemporaryDirectory(prefix="pencil-head-", dir=options.folder) as folder:
-        config = prepare(folder, options.rows, options.batch)
+        config = prepare(folder, options.rows, options.dimension, options.batch)
         catalogue = Catalogue.open(folder)
         table = make_features(Path(folder), catalogue.num_rows, options.dimension)
         labels = start_labels(catalogue, folder, 10.0)
@@ -108,12 +107,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(folder: str, num_rows: int, batch: int) -> Config:
+def prepare(folder: str, num_rows: int, dimension: int, batch: int) -> Config:
     """Publish a catalogue of made-up samples."""
     for shard in catalogue_rows.staged_shards(0, num_rows):
         catalogue_rows.stage(folder, shard)
     catalogue_rows.publish(folder, num_rows)
-    Path(folder, "config.yaml").write_text(CONFIG.format(folder=folder, batch=batch, rate=RATE))
+    text = CONFIG.format(folder=folder, dimension=dimension, batch=batch, rate=RATE)
+    Path(folder, "config.yaml").write_text(text)
     return load_config(Path(folder, "config.yaml"), [])
 
 
@@ -156,10 +156,8 @@ def trainer(
     """Make a function that trains all stages as a worker does."""
     device = torch.device("cpu")
     set_up_process(config, device)
-    head = build_head(table, NUM_CLASSES)
+    _, stepper = build_network(config, NUM_CLASSES, device, world=1, table=table)
     options = config.optimizer
-    optimizer = torch.optim.SGD(head.parameters(), 0.0, options.momentum, weight_decay=options.weight_decay)
-    stepper = build_stepper(config, head, optimizer, device, world=1)
     stream = FeatureStream(StreamSpec.from_config(config, version=1), table)
     schedule = Schedule(config.stages, options, NUM_CLASSES, options.batch_per_worker)
     with Owners(LabelTable.restore(labels, folder)) as owners:
