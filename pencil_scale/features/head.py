@@ -60,7 +60,7 @@ def build_head(
         head = Head(*_standard(table), num_classes, layer.mlp_hidden.out_features)
         assert head.output is not None
         head.output.load_state_dict(layer.mlp_output.state_dict())
-        first = layer.mlp_hidden
+        first: nn.Module | None = layer.mlp_hidden
     else:
         head = Head(*_standard(table), num_classes, NUM_HIDDEN if kind == "mlp" else 0)
         first = layer if kind == "linear" else None

@@ -31,7 +31,7 @@ from pencil_scale.storage.urls import open_url
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
     """Build the network named in the config, starting from `weights` if given."""
     if name.startswith(FEATURES):
-        model = HeadAlone(int(name.removeprefix(FEATURES)), num_classes)
+        model: nn.Module = HeadAlone(int(name.removeprefix(FEATURES)), num_classes)
     elif name.startswith(TIMM):
         model = _from_timm(name, num_classes=num_classes)
     elif ":" in name:

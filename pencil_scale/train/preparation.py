@@ -124,7 +124,7 @@ def build_network(
     model = build_backbone(config.model.backbone, num_classes, weights)
     if table is not None:
         layer = model.get_submodule(find_head(config.model.backbone))
-        model = build_head(table, num_classes, layer, config.model.head)
+        model = build_head(table, num_classes, layer, config.model.head or "linear")
     if config.optimizer.sync_batch_norm and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if device.type == "cuda" and table is None:
