@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.config.command import refuse_lost, run_job, say
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import FEATURES, Config
 from pencil_scale.export.files import (
     LEASE,
     MANIFEST,
@@ -98,8 +98,11 @@ def run(config: Config, force: bool = False) -> Summary:
             )
         night = NightFiles(storage.url).record(run)
         record = read_record(storage.url, night.trained_by if night else run)
-        trained = filled(config, record.automatic if record else {})
-        model = partial(predict, trained.model.backbone, weights, trained.images)
+        if record and record.settings.get("model.backbone", "").startswith(FEATURES):
+            say(f"unlabelled samples are not predicted: the model of {run} takes features, not images")
+        else:
+            trained = filled(config, record.automatic if record else {})
+            model = partial(predict, trained.model.backbone, weights, trained.images)
     source = find_source(
         storage.url, named, config.data.exclude, config.export.top_k, model, config.nightly.remap, held=force
     )

@@ -18,9 +18,11 @@ import numpy as np
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import read_class_names
+from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import HELD, command, run_job, say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
+from pencil_scale.features.takedown import forget_gone
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import now
 from pencil_scale.labels.published import held_names
@@ -160,6 +162,7 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
     from pipelines.night_outputs import show_night
 
     prepared = prepare(config, nights, night)
+    _forget_features(config, night)
     _learn(config, nights, night, prepared)
     storage, name = Storage(nights.storage), night.name
     run, parent = read_record(storage.url, name), prepared.parent if prepared else None
@@ -185,6 +188,15 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
         finished=now(),
     )
     return made, findings.facts
+
+
+def _forget_features(config: Config, night: Night) -> None:
+    """Remove the features of samples that are excluded or have vanished."""
+    storage = Storage(config.run.storage)
+    catalogue = Catalogue.open(storage.url, night.catalogue_version)
+    num_rows = forget_gone(storage, catalogue, make_overlay(config.data.exclude).excluded)
+    if num_rows:
+        say(f"the features of {many(num_rows, 'sample')} that are gone were removed")
 
 
 def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared | None) -> None:

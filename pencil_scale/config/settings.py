@@ -118,6 +118,9 @@ class Images(Settings):
         return self
 
 
+FEATURES = "features:"  # and how many numbers: the name of a network that is only a head
+
+
 class Model(Settings):
     backbone: Annotated[Text, AUTOMATIC] = key(
         "a torchvision classifier, timm:NAME, pooled_convnet, preact_resnet32, cifar_resnet34, "
@@ -129,9 +132,10 @@ class Model(Settings):
         "another size is left out; null: random weights, which are too weak a start for photos",
         None,
     )
-    head: Literal["linear"] | None = key(
-        "train only this layer, on features that the rest of the network, frozen, gives each image once; "
-        "minutes instead of days without a GPU, if weights are pretrained; null: train the whole network",
+    head: Literal["linear", "mlp"] | None = key(
+        "train only this layer, on features that the rest of the network, frozen, gives each image once, or "
+        "on imported ones (features.name, without a backbone); mlp has a hidden layer; minutes instead of "
+        "days without a GPU, if weights are pretrained; null: train the whole network",
         None,
     )
 
@@ -413,8 +417,11 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _head_fits(self) -> Self:
-        if self.model.head is not None and self.model.backbone is None:
-            raise ValueError("model.head: name the network that gives the features, as model.backbone")
+        if self.model.head is not None and self.model.backbone is None and self.features.name is None:
+            raise ValueError(
+                "model.head: name the network that gives the features, as model.backbone, or imported "
+                "features, as features.name"
+            )
         if self.model.head is not None and self.features.backbone not in (None, self.model.backbone):
             raise ValueError(
                 f"features.backbone: {self.features.backbone}; with model.head the features are those of "

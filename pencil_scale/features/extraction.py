@@ -128,7 +128,9 @@ class Extraction:
         known = [manifest.parts[part] for manifest in self._before if part in manifest.parts]
         for stored in known:
             file = stored.file
-            if stored.inputs == _hash(keys) and self._storage.holds(file_name(FOLDER, file), file.num_bytes):
+            if stored.inputs == hash_of(keys) and self._storage.holds(
+                file_name(FOLDER, file), file.num_bytes
+            ):
                 self._parts[part] = stored
                 return np.zeros(len(keys), np.bool_)
         return np.asarray(keys.any(1) & (self._columns(part, keys)["state"] == ABSENT))
@@ -201,7 +203,7 @@ class Extraction:
         """Write a part that waits for nothing."""
         if not self._open[part].num_waiting:
             one = self._open.pop(part)
-            self._parts[part] = self.manifest.put_part(self._storage, one.columns, _hash(one.keys))
+            self._parts[part] = self.manifest.put_part(self._storage, one.columns, hash_of(one.keys))
 
     # -- files --------------------------------------------------------------------------------------
 
@@ -254,5 +256,6 @@ def sweep(storage: Storage, key: str, *kept: FeatureManifest) -> None:
             storage.delete(name)
 
 
-def _hash(keys: npt.NDArray[np.uint8]) -> str:
+def hash_of(keys: npt.NDArray[np.uint8]) -> str:
+    """What a part is known by: which of its rows should have features, and of which images."""
     return hashlib.sha256(keys.tobytes()).hexdigest()[:32]

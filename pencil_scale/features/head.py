@@ -5,7 +5,8 @@
     weights = joined(network.state_dict(), "fc", head.state_dict())     # a network that takes images
 
 Features are standardised by the mean and deviation of the table, so that one learning rate suits all
-networks. What is published is an ordinary linear layer, which has the standardisation in its weights.
+networks. What is published is an ordinary linear layer, or an `MlpHead`, which has the standardisation in its
+weights.
 """
 
 from collections.abc import Mapping
@@ -13,38 +14,60 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pencil_scale.features.manifest import READY
 from pencil_scale.features.table import FeatureTable
+from pencil_scale.method.backbones import MlpHead
+from pencil_scale.storage.errors import PencilError
 
 MOST_ROWS = 20_000  # that the mean and deviation are computed from
+NUM_HIDDEN = 256  # of an MLP
 LEAST_SPREAD = 1e-3  # of features that hardly differ
 
 
 class Head(nn.Module):
-    """A linear layer on standardised features."""
+    """A linear layer on standardised features, or one with a hidden layer before it."""
 
     mean: Tensor
     spread: Tensor
 
-    def __init__(self, mean: Tensor, spread: Tensor, num_classes: int) -> None:
+    def __init__(self, mean: Tensor, spread: Tensor, num_classes: int, num_hidden: int = 0) -> None:
         super().__init__()
         self.register_buffer("mean", mean)
         self.register_buffer("spread", spread)
-        self.linear = nn.Linear(len(mean), num_classes)
+        self.linear = nn.Linear(len(mean), num_hidden or num_classes)
+        self.output = nn.Linear(num_hidden, num_classes) if num_hidden else None
 
     def forward(self, features: Tensor) -> Tensor:
-        class_logits: Tensor = self.linear((features - self.mean) / self.spread)
+        # The weights are standardised instead of the features: there are far fewer of them.
+        weight = self.linear.weight / self.spread
+        outputs = functional.linear(features, weight, self.linear.bias - weight @ self.mean)
+        class_logits: Tensor = outputs if self.output is None else self.output(outputs.relu())
         return class_logits
 
 
-def build_head(table: FeatureTable, num_classes: int, layer: nn.Linear | None = None) -> Head:
-    """Build a head for these features; it predicts what `layer` does, or starts at random."""
-    head = Head(*_standard(table), num_classes)
-    if layer is not None:
+def build_head(
+    table: FeatureTable, num_classes: int, layer: nn.Module | None = None, kind: str = "linear"
+) -> Head:
+    """Build a head for these features; it predicts what `layer` does if that is of its kind.
+
+    A hidden layer starts at random if the network's last layer is linear.
+    """
+    if isinstance(layer, MlpHead) and kind != "mlp":
+        raise PencilError(f"model.head: {kind}, but model.weights has a hidden layer; set model.head=mlp")
+    if isinstance(layer, MlpHead):
+        head = Head(*_standard(table), num_classes, layer.mlp_hidden.out_features)
+        assert head.output is not None
+        head.output.load_state_dict(layer.mlp_output.state_dict())
+        first: nn.Module | None = layer.mlp_hidden
+    else:
+        head = Head(*_standard(table), num_classes, NUM_HIDDEN if kind == "mlp" else 0)
+        first = layer if kind == "linear" else None
+    if isinstance(first, nn.Linear):
         with torch.no_grad():
-            head.linear.bias.copy_(layer.bias + layer.weight @ head.mean)
-            head.linear.weight.copy_(layer.weight * head.spread)
+            head.linear.bias.copy_(first.bias + first.weight @ head.mean)
+            head.linear.weight.copy_(first.weight * head.spread)
     return head
 
 
@@ -58,9 +81,13 @@ def _standard(table: FeatureTable) -> tuple[Tensor, Tensor]:
 
 
 def folded(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a plain linear layer that predicts what the head does."""
+    """The state of a plain linear layer, or of an `MlpHead`, that predicts what the head does."""
     weight = head["linear.weight"] / head["spread"]
-    return {"weight": weight, "bias": head["linear.bias"] - weight @ head["mean"]}
+    first = {"weight": weight, "bias": head["linear.bias"] - weight @ head["mean"]}
+    if "output.weight" not in head:
+        return first
+    layers = {"mlp_hidden": first, "mlp_output": {name: head[f"output.{name}"] for name in first}}
+    return {f"{layer}.{name}": tensor for layer, state in layers.items() for name, tensor in state.items()}
 
 
 def joined(network: Mapping[str, Tensor], path: str, head: Mapping[str, Tensor]) -> dict[str, Tensor]:

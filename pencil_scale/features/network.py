@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pencil_scale.config.settings import Images
+from pencil_scale.config.settings import FEATURES, Images
 from pencil_scale.images.augment import ImageSizeError, centre_crop, normalise
 from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.method.backbones import PROBED_CLASSES, build_backbone, build_features
@@ -41,6 +41,8 @@ class Network(NamedTuple):
 @lru_cache(maxsize=1)  # once per process
 def load_classifier(backbone: str, num_classes: int, weights: str) -> Network:
     """Load a trained network."""
+    if backbone.startswith(FEATURES):
+        raise PencilError(f"{weights}: takes features, not images: it is a head without a network")
     return _placed(build_backbone(backbone, num_classes, weights), num_classes)
 
 

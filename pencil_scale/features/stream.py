@@ -90,7 +90,7 @@ class FeatureStream(Stream):
         given = np.zeros(len(rows), np.int64) if self._given is None else self._given[rows]
         return Batch(
             rows=torch.from_numpy(rows),
-            images=torch.from_numpy(self._table.features[rows]),
+            images=torch.from_numpy(self._table.take(rows)),
             weight=torch.from_numpy(is_ready.astype(np.float32)),
             noisy_class=torch.from_numpy(given),
             problems=tuple(self.read.name_problem(row, UNREADABLE) for row in rows[~is_ready].tolist()),

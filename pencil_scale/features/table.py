@@ -5,7 +5,7 @@ numbers are those of the catalogue, so a range of rows is a view of the mapped f
 
     table = FeatureTable.open(storage, key, folder)
     table.read(range(0, 4096))              # float16 [4096, views, dimension], not copied
-    table.features[rows]                    # any rows, copied
+    table.take(rows)                        # any rows, copied
     table.state[rows]                       # READY, ABSENT or UNREADABLE; rows that are not READY are zeros
 """
 
@@ -30,6 +30,7 @@ class FeatureTable:
         """Map a local copy; use `open`."""
         self.manifest, self.state = manifest, state
         self.features: npt.NDArray[np.float16] = np.load(file, mmap_mode="r", allow_pickle=False)
+        self._rows = np.asarray(self.features).reshape(len(self.features), -1)
 
     @classmethod
     def open(cls, storage: Storage, key: str, folder: Path) -> "FeatureTable":
@@ -45,6 +46,12 @@ class FeatureTable:
                 sink.write(columns["features"].data)
                 states.append(columns["state"])
         return cls(manifest, folder / FILE, np.concatenate(states))
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
+        """Copy the features of some rows, in their order: [rows, views, dimension]."""
+        # One block of memory per row, which NumPy copies at once.
+        found: npt.NDArray[np.float16] = np.take(self._rows, rows, axis=0)
+        return found.reshape(len(rows), *self.features.shape[1:])
 
     def read(self, rows: range) -> npt.NDArray[np.float16]:
         """View the features of consecutive rows: [rows, views, dimension]."""

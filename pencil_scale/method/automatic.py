@@ -29,6 +29,7 @@ HEAD = {"backbone": (300, 2, 4), "pencil": (1500, 10, 20), "finetune": (600, 2, 
 RATE, PRETRAINED_RATE, HIGHEST_RATE = 0.05 / 128, 0.0016 / 32, 0.1  # per sample of a batch; per batch
 HEAD_RATE, HIGHEST_HEAD_RATE = 0.001 / 16, 0.03
 HEAD_DECAY = (0.1, 100)  # of weights, at most; divided by the samples
+MLP_RATE, MLP_DECAY = 3.0, 0.3  # of a head with a hidden layer, by which those of a linear one are multiplied
 STEPS_PER_EPOCH = 160
 SMALLEST_BATCH, LARGEST_BATCH, FEWEST_PER_WORKER = 16, 2048, 8
 FOLDS, MOST_FOLDED = 4, 10_000  # trainings, and the samples up to which there are that many
@@ -162,9 +163,10 @@ def _choose_training(config: Config, facts: Facts, crop: int, take: Take) -> Non
     batch = take("optimizer.tuned_batch", actual)
     budgets, rate, weight_decay = FROM_SCRATCH, min(RATE * batch, HIGHEST_RATE), 5e-4
     if config.model.head is not None:
-        most, for_all = HEAD_DECAY
-        budgets, weight_decay = HEAD, float(f"{min(most, for_all / max(facts.num_samples, 1)):.2g}")
-        rate = min(HEAD_RATE * batch, HIGHEST_HEAD_RATE)
+        (most, for_all), is_mlp = HEAD_DECAY, config.model.head == "mlp"
+        decay = min(most, for_all / max(facts.num_samples, 1)) * (MLP_DECAY if is_mlp else 1)
+        budgets, weight_decay = HEAD, float(f"{decay:.2g}")
+        rate = min(HEAD_RATE * batch * (MLP_RATE if is_mlp else 1), HIGHEST_HEAD_RATE)
     elif config.model.weights is not None:
         budgets, rate, weight_decay = PRETRAINED, min(PRETRAINED_RATE * batch, HIGHEST_RATE), 1e-4
     take("optimizer.weight_decay", weight_decay)

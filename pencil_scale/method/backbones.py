@@ -8,26 +8,31 @@ A frozen network gives features: what its last linear layer would receive.
 
     model = build_features("resnet50", weights="imagenet")                   # images -> [B, 2048]
 
+A head that was trained on imported features has no network: `features:768` is a head that takes 768 numbers.
+
 Weights are a plain state dict and are loaded with `weights_only`: nothing in the file is ever executed.
 `imagenet` is a file in torch's cache (`TORCH_HOME`), which is downloaded if it is not there.
 """
 
 import importlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pencil_scale.config.settings import FEATURES
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import open_url
 
 
 def build_backbone(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
     """Build the network named in the config, starting from `weights` if given."""
-    if name.startswith(TIMM):
+    if name.startswith(FEATURES):
+        model: nn.Module = HeadAlone(int(name.removeprefix(FEATURES)), num_classes)
+    elif name.startswith(TIMM):
         model = _from_timm(name, num_classes=num_classes)
     elif ":" in name:
         model = _from_factory(name, num_classes)
@@ -74,7 +79,46 @@ def _head_of(model: nn.Module) -> str:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.out_features == PROBED_CLASSES
     ]
-    return heads[-1] if heads else ""
+    return heads[-1].removesuffix(MLP_OUTPUT) if heads else ""
+
+
+class MlpHead(nn.Module):
+    """A head with one hidden layer, in place of a network's last linear layer."""
+
+    def __init__(self, num_features: int, num_hidden: int, num_classes: int) -> None:
+        super().__init__()
+        self.mlp_hidden = nn.Linear(num_features, num_hidden)
+        self.mlp_output = nn.Linear(num_hidden, num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        class_logits: Tensor = self.mlp_output(self.mlp_hidden(features).relu())
+        return class_logits
+
+
+class HeadAlone(nn.Module):
+    """A head that was trained on features of another program: it takes these, not images."""
+
+    def __init__(self, num_features: int, num_classes: int) -> None:
+        super().__init__()
+        self.head: nn.Module = nn.Linear(num_features, num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        class_logits: Tensor = self.head(features)
+        return class_logits
+
+
+MLP_HIDDEN, MLP_OUTPUT = ".mlp_hidden", ".mlp_output"
+
+
+def fit_head(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the network an MLP head if these weights have one."""
+    modules = dict(model.named_modules())
+    for name, hidden in weights.items():
+        path, found, _ = name.rpartition(f"{MLP_HIDDEN}.weight")
+        if found and isinstance(layer := modules.get(path), nn.Linear):
+            parent, _, child = path.rpartition(".")
+            mlp = MlpHead(hidden.shape[1], hidden.shape[0], layer.out_features)
+            setattr(model.get_submodule(parent), child, mlp)
 
 
 # --- networks for small images -----------------------------------------------------------------------
@@ -249,6 +293,7 @@ def imagenet_file(backbone: str) -> tuple[str, Path]:
 def load_weights(model: nn.Module, url: str) -> None:
     """Load a state dict from a path or URL; a last layer with another class count is skipped."""
     found = _read_weights(url)
+    fit_head(model, found)
     wanted = model.state_dict()
     head = list(wanted)[-1].rpartition(".")[0] + "."
     left_out = {name for name in found if name.startswith(head) and not _fits(found[name], wanted.get(name))}

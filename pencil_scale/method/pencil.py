@@ -41,8 +41,11 @@ def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
 
 def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "released") -> Tensor:
     """How far the label has moved from its given class.   [B]"""
+    return _compatibility(_full(label_logits).log_softmax(-1), noisy_class, form)
+
+
+def _compatibility(log_y: Tensor, noisy_class: Tensor, form: Form) -> Tensor:
     _require_known(form)
-    log_y = _full(label_logits).log_softmax(-1)
     if form == "released":
         log_y = log_y.exp().log_softmax(-1)
     return -log_y.gather(-1, noisy_class.long().unsqueeze(-1)).squeeze(-1)
@@ -62,12 +65,12 @@ def pencil_loss(
     beta: float,
     form: Form = "released",
 ) -> Tensor:
-    """The weighted sum that the pencil stage minimises.   [B]"""
-    return (
-        classification_loss(class_logits, label_logits)
-        + alpha * compatibility_loss(label_logits, noisy_class, form)
-        + beta * entropy_loss(class_logits)
-    )
+    """The weighted sum of the three that the pencil stage minimises.   [B]"""
+    log_f = _full(class_logits).log_softmax(-1)
+    log_y = _full(label_logits).log_softmax(-1)
+    # Classification and entropy in one pass: on a head's small outputs these passes are what a step costs.
+    both = (log_f.exp() * ((1 - beta) * log_f - log_y)).mean(-1)
+    return both + alpha * _compatibility(log_y, noisy_class, form)
 
 
 def move_labels(

@@ -44,7 +44,8 @@ from mlflow.utils.rest_utils import http_request
 from packaging.version import InvalidVersion, Version
 
 from pencil_scale.config.command import MLFLOW, require
-from pencil_scale.method.backbones import build_backbone
+from pencil_scale.config.settings import FEATURES
+from pencil_scale.method.backbones import HeadAlone, build_backbone, fit_head
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.journal import AwayError, Entry
@@ -234,8 +235,12 @@ class Receiver:
         body = entry.body
         side, num_classes = body["image_size"], len(body["class_names"])
         network = build_backbone(body["backbone"], num_classes)
-        network.load_state_dict(torch.load(io.BytesIO(entry.data), map_location="cpu", weights_only=True))
+        weights = torch.load(io.BytesIO(entry.data), map_location="cpu", weights_only=True)
+        fit_head(network, weights)
+        network.load_state_dict(weights)
         images = np.zeros((2, 3, side, side), np.float32)  # a batch of one would fix the batch size
+        if isinstance(network, HeadAlone):
+            images = np.zeros((2, int(body["backbone"].removeprefix(FEATURES))), np.float32)
         versions = {"mlflow": mlflow.__version__, "torch": Version(torch.__version__).public}
         model_id, run_id = model.model_id, model.source_run_id
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from typing import Any
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import say
-from pencil_scale.config.settings import Config, Images
+from pencil_scale.config.settings import FEATURES, Config, Images
 from pencil_scale.features.extraction import Extracted, Extraction, Job, extract
 from pencil_scale.features.manifest import LEASE, FeatureManifest
 from pencil_scale.method.automatic import Facts, images_for_features
@@ -87,6 +87,33 @@ def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]
     views = config.features.views
     job = Job(catalogue, backbone, weights, sha256, images, views, config.run.seed)
     return job, FeatureManifest(made_by, views, network.width, catalogue.id, catalogue.num_rows)
+
+
+def on_named_features(config: Config) -> Config:
+    """Check that a head can be trained on `features.name`; without a network, they must be imported."""
+    storage, name, backbone = Storage(config.run.storage), config.features.name, config.model.backbone
+    found = FeatureManifest.choose(storage, name)
+    if "imported" in found.made_by:
+        alone = f"{FEATURES}{found.dimension}"
+        if backbone not in (None, alone):
+            raise PencilError(
+                f"features.name: {name} was imported, so nothing says that {backbone} gave these features; "
+                "leave model.backbone out to train a head alone, or features.name to compute features"
+            )
+        return config.model_copy(update={"model": config.model.model_copy(update={"backbone": alone})})
+    if backbone is None:
+        raise PencilError(
+            f"features.name: {name} was computed by {found.made_by['backbone']}; name it as model.backbone, "
+            "with its model.weights"
+        )
+    features = config.features.model_copy(update={"views": found.views})
+    _, expected = prepare(config.model_copy(update={"features": features}), Catalogue.open(storage.url))
+    if expected.key != found.key:
+        raise PencilError(
+            f"features.name: {name} was computed by {found.about}, with other weights, image settings or "
+            "decoders than those of this config; leave features.name out"
+        )
+    return config
 
 
 def _results(config: Config, extraction: Extraction, job: Job) -> Iterator[tuple[int, Extracted]]:

@@ -34,7 +34,8 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import make_overlay, newly_excluded
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
-from pencil_scale.config.settings import Config, Evidence
+from pencil_scale.config.settings import FEATURES, Config, Evidence
+from pencil_scale.features.head import NUM_HIDDEN
 from pencil_scale.features.manifest import FeatureManifest
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.images.augment import require_sizes
@@ -44,7 +45,7 @@ from pencil_scale.labels.pins import read_pins
 from pencil_scale.labels.roles import ROLES, Roles, choose_roles
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.method.automatic import Facts, choose, filled
-from pencil_scale.method.backbones import build_backbone, find_head
+from pencil_scale.method.backbones import MlpHead, build_backbone, find_head
 from pencil_scale.method.evidence import TOP
 from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
@@ -125,7 +126,8 @@ def make_plan(
     model = build_backbone(config.model.backbone, len(names), weights)
     if features is not None:
         find_head(config.model.backbone)
-        model = nn.Linear(features.dimension, len(names))
+        sizes = (features.dimension, NUM_HIDDEN, len(names))
+        model = MlpHead(*sizes) if config.model.head == "mlp" else nn.Linear(*sizes[::2])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
     lines.append(check_outlook(schedule))
@@ -194,8 +196,11 @@ def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters
     if facts.num_samples < catalogue.num_ok or config.data.subset:
         named = f" ({config.data.subset})" if config.data.subset else ""
         samples += f"{named} out of {catalogue.num_ok:,}"
-    what = f", of which the {config.model.head} head is trained," if config.model.head else ""
-    network = f"{config.model.backbone}{what} with {num_parameters:,} parameters"
+    head, backbone = config.model.head, config.model.backbone
+    network = f"{backbone}, of which the {head} head is trained," if head else backbone
+    if backbone.startswith(FEATURES):
+        network = f"a {head} head on the imported features {config.features.name}, without a network,"
+    network += f" with {num_parameters:,} parameters"
     return f"run {config.run.name}: {samples} of {facts.num_classes} classes, {network}"
 
 
@@ -225,6 +230,11 @@ def _check_clean(
     """Check the clean sets that a run is evaluated on: their newest versions, or those it started with."""
     given: dict[CleanName, object] = {"validation": config.data.validation, "test": config.data.test}
     specs: dict[str, StreamSpec] = {}
+    if config.model.backbone.startswith(FEATURES) and any(given.values()):
+        raise PencilError(
+            f"data.{next(name for name in given if given[name])}: clean sets have images, and a head on "
+            "imported features takes none; leave clean sets out, or name the network as model.backbone"
+        )
     for name in (name for name in given if (name in record.clean if record else given[name])):
         catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
         if differs := difference(catalogue.class_names, class_names):

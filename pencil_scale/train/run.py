@@ -34,7 +34,7 @@ from pencil_scale.tracking.receiver import RESUMABLE
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.driver import drive, make_job
-from pencil_scale.train.extract import compute_features
+from pencil_scale.train.extract import compute_features, on_named_features
 from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
@@ -115,7 +115,9 @@ def train(
 
 def dry_run(config: Config) -> dict[str, Any]:
     """Say what a run will take, and write nothing."""
-    plan = make_plan(with_absolute_storage(config))
+    config = with_absolute_storage(config)
+    named = config.model.head is not None and config.features.name is not None
+    plan = make_plan(on_named_features(config) if named else config)
     say("\n".join(plan.lines))
     ensure_ray()
     if missing := what_is_missing(config.workers):
@@ -165,8 +167,10 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
 
 def with_features(config: Config) -> Config:
     """Compute the features that a head is trained on, as far as there are none, and name them."""
-    if config.model.head is None or config.features.name is not None:
+    if config.model.head is None:
         return config
+    if config.features.name is not None:
+        return on_named_features(config)
     ensure_ray()
     found = compute_features(config)
     say(

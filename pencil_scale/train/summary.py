@@ -12,12 +12,13 @@ import ray.train
 import torch
 
 from pencil_scale.catalogue.catalogue import Catalogue
-from pencil_scale.config.settings import Config
+from pencil_scale.config.settings import FEATURES, Config
 from pencil_scale.features.head import joined
+from pencil_scale.features.network import load_frozen
 from pencil_scale.labels.assessment import Assessment, assess
 from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
-from pencil_scale.method.backbones import build_backbone, find_head
+from pencil_scale.method.backbones import find_head
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -48,6 +49,7 @@ TABLE = {
     "images_per_s": "images/s",
     "epoch_s": "seconds per epoch",
     "model": "model",
+    "model_takes": "the model takes",
     "labels": "labels",
 }
 Figures = list[dict[str, Any]]  # of every epoch of a training
@@ -117,7 +119,7 @@ def publish(
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
     kept = saved.best or Kept(saved.progress.epoch, saved.weights, saved.labels)
     found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds])
-    kept = replace(kept, labels=found.labels, weights=_complete(config, record, plan, kept.weights))
+    kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
     figures = saved.figures[: kept.epoch]
@@ -145,6 +147,7 @@ def publish(
         "run": record.name,
         "warnings": warnings,
         "model": storage.path(storage.model(record.name)),
+        **_takes(config),
         "labels": storage.path(labels),
         "status": "held" if held else "finished",
         "held_because": list(doubts),
@@ -162,12 +165,22 @@ def publish(
     return Summary(facts)
 
 
-def _complete(config: Config, record: RunRecord, plan: RunPlan, weights: dict[str, Any]) -> dict[str, Any]:
+def _complete(config: Config, record: RunRecord, weights: dict[str, Any]) -> dict[str, Any]:
     """The weights of the network that takes images: with a head alone, of the frozen layers too."""
     if config.model.head is None:
         return weights
-    network = build_backbone(config.model.backbone, len(plan.class_names), record.weights)
-    return joined(network.state_dict(), find_head(config.model.backbone), weights)
+    backbone, crop = config.model.backbone, config.images.crop
+    if backbone.startswith(FEATURES):
+        return joined({}, find_head(backbone), weights)
+    frozen, _ = load_frozen(backbone, record.weights, crop, config.run.seed)  # that gave the features
+    layers = {name: tensor.cpu() for name, tensor in frozen.module.state_dict().items()}
+    return joined(layers, find_head(backbone), weights)
+
+
+def _takes(config: Config) -> dict[str, str]:
+    """What to give the published model, if not images."""
+    is_alone = config.model.backbone.startswith(FEATURES)
+    return {"model_takes": f"the features {config.features.name}, not images"} if is_alone else {}
 
 
 def _ended_early(plan: RunPlan, record: RunRecord, saved: Saved) -> str:

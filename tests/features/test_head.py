@@ -11,8 +11,10 @@ from torch import nn
 
 from pencil_scale.features.head import build_head, joined
 from pencil_scale.features.manifest import READY, UNREADABLE, FeatureManifest
+from pencil_scale.features.network import load_classifier
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.features.table import FILE, FeatureTable
+from pencil_scale.method.backbones import build_backbone, build_features, find_head
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.stream import Stream
 from pencil_scale.stream.window_reader import LeftOut
@@ -45,6 +47,35 @@ def test_a_head_starts_as_the_layer_and_is_published_as_one(tmp_path: Path) -> N
     nn.init.normal_(head.linear.bias)
     network.load_state_dict(joined(network.state_dict(), "1", head.state_dict()))
     torch.testing.assert_close(network(images), head(features), atol=1e-3, rtol=1e-3)
+
+
+def test_a_head_with_a_hidden_layer_is_published_loaded_and_continued(tmp_path: Path) -> None:
+    name, images = "feature_making:classifier", torch.rand(64, 3, 8, 8)
+    plain = build_backbone(name, 4).eval()
+    features = plain[0](images).detach()
+    table = make_table(tmp_path, features.numpy()[:, None])
+    head = build_head(table, 4, plain[1], "mlp")
+    weights = str(tmp_path / "weights.pt")
+    torch.save(joined(plain[0].state_dict(prefix="0."), find_head(name), head.state_dict()), weights)
+    network = build_backbone(name, 4, weights).eval()
+    torch.testing.assert_close(network(images), head(features), atol=1e-3, rtol=1e-3)
+    again = build_head(table, 4, network[1], "mlp")
+    torch.testing.assert_close(again(features), head(features), atol=1e-3, rtol=1e-3)
+    assert torch.equal(build_features(name, weights)(images), features)
+    assert build_backbone(name, 7, weights)(images).shape == (64, 7)  # other classes: a new last layer
+    with pytest.raises(PencilError, match=r"set model.head=mlp"):
+        build_head(table, 4, network[1])
+
+
+def test_a_head_alone_takes_features_and_no_images(tmp_path: Path) -> None:
+    features = torch.rand(64, 6)
+    head = build_head(make_table(tmp_path, features.numpy()[:, None]), 4, kind="mlp")
+    weights = str(tmp_path / "weights.pt")
+    torch.save(joined({}, find_head("features:6"), head.state_dict()), weights)
+    network = build_backbone("features:6", 4, weights)
+    torch.testing.assert_close(network(features), head(features), atol=1e-3, rtol=1e-3)
+    with pytest.raises(PencilError, match="takes features, not images"):
+        load_classifier("features:6", 4, weights)
 
 
 @pytest.fixture(scope="module")

@@ -144,3 +144,10 @@ def test_the_network_suits_the_images(bare: Path, overrides: list[str], backbone
 def test_weights_from_a_file_need_the_name_of_their_network(bare: Path) -> None:
     with pytest.raises(PencilError, match=r"model.backbone: not set, so it is unknown which network mine.pt"):
         complete(bare, 5000, "model.weights=mine.pt")
+
+
+def test_a_head_with_a_hidden_layer_learns_faster_and_is_decayed_less(bare: Path) -> None:
+    words = ("model.backbone=resnet18", "model.head=")
+    linear, mlp = (complete(bare, 1000, words[0], words[1] + kind) for kind in ("linear", "mlp"))
+    assert mlp.stages.backbone.rate == pytest.approx(3 * linear.stages.backbone.rate)
+    assert mlp.optimizer.weight_decay == pytest.approx(0.3 * linear.optimizer.weight_decay)

@@ -6,16 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_runs import TinyData
+from training_runs import TinyData, kill_quietly
 
+from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
+from pencil_scale.config.settings import Config
 from pencil_scale.features.manifest import FeatureManifest
+from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.method.backbones import build_backbone
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
 from pencil_scale.train.run import train
 from pencil_scale.train.summary import Summary
+from pipelines import import_features
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark += [pytest.mark.usefixtures("ray_session")]
 
 HEAD = ["model.backbone=feature_making:classifier", "model.head=linear", "stages.backbone.rate=0.1"]
 HEAD += ["stages.pencil.rate=0.1", "stages.finetune.rate=0.1", "features.views=2"]
@@ -44,6 +50,37 @@ def test_a_head_is_trained_on_features_and_published_with_its_network(tmp_path: 
     assert record["settings"]["features.name"] == features.key
 
 
+def test_a_head_is_trained_on_imported_features_and_published_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, chance = TinyData.make(tmp_path), np.random.default_rng(1)
+    true = np.arange(data.num_samples) % 4
+    vectors = 3 * np.eye(4, 7)[true] + chance.normal(size=(data.num_samples, 7))
+    np.save(tmp_path / "clip.npy", vectors)
+    (tmp_path / "ids.txt").write_text("".join(f"{number:05d}\n" for number in range(data.num_samples)))
+    keys = [f"features.file={tmp_path}/clip.npy", f"features.ids={tmp_path}/ids.txt", "features.name=clip"]
+    keys += ["model.backbone=null", "model.head=mlp", "features.views=1", *ALONE, "gate.hold=false"]
+    config = load_config(tmp_path / "config.yaml", [*HEAD[2:-1], *keys])
+    import_features.run(config)
+    summary = train(config)
+    assert "a mlp head on the imported features clip, without a network" in capsys.readouterr().out
+    assert summary.facts["model_takes"] == "the features clip, not images"
+    assert summary.facts["corrected"] > 50
+    network = build_backbone("features:7", 4, summary.facts["model"])
+    assert (network(torch.tensor(vectors).float()).argmax(1).numpy() == true).mean() > 0.9
+
+    update = {"data": config.data.model_copy(update={"validation": ("clean.tar",)})}
+    with pytest.raises(PencilError, match="clean sets have images, and a head on imported features takes"):
+        train(with_name(config.model_copy(update=update), "clean"))
+    computed = config.model.model_copy(update={"backbone": "resnet18"})
+    with pytest.raises(PencilError, match="clip was imported, so nothing says that resnet18 gave these"):
+        train(with_name(config.model_copy(update={"model": computed}), "computed"))
+
+
+def with_name(config: Config, name: str) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
 def test_two_workers_train_the_head_as_one_does(tmp_path: Path) -> None:
     data = TinyData.make(tmp_path)
     alone = run(data, *ALONE, "run.name=alone", "optimizer.batch_per_worker=32", "gate.hold=false")
@@ -51,3 +88,32 @@ def test_two_workers_train_the_head_as_one_does(tmp_path: Path) -> None:
     assert both.facts["coverage"] == [1.0] * 6
     one, two = (torch.load(summary.facts["model"], weights_only=True) for summary in (alone, both))
     assert np.allclose(one["1.weight"], two["1.weight"], atol=0.2)
+
+
+EVIDENCE = ["evidence.watched=null", "evidence.folds=1", "gate.hold=false"]
+
+
+def test_a_head_run_killed_in_the_middle_of_an_epoch_ends_with_the_same_labels_and_model(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "undisturbed").mkdir()
+    killed, undisturbed = (TinyData.make(tmp_path / name) for name in ("killed", "undisturbed"))
+    with killed.start(*HEAD, *EVIDENCE, "workers.count=1", "checkpoint.every_steps=11") as command:
+        command.wait_until(lambda: killed.has_checkpoint(37), "checkpoint in the middle of an epoch")
+        for pid in family(command.process.pid):
+            kill_quietly(pid)  # -9
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a worker has
+    for data in (killed, undisturbed):
+        assert run(data, *ALONE, *EVIDENCE, "checkpoint.every_steps=50").facts["coverage"] == [1.0] * 6
+    torch.set_num_threads(num_threads)
+    assert killed.record()["attempt"] == 2
+    models = [
+        torch.load(data.storage / "models/tiny.pt", weights_only=True) for data in (killed, undisturbed)
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    labels = [PublishedLabels(data.labels()).rows(range(data.num_samples)) for data in (killed, undisturbed)]
+    assert np.array_equal(labels[0].logits, labels[1].logits)
+    assert np.array_equal(labels[0].predicted_log_p, labels[1].predicted_log_p, equal_nan=True)
+    assert (labels[0].logits.argmax(1) != labels[0].noisy_class).sum() > 50
