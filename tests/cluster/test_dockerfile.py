@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from image_building import DOCKERFILE, ROOT, Image, fresh_debian, require_answer, steps_of
 
 BUILDS = {"cuda": "https://pypi.org/simple", "cpu": "https://download.pytorch.org/whl/cpu"}
@@ -68,3 +69,22 @@ def test_the_image_has_what_ray_kuberay_and_the_jobs_need(image: Image) -> None:
     # What torch.compile writes is compiled in the image.
     image.run("python -c 'import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(8))'")
     assert "clothing1m" in image.run("pencil-scale configs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_pod_that_ends_waits_for_its_driver_and_its_training_process(image: Image) -> None:
+    cluster = yaml.safe_load((ROOT / "cluster" / "train-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    processes = {"python -m pencil_scale.train x.yaml": cluster["headGroupSpec"]}
+    processes["ray::RayTrainWorker"] = cluster["workerGroupSpecs"][1]
+    for title, group in processes.items():
+        (container,) = group["template"]["spec"]["containers"]
+        *shell, hook = container["lifecycle"]["preStop"]["exec"]["command"]
+        (image.folder / "tmp" / "hook").write_text(hook)
+        # The first ends when it is told to, the second by itself: its driver tells it.
+        image.run(
+            f"""bash -c 'exec -a "{title}" sleep {3 if "ray" in title else 3000}' &
+            until pgrep -f '^{title}'; do sleep 0.1; done
+            {" ".join(shell)} "$(cat /tmp/hook)"
+            ! pgrep -f '^{title}'"""
+        )
