@@ -1,6 +1,7 @@
 """Every step of cluster/Dockerfile runs in a fresh Debian, and the image has what KubeRay and jobs need."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +45,7 @@ def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for step in steps:
         image.apply(step, {"TORCH_INDEX": BUILDS[request.param]})
     yield image
-    image.user = "0"
-    image.run("rm -rf /opt /usr/lib/gcc")
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow
