@@ -1,6 +1,6 @@
 """Draw a subset with the same number of samples from each class, and publish it for `data.subset`.
 
-    python -m pipelines.balance_subset configs/clothing1m.yaml subset.name=260k subset.total=260000
+    python -m pipelines.balance_subset configs/clothing1m.yaml
     python -m pipelines.balance_subset CONFIG subset.per_class=500 subset.by=corrected subset.shards=always
 
 The seed puts all samples into an order, and each class takes its first ones. So the same seed on a larger

@@ -316,6 +316,11 @@ def _read_weights(url: str) -> dict[str, Tensor]:
     try:
         with open_url(url) as file:
             found = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise PencilError(
+            f"model.weights: there is no file {url}; save the network's state dict there, as with "
+            "torch.save(model.state_dict(), FILE), or set model.weights=imagenet to download one"
+        ) from error
     except (OSError, ImportError, ValueError) as error:
         raise PencilError(f"model.weights: {url} cannot be read: {error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

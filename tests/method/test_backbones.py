@@ -159,8 +159,12 @@ def test_nothing_in_a_weights_file_is_executed(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_files_that_are_not_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(PencilError, match=r"absent.pt cannot be read"):
+    with pytest.raises(PencilError) as absent:
         build_backbone("small_convnet", 10, str(tmp_path / "absent.pt"))
+    assert str(absent.value).startswith(f"model.weights: there is no file {tmp_path}/absent.pt; save")
+    assert len(str(absent.value).splitlines()) == 1
+    with pytest.raises(PencilError, match="cannot be read"):
+        build_backbone("small_convnet", 10, str(tmp_path))
     with pytest.raises(PencilError, match="contains a list"):
         build_backbone("small_convnet", 10, saved(tmp_path, [1, 2]))
     (tmp_path / "empty.pt").touch()
