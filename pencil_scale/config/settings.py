@@ -205,6 +205,11 @@ class Workers(Settings):
     scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
     timeout_s: Count = key("how long a worker waits for the others before it fails", 600, unit="seconds")
     max_failures: Whole = key("how often workers may fail and be replaced", 3)
+    stop_s: Positive = key(
+        "after SIGTERM: how long workers may take to finish their step; then the last checkpoint counts",
+        20.0,
+        unit="seconds",
+    )
 
     @model_validator(mode="after")
     def _count_fits(self) -> Self:

@@ -22,7 +22,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.lease import Lease, command_line
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
@@ -30,6 +30,7 @@ from pencil_scale.train.plan import RunPlan
 from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
 
 EVENTS_EVERY_S = 0.25
+SAVES = {"saving", "epoch"}  # kinds of events that are followed by a checkpoint
 
 
 def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
@@ -45,7 +46,9 @@ def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
 def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:
     """Train, passing every event to `on_event`; return the last checkpoint.
 
-    Return None after a stop request (SIGTERM, Ctrl-C). If another command takes over the lease, this one ends
+    Return None after a stop request (SIGTERM, Ctrl-C). Workers that do not start to save within
+    `workers.stop_s`, because a network compiles or a step takes minutes, are ended: SystemExit is raised, and
+    the run resumes from its last checkpoint. If another command takes over the lease, this one ends
     at once, and its workers with it: nothing is saved, because the run's checkpoints now belong to the other
     command.
     """
@@ -59,7 +62,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
             ended["error"] = error
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
-    stopping = False
+    stopping = saving = False
     with _noted_signals() as arrived:
         fitting.start()
         while fitting.is_alive():
@@ -70,7 +73,10 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                 stopping = True
                 print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
                 job.control.note.remote(STOP, "requested")
-            _pass_events(job, on_event, harmless)
+            kinds = _pass_events(job, on_event, harmless)
+            saving = saving or (stopping and not kinds.isdisjoint(SAVES))
+            if stopping and not saving and time.monotonic() - arrived[0] > job.config.workers.stop_s:
+                raise _unsaved(job.config.workers.stop_s)
         _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
         raise cause_of(ended["error"])
@@ -80,10 +86,23 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     return result.checkpoint if result.return_value["finished"] else None
 
 
-def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
-    for event in take_events(job.control):
+def _unsaved(stop_s: float) -> SystemExit:
+    """Say that the workers are ended without saving."""
+    print(
+        f"the workers did not finish their step within {stop_s:g} s (workers.stop_s) and are ended; to "
+        f"resume from the last checkpoint: {command_line()}",
+        flush=True,
+    )
+    return SystemExit(128 + signal.SIGTERM)
+
+
+def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> set[str]:
+    """Pass on what the workers reported since the last call; return the kinds of events."""
+    events = take_events(job.control)
+    for event in events:
         with harmless(f"reporting an event of kind '{event['kind']}'"):
             on_event(event)
+    return {event["kind"] for event in events}
 
 
 def take_events(control: Any) -> list[dict[str, Any]]:

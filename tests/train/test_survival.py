@@ -15,7 +15,7 @@ import mlflow
 import numpy as np
 import pytest
 import torch
-from training_runs import EPOCHS, SPOILT, TinyData
+from training_runs import EPOCHS, ROOT, SPOILT, TinyData
 
 from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import manifests_of
@@ -311,6 +311,22 @@ def test_a_run_that_diverges_ends_with_its_reason_and_is_neither_retried_nor_pub
     assert not data.has_checkpoint(1)
     assert not (data.storage / "models").exists()
     assert data.record()["status"] == "failed"
+
+
+# --- a stop request in the middle of a very long step ----------------------------------------------------
+
+
+def test_a_stop_request_is_obeyed_while_a_step_takes_minutes(tmp_path: Path) -> None:
+    data = TinyData.make(tmp_path)
+    factory = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    stuck = ("model.backbone=stuck_network:build", "workers.count=1", "workers.stop_s=2")
+    with data.start(*stuck, env=factory) as command:
+        command.wait_for("training with 1 worker from the start")
+        command.stop()
+        assert command.wait() == 143, command.output
+    assert "the workers did not finish their step within 2 s" in command.output
+    assert f"from the last checkpoint: python -m pencil_scale.train {data.folder}" in command.output
+    assert data.record()["status"] == "stopped"
 
 
 # --- a node dies ---------------------------------------------------------------------------------------
