@@ -9,10 +9,13 @@ labels over the owners' group.
 import gc
 import logging
 import math
+import os
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +62,8 @@ from pencil_scale.train.watch import Watch
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
 ANSWER_S = 10.0
+BEAT_S = 10.0
+PREEMPTION_EVERY_S = 3.0  # asking takes all ranks some milliseconds
 STOP, REFUSED = "stop", "refused"  # notes on the control of a run: end now; why a new attempt is useless
 
 
@@ -83,16 +88,38 @@ def train_worker(settings: dict[str, Any]) -> Any:
     if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
         return {REFUSED: refused}
     with ExitStack() as opened:
+        opened.enter_context(_beating(job.control))
         relay = Relay(job.control)
         retries.log.addHandler(relay)
         opened.callback(retries.log.removeHandler, relay)
         try:
             return Worker(job, opened).run()
-        except (OwnersError, retries.UnreachableError):
-            raise  # another rank has died, or a store is down: worth a new attempt
+        except (OwnersError, retries.UnreachableError, PreemptedError):
+            raise  # another rank has died, a store is down, or a node is leaving: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise
+
+
+class PreemptedError(PencilError):
+    """A node of the run is about to be taken away; all is saved, and the next attempt resumes elsewhere."""
+
+
+@contextmanager
+def _beating(control: Any) -> Iterator[None]:
+    """Tell the driver all the time that there are workers, also while this one compiles or waits."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            control.beat.remote()
+            ended.wait(BEAT_S)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Relay(logging.Handler):
@@ -177,6 +204,8 @@ class Worker:
             max_class_loss=1.0 if job.watched else config.stages.pencil.max_class_loss,
         )
         self.ended_early = False  # because labels may not move
+        self.leaving = ""  # nodes that are about to be taken away
+        self.asked_at = time.monotonic()
         self.saved_in: Path | None = None
         self.unsaved: dict[str, list[Manifest]] = {}  # by checkpoint, until it is committed
         self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
@@ -205,6 +234,12 @@ class Worker:
         )
         self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
         self.progress = loop.run(self.progress)
+        if self.leaving:
+            # Not before the checkpoint is committed: its upload ends with this process.
+            ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+            raise PreemptedError(
+                f"node {self.leaving} is being taken away; saved, to continue on other nodes"
+            )
         done = self.progress.epoch == schedule.extended(self.progress.extended).epochs
         return {"finished": done or self.ended_early}
 
@@ -216,13 +251,20 @@ class Worker:
         return self.stream.num_steps(seen), batches
 
     def stop(self) -> bool:
-        """Whether a stop was requested; rank 0 asks."""
-        wanted = False
+        """Whether to save and end: a stop was requested, or a node is about to be taken away; rank 0 asks."""
+        wanted = asks = False
         if self.ranks.rank == 0:
             # If the driver is gone, Ray Train ends the workers; otherwise it is unreachable for a moment.
             with suppress(ray.exceptions.RayError):
                 wanted = bool(ray.get(self.job.control.noted.remote(STOP), timeout=ANSWER_S))
-        return self.ranks.total(wanted) > 0
+            is_watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+            asks = is_watched and time.monotonic() - self.asked_at > PREEMPTION_EVERY_S
+        found = int(self.ranks.total(wanted + 2 * asks))
+        if found >= 2:
+            self.asked_at = time.monotonic()
+            info = ray.train.get_preemption_info()  # asked by all ranks together
+            self.leaving = ", ".join(info.preempted_node_ids) if info else ""
+        return found % 2 > 0 or bool(self.leaving)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""

@@ -6,6 +6,7 @@ tests look at its outcome.
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import mlflow
 import numpy as np
 import pytest
 import torch
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
 from training_runs import EPOCHS, ROOT, SPOILT, TinyData
 
 from pencil_scale.labels.columns import WATCHED
@@ -24,6 +27,7 @@ from pencil_scale.labels.run_record import read_record, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import Progress
+from pencil_scale.train.driver import RESIZE_VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -356,3 +360,33 @@ def test_a_run_survives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> Non
         assert command.wait() == 0, command.output
     assert len(starts(command.output)) == 2
     require_complete(data)
+
+
+def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_and_grows_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    nodes, (_, leaving) = cluster
+    data = TinyData.make(tmp_path)
+    options = [
+        "workers.cpus=1.5",
+        "workers.timeout_s=30",
+        "workers.count=[1,2]",
+        "checkpoint.every_steps=null",
+    ]
+    options += ["stages.finetune.epochs=30", "gate.hold=false"]
+    env = {"RAY_ADDRESS": nodes.address, RESIZE_VARIABLE: "5"}
+    with data.start(*options, env=env) as command:
+        command.wait_for("training with 2 workers from the start")
+        deadline_ms = time.time_ns() // 1_000_000 + 120_000
+        client = GcsClient(address=nodes.address)
+        reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+        assert client.drain_node(leaving.node_id, reason, "a spot notice", deadline_ms)[0]
+        command.wait_for("training with 1 worker from epoch")
+        nodes.remove_node(leaving)
+        nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        command.wait_for("training with 2 workers from epoch")
+        assert command.wait() == 0, command.output
+    assert f"PreemptedError: node {leaving.node_id} is being taken away; saved" in command.output
+    _, (_, smaller), *_ = starts(command.output)
+    assert smaller.step > 0  # only the notice saves in the middle of an epoch
+    assert data.summary()["coverage"] == [1.0] * 34
