@@ -28,6 +28,7 @@ from pencil_scale.tracking.tracker import Tracker
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
+SILENT_S = 25.0  # more than two beats of a worker
 PICTURES_EVERY_S = 20.0  # drawing takes up to a second of a CPU, as long as an epoch of a small dataset
 ACCURACY = "corrected_label_accuracy"
 SHOWN = {
@@ -114,7 +115,14 @@ class Narrator:
     def _logged(self, text: str, **_: Any) -> None:
         self._line(text)
 
-    def _failed(self, reasons: dict[int, str], **_: Any) -> None:
+    def _failed(
+        self, reasons: dict[int, str], places: Mapping[int, tuple[str, float]] | None = None, **_: Any
+    ) -> None:
+        for rank, (place, silent_s) in sorted((places or {}).items()):
+            if silent_s > SILENT_S:
+                self._line(f"worker {rank} on {place} has not been heard of for {silent_s:.0f} s")
+            elif rank in reasons and len(places or {}) > 1:
+                self._line(f"worker {rank} was on {place}")
         for rank, reason in reasons.items():
             self._line(f"worker {rank} failed: {reason}")
 

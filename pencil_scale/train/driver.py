@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.labels.manifest import Manifest
@@ -29,6 +29,7 @@ from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.local_ray import what_is_missing
+from pencil_scale.train.network import NetworkConfig
 from pencil_scale.train.plan import RunPlan
 from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
 
@@ -109,6 +110,8 @@ def _pass_events(
     """Pass on what the workers reported since the last call, and return it."""
     events = take_events(job.control)
     for event in events:
+        if event["kind"] == "failed":
+            event["places"] = ray.get(job.control.places.remote())
         with harmless(f"reporting an event of kind '{event['kind']}'"):
             on_event(event)
     return events
@@ -176,12 +179,19 @@ def start_control() -> Any:
             self._events: list[bytes] = []
             self._notes: dict[str, str] = {}
             self._beat_at = time.monotonic()
+            self._places: dict[int, tuple[str, float]] = {}  # of each rank, and when it was last heard
 
-        def beat(self) -> None:
+        def beat(self, rank: int, place: str) -> None:
             self._beat_at = time.monotonic()
+            self._places[rank] = place, self._beat_at
 
         def silent_s(self) -> float:
             return time.monotonic() - self._beat_at
+
+        def places(self) -> dict[int, tuple[str, float]]:
+            """Where the ranks of the attempt that has ended were, and how long they had been silent."""
+            places, self._places = self._places, {}
+            return {rank: (place, time.monotonic() - at) for rank, (place, at) in places.items()}
 
         def report(self, event: bytes) -> None:
             self._events.append(event)
@@ -239,7 +249,7 @@ def _trainer(job: Job) -> TorchTrainer:
             failure_config=ray.train.FailureConfig(max_failures=-1),  # Attempts limits them
             callbacks=[_failure_reports(job.control)],
         ),
-        torch_config=TorchConfig(backend=backend, timeout_s=config.workers.timeout_s),
+        torch_config=NetworkConfig(backend=backend, timeout_s=config.workers.timeout_s),
     )
 
 

@@ -46,6 +46,7 @@ from pencil_scale.train.checkpoints import (
 )
 from pencil_scale.train.gate import still_rises, unready
 from pencil_scale.train.loop import Loop, Readiness
+from pencil_scale.train.network import where
 from pencil_scale.train.preparation import (
     CleanSet,
     Preparation,
@@ -107,12 +108,12 @@ class PreemptedError(PencilError):
 
 @contextmanager
 def _beating(control: Any) -> Iterator[None]:
-    """Tell the driver all the time that there are workers, also while this one compiles or waits."""
-    ended = threading.Event()
+    """Tell the driver all the time that this worker is alive, also while it compiles or waits."""
+    ended, rank, place = threading.Event(), ray.train.get_context().get_world_rank(), where()
 
     def beat() -> None:
         while not ended.is_set():
-            control.beat.remote()
+            control.beat.remote(rank, place)
             ended.wait(BEAT_S)
 
     threading.Thread(target=beat, name="beat", daemon=True).start()

@@ -180,3 +180,14 @@ def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
     assert [name for name, _ in pictures(tracker)] == ["label_accuracy"] * 2
     (message,) = caplog.messages
     assert message.startswith("the picture of class transitions failed (AxisError: axis 1 is out of bounds")
+
+
+def test_a_failure_names_the_hosts_of_the_workers_and_those_that_were_silent() -> None:
+    reporting, said = narrator()
+    places = {0: ("a (10.0.0.1)", 3.0), 1: ("b (10.0.0.2)", 61.0)}
+    reporting.hear({"kind": "failed", "reasons": {0: "OwnersError: timed out"}, "places": places})
+    assert said == [
+        "worker 0 was on a (10.0.0.1)",
+        "worker 1 on b (10.0.0.2) has not been heard of for 61 s",
+        "worker 0 failed: OwnersError: timed out",
+    ]
