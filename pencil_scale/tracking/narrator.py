@@ -37,6 +37,7 @@ SHOWN = {
     "watch_agreement": "watched",
     ACCURACY: "labels right",
 }
+WAITS = {"data_wait_share": "data", "label_wait_share": "labels", "gpu_wait_share": "GPU"}  # of the time
 MOST_NUMBERS = 15  # classes; with more the cells are too small for a number
 MOST_NAMES = 60
 LONGEST_NAME = 20
@@ -187,6 +188,10 @@ class Narrator:
             f"loss {figures['loss']:.4f}",
             f"{figures['images_per_s']:,.0f} images/s",
         ]
+        waits = [
+            f"{word} {figures[name]:.0%}" for name, word in WAITS.items() if figures.get(name, 0) >= 0.005
+        ]
+        columns += [f"waits {', '.join(waits)}"] if waits else []
         columns += [f"{word} {figures[name]:.3f}" for name, word in SHOWN.items() if name in figures]
         if "corrected_share" in figures:
             # With watched samples, evidence decides at the end which of them change.

@@ -36,6 +36,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.stream.live_metrics import LiveMetrics, count_retries
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
@@ -142,6 +143,8 @@ class Worker:
         self.job, config, class_names = job, job.config, job.record.class_names
         self.ranks = Ranks.meet(config.workers.timeout_s)
         rank, world = self.ranks.rank, self.ranks.world
+        self.live = LiveMetrics(job.record.name, rank)
+        count_retries()
         self.device = ray.train.torch.get_device()
         set_up_process(config, self.device)
 
@@ -290,6 +293,9 @@ class Worker:
             found = self.study.of(manifest, epoch, stage.moves_labels, before)
             self.figures.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.report("epoch", progress=progress, figures=self.figures[-1], found=found)
+            coverage = min(figures["rows_visited"] / max(figures["rows_planned"], 1), 1.0)
+            done = {"epoch": progress.epoch, "coverage": coverage}
+            self.live.set(done | {"unreadable_images": figures["rows_unreadable"]})
         self._save_pair(progress, manifest)
 
     def readiness(self, schedule: Schedule) -> Readiness:
@@ -321,8 +327,10 @@ class Worker:
         return "ready"
 
     def report(self, kind: str, **what: Any) -> None:
-        """Report an event to the driver; only rank 0 does."""
-        if self.ranks.rank == 0:
+        """Report an event to the driver, which only rank 0 does, or set the live metrics of this rank."""
+        if kind == "live":
+            self.live.set(what["figures"])
+        elif self.ranks.rank == 0:
             self.job.control.report.remote(pickle.dumps({"kind": kind, **what}))
 
     def _snapshot(self) -> Manifest:

@@ -66,6 +66,14 @@ def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_remaining_time() -
     ]
 
 
+def test_an_epoch_line_says_what_training_waited_for() -> None:
+    reporting, said = narrator()
+    started(reporting, epoch=11, record=[])
+    waits = {"data_wait_share": 0.021, "label_wait_share": 0.004, "gpu_wait_share": 0.8}
+    reporting.hear({**epoch(), "figures": FIGURES | waits})
+    assert "1,830 images/s   waits data 2%, GPU 80%   test 0.962" in said[1]
+
+
 def started(reporting: Narrator, epoch: int = 0, step: int = 0, record: Any = ()) -> None:
     reporting.hear({"kind": "started", "progress": Progress(epoch, step), "record": record, "world": 2})
 
