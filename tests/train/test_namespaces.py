@@ -37,8 +37,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 NET = "10.211.77"
 HOST = f"{NET}.1"  # of this namespace, where the object store is
 PORT = 6399
-# With ports of their own, Ray does not wait 15 s for its agents to find some, which fails on a busy machine.
-AGENTS = ("metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
 ALIVE = 0  # a state of a node in Ray
 PATIENCE_S = 300
 
@@ -93,7 +91,6 @@ class Network:
         if number == 0:
             role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         size = [f"--num-cpus={num_cpus}", f"--object-store-memory={80 * 2**20}"]
-        size += [f"--{name}-port={18080 + n}" for n, name in enumerate(AGENTS)]
         words = self.inside(number, *ray, *role, *size, f"--node-ip-address={self.address(number)}")
         before, until = self.num_alive(), time.monotonic() + PATIENCE_S
         while self.num_alive() == before:
@@ -153,6 +150,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
             ("AWS_SECRET_ACCESS_KEY", "testing"),
             ("AWS_DEFAULT_REGION", "us-east-1"),
             ("RAY_AUTH_MODE", "disabled"),
+            ("RAY_agent_register_timeout_ms", "200000"),  # on a busy machine
         ):
             monkeypatch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
