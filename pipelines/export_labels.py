@@ -45,6 +45,7 @@ from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.automatic import filled
 from pencil_scale.nights.record import NightFiles
 from pencil_scale.review.recalibration import recalibration
+from pencil_scale.storage.cleanup import clean_up
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
@@ -141,8 +142,7 @@ def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool
     manifest = _manifest(source, table, doubts_file, sidecars, shards)
     lease.put(MANIFEST, manifest.encode())
     removed = tuple(sorted(earlier - manifest.files()))
-    for name in removed:
-        Folder(folder).delete(name)
+    clean_up(f"outdated files of {folder}", lambda: Folder(folder).delete_all(removed))
     predicted_by = sum((written.predicted_by for written in table), Counter[str]())
     rewritten = tuple(found for _, found in corrected if found is not None)
     summary = Summary(folder, export, manifest, removed, dict(sorted(predicted_by.items())), rewritten)

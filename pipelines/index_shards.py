@@ -27,6 +27,7 @@ from pencil_scale.catalogue.staging import check_damage, check_usable, stage_sha
 from pencil_scale.catalogue.update import CatalogueUpdate
 from pencil_scale.config.command import program, refuse_lost, run_job
 from pencil_scale.config.settings import Config
+from pencil_scale.storage.cleanup import clean_up
 from pencil_scale.storage.errors import PencilError, TaskDiedError, many, new_id
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
@@ -170,9 +171,12 @@ def _publish(
 
 def _sweep(store: Folder, lease: Lease) -> None:
     """Remove what was staged; the published manifest does not need it."""
-    lease.check()  # without the lease, it could be what another job stages
-    for name in store.names("staging"):
-        store.delete(name)
+
+    def remove() -> None:
+        lease.check()  # without the lease, it could be what another job stages
+        store.delete_all(store.names("staging"))
+
+    clean_up(f"{store.path('staging')}", remove)
 
 
 def _is_current(old: Catalogue, target: Target, changes: Changes) -> bool:

@@ -279,7 +279,7 @@ def _tidy(config: Config, nights: NightFiles, night: Night, current: Night) -> N
             shown_again(config, nights, current)
         for name in remove_taken_down(nights, night.overlay):
             say(f"the export of {name} is removed: data.exclude has changed since")
-    except (PencilError, OSError) as error:
+    except Exception as error:
         say(f"WARNING: outdated files, which may show excluded ids, were not removed: {error}")
 
 

@@ -44,6 +44,7 @@ class SmallRun:
         self.saved: list[Progress] = []
         self.epochs: list[dict[str, float]] = []
         self.steps: list[tuple[int, float]] = []  # a step, and the mean loss logged at it
+        self.live: list[dict[str, float]] = []
         self.unreadable: set[int] = set()
         self.named: list[tuple[int, list[str]]] = []
         self.stop: Callable[[], bool] = lambda: False
@@ -80,6 +81,8 @@ class SmallRun:
     def report(self, kind: str, **what: Any) -> None:
         if kind == "step":
             self.steps.append((what["progress"].step, what["figures"]["loss"]))
+        elif kind == "live":
+            self.live.append(what["figures"])
         else:
             self.named.append((what["num"], sorted(what["names"])))
 

@@ -6,6 +6,7 @@ range.
 """
 
 import argparse
+import logging
 import platform
 import re
 import shlex
@@ -136,6 +137,7 @@ def say(text: str) -> None:
 
 def exit_code(work: Callable[[], object]) -> int:
     """Do the work; print an error that a person can act on, with credentials masked, and return 2."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR)  # of other libraries
     if threading.current_thread() is threading.main_thread():
         # SIGTERM unwinds the job like Ctrl-C, so that it releases its leases.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

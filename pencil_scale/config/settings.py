@@ -208,7 +208,18 @@ class Workers(Settings):
     cpus: Positive = key("CPUs reserved per worker; leave at least one for reading", 1.0, unit="CPUs")
     scratch: str | None = key("local folder for working copies; null: the system's temporary folder", None)
     timeout_s: Count = key("how long a worker waits for the others before it fails", 600, unit="seconds")
-    max_failures: Whole = key("how often workers may fail and be replaced", 3)
+    max_failures: Whole = key("how often workers may fail in a row, without a new checkpoint in between", 3)
+    wait_for_nodes_s: Positive = key(
+        "how long a run waits for nodes that have room for its workers, at its start and whenever nodes are "
+        "lost",
+        3600.0,
+        unit="seconds",
+    )
+    stop_s: Positive = key(
+        "after SIGTERM: how long workers may take to finish their step; then the last checkpoint counts",
+        20.0,
+        unit="seconds",
+    )
 
     @model_validator(mode="after")
     def _count_fits(self) -> Self:

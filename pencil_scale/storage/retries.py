@@ -65,6 +65,7 @@ DENIED = {
 DENIED_CODES = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
 
 log = logging.getLogger(__name__)
+listeners: list[Callable[[str], object]] = []  # called with the store whenever an access is repeated
 _limit_s: ContextVar[float] = ContextVar("limit_s", default=float("inf"))
 _lock = threading.Lock()
 _waiting_since: dict[str, float] = {}  # by store
@@ -127,6 +128,8 @@ def patiently(url: str, access: Callable[[], Result], removes: bool = False) -> 
         pause_s = random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2 ** min(attempt, 9), LONGEST_PAUSE_S)
         time.sleep(min(pause_s, until - now))
         attempt += 1
+        for listen in listeners:
+            listen(store_of(url))
 
 
 def store_of(url: str) -> str:

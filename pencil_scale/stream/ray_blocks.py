@@ -23,6 +23,7 @@ from ray.data.block import BlockMetadata
 from ray.exceptions import RayError
 
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.stream.live_metrics import count_retries
 from pencil_scale.stream.plan import Piece
 from pencil_scale.stream.ray_tasks import cause_of, cluster_resource
 from pencil_scale.stream.window_reader import ReadSpec, read_piece
@@ -44,6 +45,12 @@ class Pieces:
         return self._pieces
 
 
+def read_counted(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
+    """Read a piece in a task of Ray, which counts the retries of its process."""
+    count_retries()
+    return read_piece(spec, piece)
+
+
 class PieceSource(Datasource):
     """Turns the pieces that are read next into read tasks."""
 
@@ -61,7 +68,7 @@ class PieceSource(Datasource):
         for piece in ray.get(self._pieces.get.remote()):
             num_bytes = None if size is None else piece.num_rows * 3 * size[0] * size[1]
             about = BlockMetadata(piece.num_rows, num_bytes, input_files=None, exec_stats=None)
-            tasks.append(ReadTask(partial(read_piece, self._spec, piece), about, schema=self._spec.schema))
+            tasks.append(ReadTask(partial(read_counted, self._spec, piece), about, schema=self._spec.schema))
         return tasks
 
 

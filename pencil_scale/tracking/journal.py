@@ -1,9 +1,9 @@
 """Journal: entries for MLflow, kept in the storage of the run until a thread has delivered them.
 
-    <folder>/segments/000000000001-ID.jsonl   entries in order, one per line; never changed
-    <folder>/blobs/ID                         the bytes of a picture or a model, which its entry names
-    <folder>/owner                            the id of the process that delivers
-    <folder>/refused/                         entries that MLflow will never accept, and damaged segments
+    <folder>/segments/000000000001-ID-42.jsonl   42 entries in order, one per line; never changed
+    <folder>/blobs/ID                            the bytes of a picture or a model, which its entry names
+    <folder>/owner                               the id of the process that delivers
+    <folder>/refused/                            entries that MLflow will never accept, and damaged segments
 
 `add` keeps an entry in memory. A thread writes what has gathered as a segment every second: a killed process
 loses the entries of its last second at most. Another thread sends the oldest segments and then deletes them:
@@ -12,7 +12,7 @@ a crash in between sends them again, which must do no harm. Object stores, which
     journal = Journal("s3://lake/clothing1m/runs/demo/journal/ab12")
     delivery = Delivery(journal, send, receiver="MLflow http://tracking:5000")
     journal.add("tag", {"stage": "parent", "name": "warning.labels", "value": "none moved"})
-    all_delivered = delivery.finish(wait_s=30)     # the journal keeps the rest
+    all_delivered = delivery.finish(wait_s=30)     # the journal keeps the rest, for `deliver_records`
 
 The process that opened a journal last owns it. A former owner that is still alive stops delivering, and the
 new owner also delivers what that one still writes. Nothing here ends a run.
@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.config.command import command
+from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.retries import limited_to
 from pencil_scale.storage.urls import without_passwords
@@ -40,6 +41,7 @@ OWNER = "owner"
 MOST_SEGMENTS = 100  # delivered together after an outage
 RETRY_S = 10.0
 SHORT_S = 0.1  # between attempts once the run has ended
+AWAY_S = 5.0  # how long a run that has ended waits for a receiver that was unreachable before
 
 
 class AwayError(PencilError):
@@ -108,7 +110,7 @@ class Journal:
             if name:
                 self._folder.put(f"blobs/{name}", blob)
         # A former owner that is still alive may write a segment of the same number, so names have an id.
-        name = f"segments/{self._number + 1:012d}-{self._id}.jsonl"
+        name = f"segments/{self._number + 1:012d}-{self._id}-{len(some)}.jsonl"
         self._folder.put(name, b"".join(line for line, _, _ in some))
         self._number += 1
 
@@ -145,6 +147,11 @@ class Journal:
         with self._away_errors():
             self._folder.put_json(f"refused/{entry.id}.json", text)
         self._done = [name for name in self._done if name != f"blobs/{entry.blob}"]
+
+    def count(self) -> int:
+        """Count the entries that were written and not delivered; reads only the names of the segments."""
+        with self._away_errors():
+            return sum(int(PurePosixPath(name).stem.rpartition("-")[2]) for name in self._segments())
 
     def _segments(self) -> list[str]:
         # A new Folder, since s3fs may have cached a list that it made while a segment was being written.
@@ -188,26 +195,41 @@ class Delivery:
         self._finishing, self._deadline = threading.Event(), float("inf")
         self._away = ""  # why the receiver cannot be reached
         self._num_refused = 0
-        self._is_done = False
+        self._is_done, self._waits = False, True
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
 
-    def finish(self, wait_s: float) -> bool:
-        """Deliver the rest for this long at most, and close the journal; return whether all was delivered."""
+    def finish(self, wait_s: float | None) -> bool:
+        """Deliver the rest for this long at most, and close the journal; return whether all was delivered.
+
+        None: take as long as needed, but do not wait for a receiver that is unreachable.
+        """
         self._journal.flush()
-        self._deadline = time.monotonic() + wait_s
+        self._waits = wait_s is not None
+        if wait_s is not None and self._away:
+            wait_s = min(wait_s, AWAY_S)
+        self._deadline = time.monotonic() + (float("inf") if wait_s is None else wait_s)
         self._finishing.set()
         self._thread.join(wait_s)
         self._journal.close()
         url, receiver = self._journal.url, self._receiver
         if not self._is_done:
-            log.warning("not all entries reached %s (%s)", receiver, self._away or "no time remained")
-            log.warning("%s keeps the rest; the next start of the same run delivers it", url)
+            log.warning(
+                "%s has not received %s of this run (%s). They are in %s; to deliver them: %s",
+                *(receiver, self._num_left(), self._away or "no time remained", url),
+                command("pipelines.deliver_records"),
+            )
         if self._num_refused:
             log.warning("%s refused %d entries: see %s/refused", receiver, self._num_refused, url)
         if num_lost := len(self._journal.waiting):
             log.warning("%d entries could not be written to %s and are lost", num_lost, url)
         return self._is_done
+
+    def _num_left(self) -> str:
+        try:
+            return many(self._journal.count(), "record")
+        except AwayError:
+            return "some records"
 
     def _run(self) -> None:
         try:
@@ -260,6 +282,8 @@ class Delivery:
                     text = "%s is unreachable (%s): the run continues, entries wait in %s"
                     log.warning(text, self._receiver, error, self._journal.url)
                 self._away = str(error)
+                if not self._waits:
+                    raise
                 self._finishing.wait(RETRY_S)
                 time.sleep(SHORT_S)
             else:

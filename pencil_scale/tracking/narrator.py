@@ -28,6 +28,7 @@ from pencil_scale.tracking.tracker import Tracker
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0
+SILENT_S = 25.0  # more than two beats of a worker
 PICTURES_EVERY_S = 20.0  # drawing takes up to a second of a CPU, as long as an epoch of a small dataset
 ACCURACY = "corrected_label_accuracy"
 SHOWN = {
@@ -36,6 +37,7 @@ SHOWN = {
     "watch_agreement": "watched",
     ACCURACY: "labels right",
 }
+WAITS = {"data_wait_share": "data", "label_wait_share": "labels", "gpu_wait_share": "GPU"}  # of the time
 MOST_NUMBERS = 15  # classes; with more the cells are too small for a number
 MOST_NAMES = 60
 LONGEST_NAME = 20
@@ -114,7 +116,14 @@ class Narrator:
     def _logged(self, text: str, **_: Any) -> None:
         self._line(text)
 
-    def _failed(self, reasons: dict[int, str], **_: Any) -> None:
+    def _failed(
+        self, reasons: dict[int, str], places: Mapping[int, tuple[str, float]] | None = None, **_: Any
+    ) -> None:
+        for rank, (place, silent_s) in sorted((places or {}).items()):
+            if silent_s > SILENT_S:
+                self._line(f"worker {rank} on {place} has not been heard of for {silent_s:.0f} s")
+            elif rank in reasons and len(places or {}) > 1:
+                self._line(f"worker {rank} was on {place}")
         for rank, reason in reasons.items():
             self._line(f"worker {rank} failed: {reason}")
 
@@ -179,6 +188,10 @@ class Narrator:
             f"loss {figures['loss']:.4f}",
             f"{figures['images_per_s']:,.0f} images/s",
         ]
+        waits = [
+            f"{word} {figures[name]:.0%}" for name, word in WAITS.items() if figures.get(name, 0) >= 0.005
+        ]
+        columns += [f"waits {', '.join(waits)}"] if waits else []
         columns += [f"{word} {figures[name]:.3f}" for name, word in SHOWN.items() if name in figures]
         if "corrected_share" in figures:
             # With watched samples, evidence decides at the end which of them change.

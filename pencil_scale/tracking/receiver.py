@@ -78,7 +78,8 @@ def check_server(uri: str) -> None:
         answer = http_request(get_default_host_creds(uri), "/version", "GET", timeout=10, max_retries=0)
         found = str(Version(answer.text.strip()))
     except (MlflowException, InvalidVersion) as error:
-        log.warning("MLflow server %s did not report its version: %s", without_passwords(uri), _reason(error))
+        text = "MLflow server %s is unreachable, or did not report its version (%s): the job continues"
+        log.warning(text, without_passwords(uri), _reason(error))
         return
     require(f"MLflow server {without_passwords(uri)}", found, MLFLOW)
 

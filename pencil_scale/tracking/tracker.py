@@ -90,12 +90,9 @@ class Tracker:
         self.about: list[str] = []  # the first paragraphs of its description
         params = dict(params or describe(config))
         uri, artifacts = find_server(config)
-        # All runs of a storage are in one experiment, where MLflow can compare them.
-        self._project = filesystem_of(config.run.storage)[1].rpartition("/")[2] or self._name
-        self._where = {"run_id": run_id, "experiment": config.tracking.experiment or self._project}
+        self._project, self._where = _project(config), _where(config, run_id)
         self._receiver = Receiver(uri, **self._where, artifacts=artifacts)
-        storage = Storage(config.run.storage)
-        self._journal = Journal(storage.path(storage.run(self._name, f"journal/{run_id}")), every_s)
+        self._journal = Journal(_journal_url(config, run_id), every_s)
         versions = {name: version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
         versions |= {"python": platform.python_version(), "pencil_scale": __version__}
         tags = {f"version.{name}": found for name, found in versions.items()}
@@ -218,3 +215,33 @@ def copy_page(config: Config, tracking: Mapping[str, Any], name: str, page: str)
     except PencilError as error:
         return str(error)
     return None
+
+
+def _project(config: Config) -> str:
+    return filesystem_of(config.run.storage)[1].rpartition("/")[2] or config.run.name
+
+
+def _where(config: Config, run_id: str) -> dict[str, str]:
+    """Where MLflow has a run: all runs of a storage are in one experiment, where MLflow can compare them."""
+    return {"run_id": run_id, "experiment": config.tracking.experiment or _project(config)}
+
+
+def _journal_url(config: Config, run_id: str) -> str:
+    storage = Storage(config.run.storage)
+    return storage.path(storage.run(config.run.name, f"journal/{run_id}"))
+
+
+def deliver(config: Config, run_id: str) -> tuple[int, dict[str, Any]]:
+    """Deliver what is left in the journal of a run; return how many records, and where MLflow has it.
+
+    Nothing else may deliver the records of this run meanwhile, so its lease has to be held.
+    """
+    (uri, artifacts), where = find_server(config), _where(config, run_id)
+    receiver, journal = Receiver(uri, **where, artifacts=artifacts), Journal(_journal_url(config, run_id))
+    num, server = journal.count(), f"MLflow {without_passwords(uri)}"
+    if not Delivery(journal, receiver, server).finish(wait_s=None):
+        raise PencilError(
+            f"run {config.run.name}: {server} did not receive all records; the rest is in {journal.url}. "
+            "Start the server, or set tracking.uri, then run this command again"
+        )
+    return num, {**where, "runs": dict(receiver.runs)}

@@ -37,9 +37,7 @@ def run(config: Config, dry_run: bool = False) -> object:
     """Train to the end, publish the model and the labels, and return the summary."""
     # Imported here because Ray, torch and MLflow take seconds; --help and a broken config answer at once.
     from pencil_scale.train import run as training
-    from pencil_scale.train.plan import require_agreement
 
-    require_agreement(config)
     return training.dry_run(config) if dry_run else training.train(config)
 
 

@@ -5,31 +5,39 @@ Driver and workers exchange events and notes through an actor, the control of a 
 driver's job.
 """
 
+import os
 import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.storage.lease import Lease
+from pencil_scale.storage.lease import Lease, command_line
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.local_ray import what_is_missing
+from pencil_scale.train.network import NetworkConfig
 from pencil_scale.train.plan import RunPlan
 from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
 
 EVENTS_EVERY_S = 0.25
+WORKERS_EVERY_S = 5.0  # how often the driver asks whether there are workers
+SILENT_S = 30.0  # three beats of a worker, or its start
+RESIZE_VARIABLE, RESIZE_S = "PENCIL_SCALE_RESIZE_S", 60.0  # how often an elastic run considers to grow
+SAVES = {"saving", "epoch"}  # kinds of events that are followed by a checkpoint
 
 
 def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
@@ -45,11 +53,13 @@ def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
 def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:
     """Train, passing every event to `on_event`; return the last checkpoint.
 
-    Return None after a stop request (SIGTERM, Ctrl-C). If another command takes over the lease, this one ends
+    Return None after a stop request (SIGTERM, Ctrl-C). Workers that do not start to save within
+    `workers.stop_s`, because a network compiles or a step takes minutes, are ended: SystemExit is raised, and
+    the run resumes from its last checkpoint. If another command takes over the lease, this one ends
     at once, and its workers with it: nothing is saved, because the run's checkpoints now belong to the other
     command.
     """
-    trainer, harmless = _trainer(job), Harmless()
+    trainer, harmless, attempts = _trainer(job), Harmless(), Attempts(job)
     ended: dict[str, Any] = {}
 
     def fit() -> None:
@@ -59,7 +69,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
             ended["error"] = error
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
-    stopping = False
+    stopping = saving = False
     with _noted_signals() as arrived:
         fitting.start()
         while fitting.is_alive():
@@ -70,7 +80,11 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                 stopping = True
                 print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
                 job.control.note.remote(STOP, "requested")
-            _pass_events(job, on_event, harmless)
+            events = _pass_events(job, on_event, harmless)
+            saving = saving or (stopping and any(event["kind"] in SAVES for event in events))
+            attempts.check(events)
+            if stopping and not saving and time.monotonic() - arrived[0] > job.config.workers.stop_s:
+                raise _unsaved(job.config.workers.stop_s)
         _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
         raise cause_of(ended["error"])
@@ -80,10 +94,73 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     return result.checkpoint if result.return_value["finished"] else None
 
 
-def _pass_events(job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless) -> None:
-    for event in take_events(job.control):
+def _unsaved(stop_s: float) -> SystemExit:
+    """Say that the workers are ended without saving."""
+    print(
+        f"the workers did not finish their step within {stop_s:g} s (workers.stop_s) and are ended; to "
+        f"resume from the last checkpoint: {command_line()}",
+        flush=True,
+    )
+    return SystemExit(128 + signal.SIGTERM)
+
+
+def _pass_events(
+    job: Job, on_event: Callable[[dict[str, Any]], None], harmless: Harmless
+) -> list[dict[str, Any]]:
+    """Pass on what the workers reported since the last call, and return it."""
+    events = take_events(job.control)
+    for event in events:
+        if event["kind"] == "failed":
+            event["places"] = ray.get(job.control.places.remote())
         with harmless(f"reporting an event of kind '{event['kind']}'"):
             on_event(event)
+    return events
+
+
+class Attempts:
+    """Ends a run whose workers fail again and again, or do not start because nodes are missing.
+
+    Ray Train counts over the life of a run, which may take days; here progress resets the count.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._num_failed, self._all_steps, self._is_waiting = job, 0, 0, False
+        self._checked_at = time.monotonic()
+
+    def check(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "started" and event["progress"].all_steps > self._all_steps:
+                self._num_failed, self._all_steps = 0, event["progress"].all_steps
+            elif event["kind"] == "failed":
+                self._num_failed += 1
+                if self._num_failed > self._job.config.workers.max_failures:
+                    raise self._failure(event)
+        if time.monotonic() - self._checked_at > WORKERS_EVERY_S:
+            self._checked_at = time.monotonic()
+            self._limit_waiting(ray.get(self._job.control.silent_s.remote()))
+
+    def _failure(self, event: dict[str, Any]) -> PencilError:
+        if refused := ray.get(self._job.control.noted.remote(REFUSED)):
+            return PencilError(refused)
+        print(event["trace"], flush=True)
+        rank, reason = next(iter(event["reasons"].items()))
+        return PencilError(
+            f"workers failed {self._num_failed} times without a new checkpoint in between (see "
+            f"workers.max_failures), last worker {rank}: {reason}; the same command resumes the run"
+        )
+
+    def _limit_waiting(self, silent_s: float) -> None:
+        workers = self._job.config.workers
+        missing = what_is_missing(workers) if silent_s > SILENT_S else ""
+        if missing and not self._is_waiting:
+            print(f"waiting for nodes for up to {workers.wait_for_nodes_s:g} s: {missing}", flush=True)
+        self._is_waiting = bool(missing)
+        if silent_s > workers.wait_for_nodes_s:
+            raise PencilError(
+                f"there was no worker for {silent_s:.0f} s (workers.wait_for_nodes_s): "
+                f"{missing or 'the cluster has room for them, but they do not start'}; the same command "
+                "resumes the run from its last checkpoint"
+            )
 
 
 def take_events(control: Any) -> list[dict[str, Any]]:
@@ -101,6 +178,20 @@ def start_control() -> Any:
         def __init__(self) -> None:
             self._events: list[bytes] = []
             self._notes: dict[str, str] = {}
+            self._beat_at = time.monotonic()
+            self._places: dict[int, tuple[str, float]] = {}  # of each rank, and when it was last heard
+
+        def beat(self, rank: int, place: str) -> None:
+            self._beat_at = time.monotonic()
+            self._places[rank] = place, self._beat_at
+
+        def silent_s(self) -> float:
+            return time.monotonic() - self._beat_at
+
+        def places(self) -> dict[int, tuple[str, float]]:
+            """Where the ranks of the attempt that has ended were, and how long they had been silent."""
+            places, self._places = self._places, {}
+            return {rank: (place, time.monotonic() - at) for rank, (place, at) in places.items()}
 
         def report(self, event: bytes) -> None:
             self._events.append(event)
@@ -126,7 +217,8 @@ def _failure_reports(control: Any) -> Any:
     class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
-            control.report.remote(pickle.dumps({"kind": "failed", "reasons": reasons}))
+            trace = "".join(traceback.format_exception(next(iter(worker_exceptions.values()))))
+            control.report.remote(pickle.dumps({"kind": "failed", "reasons": reasons, "trace": trace}))
 
     return ReportFailures()
 
@@ -142,7 +234,8 @@ def _trainer(job: Job) -> TorchTrainer:
         "use_gpu": config.workers.gpu,
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
-    failures: dict[str, Any] = {"max_failures": config.workers.max_failures, "controller_failure_limit": 3}
+    if fewest < most:
+        scaling["elastic_resize_monitor_interval_s"] = float(os.environ.get(RESIZE_VARIABLE, RESIZE_S))
     backend = "nccl" if config.workers.gpu else "gloo"
     return TorchTrainer(
         train_worker,
@@ -153,10 +246,10 @@ def _trainer(job: Job) -> TorchTrainer:
             storage_path=path,
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
-            failure_config=ray.train.FailureConfig(**failures),
+            failure_config=ray.train.FailureConfig(max_failures=-1),  # Attempts limits them
             callbacks=[_failure_reports(job.control)],
         ),
-        torch_config=TorchConfig(backend=backend, timeout_s=config.workers.timeout_s),
+        torch_config=NetworkConfig(backend=backend, timeout_s=config.workers.timeout_s),
     )
 
 

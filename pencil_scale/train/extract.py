@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import pyarrow.compute as pc
+
 from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.ranges import IMAGE_COLUMNS
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import say
 from pencil_scale.config.settings import FEATURES, Config, Images
@@ -25,6 +28,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 
 LOG_EVERY_S = 5.0
+TRIED_ROWS = 64
 TASKS_PER_GPU = 4  # so that some decode while another computes
 
 
@@ -60,6 +64,18 @@ def compute_features(config: Config) -> Summary:
         manifest = extraction.publish()
     seconds = time.monotonic() - started_at
     return Summary(folder, manifest, extraction.num_rows, seconds, tuple(extraction.problems))
+
+
+def estimate_features(config: Config) -> dict[str, Any]:
+    """Compute the features of some images, and say how long all would take this machine; store nothing."""
+    catalogue = Catalogue.open(config.run.storage)
+    job, _ = prepare(config, catalogue)
+    table = catalogue.read(0, min(catalogue.num_rows, TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS])
+    table = table.filter(pc.equal(table["status"], "ok"))
+    started_at = time.monotonic()
+    extract(job, table)
+    rate = len(table) / (time.monotonic() - started_at)
+    return {"samples": catalogue.num_ok, "features_per_s": rate, "hours": catalogue.num_ok / rate / 3600}
 
 
 def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]:

@@ -46,7 +46,7 @@ class Host(Protocol):
     def prepare(self, batch: Batch, epoch: int) -> Batch: ...  # on the device, augmented, never empty
     def save(self, progress: Progress) -> None: ...  # labels and weights as a pair
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None: ...
-    def report(self, kind: str, **what: Any) -> None: ...  # an event, for people and MLflow
+    def report(self, kind: str, **what: Any) -> None: ...  # an event; "live" are figures of this rank
     def stop(self) -> bool: ...  # whether any rank was asked to stop
     def readiness(self, schedule: Schedule) -> Readiness: ...  # whether labels may start to move
 
@@ -91,6 +91,7 @@ class Clock:
             "images_per_s": self.num_images / seconds,
             "data_wait_share": data_s / seconds,
             "label_wait_share": (self._waited_s["labels"] - data_s - device_s) / seconds,
+            "gpu_wait_share": device_s / seconds,  # high if the GPU is busy, which is good
         }
 
 
@@ -156,7 +157,7 @@ class Loop:
             self._step(batch, stage, progress, num_done - 1, num_steps)
             clock.count_step(num_done, num_steps, len(batch.rows))
             progress = replace(progress, step=progress.step + 1, all_steps=progress.all_steps + 1)
-            self._report(stage, progress)
+            self._report(stage, progress, clock)
             if num_done == num_steps or num_done % accumulation:
                 continue  # the epoch is over, or gradients are still being added up
             # Due at any batch of this group; all ranks are at the same step, and check together.
@@ -187,12 +188,13 @@ class Loop:
         else:
             self.owners.mark(batch.rows, predicted, progress.epoch)
 
-    def _report(self, stage: Stage, progress: Progress) -> None:
+    def _report(self, stage: Stage, progress: Progress, clock: Clock) -> None:
         """Start to copy the loss, and report it a few steps later, at the same steps on all ranks."""
         if self._tally.num_recent == ARRIVED_AFTER:
             self._report_loss()
         if self._tally.num_recent == LOG_EVERY_STEPS:
             self._sent = stage, progress, self._tally.send()
+            self.host.report("live", figures=clock.figures())
 
     def _report_loss(self) -> None:
         if self._sent is not None:
@@ -231,6 +233,7 @@ class Loop:
             self._limit_unreadable(num, visited, names, progress.epoch)
             self.host.report("unreadable", num=num, names=names)
         figures = clock.figures()
+        self.host.report("live", figures=dict(figures))
         figures["images_per_s"] = self.ranks.total(figures["images_per_s"])
         figures |= {"rows_visited": visited, "rows_unreadable": float(num)}
         figures |= {**self._tally.close(), "learning_rate": stage.learning_rate}

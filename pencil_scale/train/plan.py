@@ -1,12 +1,7 @@
 """Plan: a run from its config, with everything checked and counted that can be before a worker starts.
 
-    require_agreement(config)               # the config describes the data that was indexed
     plan = make_plan(config)                # server, classes, network, outlook of the labels, catalogues
     print(table(estimate(plan, run_trial(plan))))
-
-Training reads the catalogue, not `data.shards` or `data.exclude`. Without `require_agreement`, a config that
-changed after indexing would silently train on the old data: samples that were taken down since, other shards,
-classes in another order. The error names the key and the command to run.
 
 What can be counted is counted for every run and stored with it. Hours are estimated by `--dry-run` in a trial
 that writes nothing: one worker trains for some seconds, with its CPUs and its GPU, and reads in threads of
@@ -16,9 +11,8 @@ its process.
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
@@ -31,8 +25,7 @@ from torch import nn
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference, read_class_names
-from pencil_scale.catalogue.rules import make_overlay, newly_excluded
-from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
+from pencil_scale.catalogue.rules import newly_excluded
 from pencil_scale.config.command import program
 from pencil_scale.config.settings import FEATURES, Config, Evidence
 from pencil_scale.features.head import NUM_HIDDEN
@@ -51,16 +44,15 @@ from pencil_scale.method.outlook import check_outlook
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.storage import Storage
-from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
+from pencil_scale.train.checks import Problems
 from pencil_scale.train.preparation import Preparation, build_network, open_features
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
-REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
 TRIAL_S = 30.0
 PARTS = {2: "half", 3: "third", 4: "quarter"}
 FIRST_STEPS = 8  # not timed: they choose kernels and fill caches
@@ -89,16 +81,21 @@ def make_plan(
     version: int | None = None,
     record: RunRecord | None = None,
     parent: Manifest | None = None,
+    problems: Problems | None = None,
 ) -> RunPlan:
     """Check the MLflow server, the catalogues, the classes, the images, the network and the labels' outlook.
+
+    All that is wrong is reported at once, together with `problems` that were found before.
 
     A run that resumes has a `record`, whose catalogue versions, weights and automatic settings count.
     Otherwise `version` is the catalogue version to start with (None is the newest), and `parent` the labels
     that the run continues.
     """
+    problems = problems or Problems()
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
-        check_server(uri)
+        with problems.noted():
+            check_server(uri)
     names = read_class_names(config.data.classes)
     catalogue = Catalogue.open(config.run.storage, record.catalogue_version if record else version)
     if differs := difference(names, catalogue.class_names):
@@ -117,20 +114,23 @@ def make_plan(
     facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}), parent is not None)
     config, automatic = fill_in(config, facts, record)
     features = _features(config, catalogue)
-    require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
+    with problems.noted():
+        require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
     schedule = Schedule(config.stages, config.optimizer, len(names), batch)
     if schedule.epochs == 0:
-        raise PencilError("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
-    weights = record.weights if record else config.model.weights
-    model = build_backbone(config.model.backbone, len(names), weights)
-    if features is not None:
-        find_head(config.model.backbone)
-        sizes = (features.dimension, NUM_HIDDEN, len(names))
-        model = MlpHead(*sizes) if config.model.head == "mlp" else nn.Linear(*sizes[::2])
+        problems.add("stages: backbone, pencil and finetune have 0 epochs; nothing would be trained")
+    model, outlook, clean = nn.Module(), "", dict[str, StreamSpec]()
+    with problems.noted():
+        model = _build(config, len(names), record.weights if record else config.model.weights, features)
+    with problems.noted():
+        outlook = check_outlook(schedule)
+    with problems.noted():
+        clean = _check_clean(config, record, names)
+    problems.require_none()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
-    lines.append(check_outlook(schedule))
+    lines.append(outlook)
     roles = _roles(config, catalogue, subset, record, parent).but(taken_down)
     lines += _evidence_lines(config.evidence, roles)
     if len(taken_down):
@@ -141,10 +141,22 @@ def make_plan(
     num_samples -= len(left_out.rows)
     stream = StreamSpec.from_config(config, catalogue.version, subset=subset)
     stream = replace(stream, left_out=left_out) if len(left_out.rows) else stream
-    clean = _check_clean(config, record, names)
     weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     counted = (num_samples, weight_bytes)
     return RunPlan(config, automatic, names, schedule, catalogue, stream, clean, roles, *counted, lines)
+
+
+def _build(
+    config: Config, num_classes: int, weights: str | None, features: FeatureManifest | None
+) -> nn.Module:
+    """Build what is trained: the network, or a head on features."""
+    network = build_backbone(config.model.backbone, num_classes, weights)
+    if features is None:
+        return network
+    find_head(config.model.backbone)
+    if config.model.head == "mlp":
+        return MlpHead(features.dimension, NUM_HIDDEN, num_classes)
+    return nn.Linear(features.dimension, num_classes)
 
 
 def _features(config: Config, catalogue: Catalogue) -> FeatureManifest | None:
@@ -260,58 +272,6 @@ def _rows_to_read(
     if len(taken_down):
         rows = np.setdiff1d(catalogue.ok_rows() if rows is None else rows, taken_down)
     return rows, taken_down
-
-
-def require_agreement(config: Config) -> None:
-    """Refuse a config that describes other data than the catalogue was indexed with."""
-    data, catalogue = config.data, Catalogue.open(config.run.storage)
-    found = catalogue.manifest
-    for key, wanted in (("identity", data.identity), ("label", data.label)):
-        if wanted != found[key]:
-            raise PencilError(
-                f"data.{key}: found {wanted}, the catalogue was indexed with {found[key]}; {REMEDY}"
-            )
-    if differs := difference(read_class_names(data.classes), found["classes"]):
-        raise PencilError(f"data.classes: {data.classes} {differs}, compared with the catalogue; {REMEDY}")
-    exclude = make_overlay(data.exclude).exclude
-    if found.get("exclude", exclude) != exclude:
-        raise PencilError(
-            f"data.exclude: {data.exclude} is not the list the catalogue was indexed with; its samples "
-            f"would still be trained on; {REMEDY}"
-        )
-    _require_shards(data.shards, [entry.url for entry in catalogue.shards if entry.state == "indexed"])
-
-
-def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
-    """Require that the patterns name shards of the catalogue; the storage of the shards is not read.
-
-    A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
-    change that; so this is only a note.
-    """
-    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
-    urls = (url for lines in files for line in lines for url in expand_braces(line))
-    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
-    globs = [path for path in wanted if any(sign in path for sign in "*?[")]
-    others = [url for url in indexed if _bare(url) not in wanted]
-    others = [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
-    if not others:
-        return
-    such_as = f"such as {without_passwords(others[0])}"
-    if len(others) == len(indexed):
-        raise PencilError(
-            f"data.shards: names none of the catalogue's {many(len(indexed), 'shard')}, {such_as}; {REMEDY}"
-        )
-    print(
-        f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
-        f"{such_as}; they keep their rows and are trained on too; to leave them out, set data.subset, "
-        "or index into another run.storage",
-        flush=True,
-    )
-
-
-def _bare(url: str) -> str:
-    """One spelling for a URL and for the path that a filesystem makes of it."""
-    return url.rpartition("://")[2].lstrip("/")
 
 
 # --- what a run will take ---------------------------------------------------------------------------

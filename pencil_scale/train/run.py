@@ -8,7 +8,7 @@ import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
@@ -23,6 +23,7 @@ from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.method.automatic import filled
 from pencil_scale.method.backbones import find_weights
 from pencil_scale.method.outlook import label_scale
+from pencil_scale.storage.cleanup import clean_up
 from pencil_scale.storage.errors import PencilError, many, new_id
 from pencil_scale.storage.lease import Lease, LeaseLostError, command_line
 from pencil_scale.storage.retries import limited_to
@@ -33,8 +34,9 @@ from pencil_scale.tracking.narrator import Narrator
 from pencil_scale.tracking.receiver import RESUMABLE
 from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.checks import Problems, check_settings, require_agreement
 from pencil_scale.train.driver import drive, make_job
-from pencil_scale.train.extract import compute_features, on_named_features
+from pencil_scale.train.extract import compute_features, estimate_features, on_named_features
 from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
@@ -67,10 +69,11 @@ def train(
     command has to catch it.
     """
     config = with_absolute_storage(config)
+    checked = _check(config, start)
     storage, name = Storage(config.run.storage), config.run.name
     what = f"run {name} is being trained"
     with Lease.hold(storage.url, storage.run(name, "lease"), what=what) as lease:
-        plan, record = _start_or_resume(config, start, lease)
+        plan, record = _start_or_resume(config, start, lease, checked)
         config = plan.config
         tracker = _track(plan, record)
         record = write_record(storage.url, record, lease, status="running", tracking=tracker.state())
@@ -116,8 +119,13 @@ def train(
 def dry_run(config: Config) -> dict[str, Any]:
     """Say what a run will take, and write nothing."""
     config = with_absolute_storage(config)
-    named = config.model.head is not None and config.features.name is not None
-    plan = make_plan(on_named_features(config) if named else config)
+    if config.model.head is not None and config.features.name is None:
+        expected = estimate_features(config)
+        say(f"{table(expected)}
+then the head is trained on the features, which takes minutes")
+        return expected
+    plan = _check(config, resumes=False).plan or make_plan(config)
+    config = plan.config
     say("\n".join(plan.lines))
     ensure_ray()
     if missing := what_is_missing(config.workers):
@@ -135,10 +143,36 @@ def with_absolute_storage(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"storage": path})})
 
 
-def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple[RunPlan, RunRecord]:
-    """Check the run, start Ray, and find the record of the run, or make one."""
+class Checked(NamedTuple):
+    """A run that was checked before it started: its record, if it resumes, and its plan, if it has one."""
+
+    record: RunRecord | None = None
+    plan: RunPlan | None = None
+
+
+def _check(config: Config, start: Start | None = None, resumes: bool = True) -> Checked:
+    """Report all problems of a config at once, before anything is written; return the plan of the run.
+
+    If features have to be computed first, there is no plan yet.
+    """
+    problems = Problems()
+    check_settings(config, problems)
+    if start is None:
+        with problems.noted():
+            require_agreement(config)
+    record, plan = None, None
+    if config.model.head is None or config.features.name is not None:
+        with problems.noted():
+            config = on_named_features(config) if config.model.head is not None else config
+            record = _find_record(config, start) if resumes else None
+            plan = make_plan(config, *_origin(start, record), problems)
+    problems.require_none()
+    return Checked(record, plan)
+
+
+def _find_record(config: Config, start: Start | None) -> RunRecord | None:
+    """Find the record of a run that resumes; None if it starts, or starts again."""
     storage, name = config.run.storage, config.run.name
-    config = with_features(config)
     earlier = read_record(storage, name)
     settings = _settings(filled(config, earlier.automatic if earlier else {}))
     is_saved = partial(_is_saved, storage)
@@ -151,8 +185,27 @@ def _start_or_resume(config: Config, start: Start | None, lease: Lease) -> tuple
             f"run {name} was started with {record.decoders}, which decode images, and here are {decoders()}; "
             "other versions may give other pixels: install the same to resume, or choose another run.name"
         )
-    version, parent = (start.catalogue_version, start.labels) if start else (None, None)
-    plan = make_plan(config, version, record, parent)
+    return record
+
+
+def _origin(
+    start: Start | None, record: RunRecord | None
+) -> tuple[int | None, RunRecord | None, Manifest | None]:
+    """What `make_plan` needs to know about the start of a run."""
+    return (start.catalogue_version, record, start.labels) if start else (None, record, None)
+
+
+def _start_or_resume(
+    config: Config, start: Start | None, lease: Lease, checked: Checked | None = None
+) -> tuple[RunPlan, RunRecord]:
+    """Start Ray, and find the record of the run, or make one."""
+    storage, name = config.run.storage, config.run.name
+    config = with_features(config)
+    earlier, record = read_record(storage, name), _find_record(config, start)
+    checked = checked or Checked()
+    plan = checked.plan
+    if plan is None or record != checked.record:  # another command trained it while this one waited
+        plan = make_plan(config, *_origin(start, record))
     say("\n".join(plan.lines))
     ensure_ray()
     require_room(config.workers)
@@ -262,13 +315,11 @@ def _copy_weights(config: Config) -> str | None:
 
 def _tidy(storage: str, record: RunRecord) -> None:
     """Remove the checkpoints of a finished run and the label parts that only they named; never fail."""
-    try:
-        with limited_to(LAST_WORD_S):
-            CheckpointStore(storage, record.name, record.id).remove()
-            remove_folds(storage, record)
-            swept = sweep_run(storage, record.id)
-    except (PencilError, OSError) as error:
-        say(f"checkpoints or label parts that are not needed any more were not removed: {error}")
-    else:
-        if swept:
+
+    def remove() -> None:
+        CheckpointStore(storage, record.name, record.id).remove()
+        remove_folds(storage, record)
+        if swept := sweep_run(storage, record.id):
             say(f"{many(len(swept), 'label part')} removed, no longer needed")
+
+    clean_up("checkpoints and label parts that are not needed any more", remove)

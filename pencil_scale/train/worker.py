@@ -9,10 +9,13 @@ labels over the owners' group.
 import gc
 import logging
 import math
+import os
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.stream.live_metrics import LiveMetrics, count_retries
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
@@ -43,6 +47,7 @@ from pencil_scale.train.checkpoints import (
 )
 from pencil_scale.train.gate import still_rises, unready
 from pencil_scale.train.loop import Loop, Readiness
+from pencil_scale.train.network import where
 from pencil_scale.train.preparation import (
     CleanSet,
     Preparation,
@@ -59,6 +64,8 @@ from pencil_scale.train.watch import Watch
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
 ANSWER_S = 10.0
+BEAT_S = 10.0
+PREEMPTION_EVERY_S = 3.0  # asking takes all ranks some milliseconds
 STOP, REFUSED = "stop", "refused"  # notes on the control of a run: end now; why a new attempt is useless
 
 
@@ -83,16 +90,38 @@ def train_worker(settings: dict[str, Any]) -> Any:
     if refused:  # a new attempt would fail as the last one did: return, so that Ray Train does not retry
         return {REFUSED: refused}
     with ExitStack() as opened:
+        opened.enter_context(_beating(job.control))
         relay = Relay(job.control)
         retries.log.addHandler(relay)
         opened.callback(retries.log.removeHandler, relay)
         try:
             return Worker(job, opened).run()
-        except (OwnersError, retries.UnreachableError):
-            raise  # another rank has died, or a store is down: worth a new attempt
+        except (OwnersError, retries.UnreachableError, PreemptedError):
+            raise  # another rank has died, a store is down, or a node is leaving: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise
+
+
+class PreemptedError(PencilError):
+    """A node of the run is about to be taken away; all is saved, and the next attempt resumes elsewhere."""
+
+
+@contextmanager
+def _beating(control: Any) -> Iterator[None]:
+    """Tell the driver all the time that this worker is alive, also while it compiles or waits."""
+    ended, rank, place = threading.Event(), ray.train.get_context().get_world_rank(), where()
+
+    def beat() -> None:
+        while not ended.is_set():
+            control.beat.remote(rank, place)
+            ended.wait(BEAT_S)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Relay(logging.Handler):
@@ -114,6 +143,8 @@ class Worker:
         self.job, config, class_names = job, job.config, job.record.class_names
         self.ranks = Ranks.meet(config.workers.timeout_s)
         rank, world = self.ranks.rank, self.ranks.world
+        self.live = LiveMetrics(job.record.name, rank)
+        count_retries()
         self.device = ray.train.torch.get_device()
         set_up_process(config, self.device)
 
@@ -177,6 +208,8 @@ class Worker:
             max_class_loss=1.0 if job.watched else config.stages.pencil.max_class_loss,
         )
         self.ended_early = False  # because labels may not move
+        self.leaving = ""  # nodes that are about to be taken away
+        self.asked_at = time.monotonic()
         self.saved_in: Path | None = None
         self.unsaved: dict[str, list[Manifest]] = {}  # by checkpoint, until it is committed
         self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
@@ -205,6 +238,12 @@ class Worker:
         )
         self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
         self.progress = loop.run(self.progress)
+        if self.leaving:
+            # Not before the checkpoint is committed: its upload ends with this process.
+            ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+            raise PreemptedError(
+                f"node {self.leaving} is being taken away; saved, to continue on other nodes"
+            )
         done = self.progress.epoch == schedule.extended(self.progress.extended).epochs
         return {"finished": done or self.ended_early}
 
@@ -216,13 +255,20 @@ class Worker:
         return self.stream.num_steps(seen), batches
 
     def stop(self) -> bool:
-        """Whether a stop was requested; rank 0 asks."""
-        wanted = False
+        """Whether to save and end: a stop was requested, or a node is about to be taken away; rank 0 asks."""
+        wanted = asks = False
         if self.ranks.rank == 0:
             # If the driver is gone, Ray Train ends the workers; otherwise it is unreachable for a moment.
             with suppress(ray.exceptions.RayError):
                 wanted = bool(ray.get(self.job.control.noted.remote(STOP), timeout=ANSWER_S))
-        return self.ranks.total(wanted) > 0
+            is_watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+            asks = is_watched and time.monotonic() - self.asked_at > PREEMPTION_EVERY_S
+        found = int(self.ranks.total(wanted + 2 * asks))
+        if found >= 2:
+            self.asked_at = time.monotonic()
+            info = ray.train.get_preemption_info()  # asked by all ranks together
+            self.leaving = ", ".join(info.preempted_node_ids) if info else ""
+        return found % 2 > 0 or bool(self.leaving)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""
@@ -247,6 +293,9 @@ class Worker:
             found = self.study.of(manifest, epoch, stage.moves_labels, before)
             self.figures.append({"epoch": epoch, "stage": stage.name, **figures, **found.figures})
             self.report("epoch", progress=progress, figures=self.figures[-1], found=found)
+            coverage = min(figures["rows_visited"] / max(figures["rows_planned"], 1), 1.0)
+            done = {"epoch": progress.epoch, "coverage": coverage}
+            self.live.set(done | {"unreadable_images": figures["rows_unreadable"]})
         self._save_pair(progress, manifest)
 
     def readiness(self, schedule: Schedule) -> Readiness:
@@ -278,8 +327,10 @@ class Worker:
         return "ready"
 
     def report(self, kind: str, **what: Any) -> None:
-        """Report an event to the driver; only rank 0 does."""
-        if self.ranks.rank == 0:
+        """Report an event to the driver, which only rank 0 does, or set the live metrics of this rank."""
+        if kind == "live":
+            self.live.set(what["figures"])
+        elif self.ranks.rank == 0:
             self.job.control.report.remote(pickle.dumps({"kind": kind, **what}))
 
     def _snapshot(self) -> Manifest:

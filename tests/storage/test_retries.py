@@ -230,3 +230,17 @@ def test_a_url_is_reported_without_its_secrets(monkeypatch: pytest.MonkeyPatch) 
         files.cat_file(path)
     assert "https://***@127.0.0.1:9/x.tar: unreachable" in str(error.value)
     assert "hush" not in str(error.value)
+
+
+def test_every_repeated_access_is_counted_by_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(retries, "listeners", [heard.append])
+    faults = [ConnectionError(), TimeoutError()]
+
+    def access() -> str:
+        if faults:
+            raise faults.pop()
+        return "bytes"
+
+    assert retries.patiently("s3://lake/shards/0.tar", access) == "bytes"
+    assert heard == ["s3://lake", "s3://lake"]

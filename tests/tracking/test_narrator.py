@@ -66,6 +66,14 @@ def test_an_epoch_is_one_line_with_stage_speed_accuracies_and_remaining_time() -
     ]
 
 
+def test_an_epoch_line_says_what_training_waited_for() -> None:
+    reporting, said = narrator()
+    started(reporting, epoch=11, record=[])
+    waits = {"data_wait_share": 0.021, "label_wait_share": 0.004, "gpu_wait_share": 0.8}
+    reporting.hear({**epoch(), "figures": FIGURES | waits})
+    assert "1,830 images/s   waits data 2%, GPU 80%   test 0.962" in said[1]
+
+
 def started(reporting: Narrator, epoch: int = 0, step: int = 0, record: Any = ()) -> None:
     reporting.hear({"kind": "started", "progress": Progress(epoch, step), "record": record, "world": 2})
 
@@ -180,3 +188,14 @@ def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
     assert [name for name, _ in pictures(tracker)] == ["label_accuracy"] * 2
     (message,) = caplog.messages
     assert message.startswith("the picture of class transitions failed (AxisError: axis 1 is out of bounds")
+
+
+def test_a_failure_names_the_hosts_of_the_workers_and_those_that_were_silent() -> None:
+    reporting, said = narrator()
+    places = {0: ("a (10.0.0.1)", 3.0), 1: ("b (10.0.0.2)", 61.0)}
+    reporting.hear({"kind": "failed", "reasons": {0: "OwnersError: timed out"}, "places": places})
+    assert said == [
+        "worker 0 was on a (10.0.0.1)",
+        "worker 1 on b (10.0.0.2) has not been heard of for 61 s",
+        "worker 0 failed: OwnersError: timed out",
+    ]

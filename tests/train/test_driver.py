@@ -9,9 +9,12 @@ from typing import Any, cast
 import pytest
 import ray
 
+from pencil_scale.config.settings import Workers
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train import driver
+from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.driver import drive
 from pencil_scale.train.worker import Job
 
@@ -73,3 +76,43 @@ def test_the_control_keeps_events_in_order_and_the_first_note_of_each_name(ray_s
     assert [event["number"] for event in driver.take_events(control)] == [1, 2]
     assert driver.take_events(control) == []
     assert ray.get([control.noted.remote(name) for name in ("refused", "stop")]) == ["reason 1", ""]
+
+
+def attempts(control: Any, **workers: float) -> driver.Attempts:
+    settings = Workers(**{"max_failures": 1, "wait_for_nodes_s": 3600.0, **workers})
+    return driver.Attempts(
+        cast(Job, SimpleNamespace(control=control, config=SimpleNamespace(workers=settings)))
+    )
+
+
+def started(all_steps: int) -> dict[str, Any]:
+    return {"kind": "started", "progress": Progress(all_steps=all_steps)}
+
+
+FAILED = {"kind": "failed", "reasons": {1: "OwnersError: rank 0 is gone"}, "trace": "a long traceback"}
+
+
+@pytest.mark.ray
+def test_workers_may_fail_any_number_of_times_if_a_new_checkpoint_lies_in_between(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = attempts(driver.start_control())
+    for all_steps in range(0, 1000, 100):
+        found.check([started(all_steps), FAILED])
+    found.check([started(900)])
+    with pytest.raises(PencilError, match=r"failed 2 times without a new checkpoint.*worker 1: OwnersError"):
+        found.check([FAILED])
+    assert "a long traceback" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+def test_a_run_waits_for_nodes_as_long_as_it_is_told_to_and_names_what_is_missing(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver, "SILENT_S", 0.0)
+    monkeypatch.setattr(driver, "WORKERS_EVERY_S", 0.0)
+    control = driver.start_control()
+    attempts(control, cpus=64.0).check([])
+    assert "waiting for nodes for up to 3600 s: 1 need 64 CPUs, 4 are there" in capsys.readouterr().out
+    with pytest.raises(PencilError, match=r"no worker for .*: 1 need 64 CPUs, 4 are there; the same command"):
+        attempts(control, cpus=64.0, wait_for_nodes_s=1e-9).check([])

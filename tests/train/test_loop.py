@@ -37,6 +37,15 @@ def short_run(folder: Path, *overrides: str, **pace: int) -> SmallRun:
     return SmallRun(folder, *blobs(), *SHORT, *overrides, **pace)
 
 
+def test_each_rank_has_live_figures_of_every_epoch(tmp_path: Path) -> None:
+    run = short_run(tmp_path)
+    run.run()
+    assert len(run.live) >= len(run.epochs) == 4
+    for figures in run.live:
+        assert figures["images_per_s"] > 0
+        assert -0.01 < sum(figures[f"{what}_wait_share"] for what in ("data", "label", "gpu")) <= 1
+
+
 def test_time_spent_waiting_is_divided_among_the_stream_the_device_and_the_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -61,7 +70,7 @@ def test_time_spent_waiting_is_divided_among_the_stream_the_device_and_the_label
     for num_done, each in enumerate(clock.wait_for("labels", labels), 1):
         now.s += 4 if num_done == 1 else 1  # the first step is slow
         clock.count_step(num_done, 3, len(each.rows))
-    shares = {"data_wait_share": 6 / 30, "label_wait_share": 3 / 30}  # and 15 s for the device
+    shares = {"data_wait_share": 6 / 30, "label_wait_share": 3 / 30, "gpu_wait_share": 15 / 30}
     times = {"epoch_s": 30, "start_s": 12 - 9, "images_per_s": 12 / 30}
     assert clock.figures() == pytest.approx(times | shares)
 

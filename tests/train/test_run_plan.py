@@ -17,7 +17,8 @@ from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.subset.files import MEMBERS, SubsetWords, write_subset
-from pencil_scale.train.plan import count, estimate, make_plan, require_agreement
+from pencil_scale.train.checks import require_agreement
+from pencil_scale.train.plan import count, estimate, make_plan
 from pencil_scale.train.run import _copy_weights, _start_or_resume
 
 

@@ -6,6 +6,7 @@ tests look at its outcome.
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ import mlflow
 import numpy as np
 import pytest
 import torch
-from training_runs import EPOCHS, SPOILT, TinyData
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+from training_runs import EPOCHS, ROOT, SPOILT, TinyData
 
 from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import manifests_of
@@ -24,6 +27,7 @@ from pencil_scale.labels.run_record import read_record, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import Progress
+from pencil_scale.train.driver import RESIZE_VARIABLE
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -313,6 +317,22 @@ def test_a_run_that_diverges_ends_with_its_reason_and_is_neither_retried_nor_pub
     assert data.record()["status"] == "failed"
 
 
+# --- a stop request in the middle of a very long step ----------------------------------------------------
+
+
+def test_a_stop_request_is_obeyed_while_a_step_takes_minutes(tmp_path: Path) -> None:
+    data = TinyData.make(tmp_path)
+    factory = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    stuck = ("model.backbone=stuck_network:build", "workers.count=1", "workers.stop_s=2")
+    with data.start(*stuck, env=factory) as command:
+        command.wait_for("training with 1 worker from the start")
+        command.stop()
+        assert command.wait() == 143, command.output
+    assert "the workers did not finish their step within 2 s" in command.output
+    assert f"from the last checkpoint: python -m pencil_scale.train {data.folder}" in command.output
+    assert data.record()["status"] == "stopped"
+
+
 # --- a node dies ---------------------------------------------------------------------------------------
 
 
@@ -340,3 +360,34 @@ def test_a_run_survives_the_death_of_a_node(cluster: Any, tmp_path: Path) -> Non
         assert command.wait() == 0, command.output
     assert len(starts(command.output)) == 2
     require_complete(data)
+
+
+def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_and_grows_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    nodes, (_, leaving) = cluster
+    data = TinyData.make(tmp_path, num_samples=1200)
+    options = ["workers.cpus=1.5", "workers.timeout_s=60", "workers.count=[1,2]", "gate.hold=false"]
+    # Long epochs, so that the notice arrives in the middle of one.
+    options += ["checkpoint.every_steps=null", "optimizer.batch_per_worker=2", "stages.finetune.epochs=200"]
+    with data.start(*options, env={"RAY_ADDRESS": nodes.address, RESIZE_VARIABLE: "5"}) as command:
+        command.wait_for("backbone +epoch 1/")
+        deadline_ms = time.time_ns() // 1_000_000 + 120_000
+        reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+        client = GcsClient(address=nodes.address)
+        assert client.drain_node(leaving.node_id, reason, "a spot notice", deadline_ms)[0]
+        command.wait_for("training with 1 worker from epoch")
+        nodes.remove_node(leaving)
+        nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+        command.wait_for("training with 2 workers from epoch")  # Ray looks for new nodes every 20 s
+        command.wait_for(r"images/s", times=command.output.count("images/s") + 1)
+        command.stop()
+        assert command.wait() == 143, command.output
+    assert f"PreemptedError: node {leaving.node_id} is being taken away; saved" in command.output
+    _, (_, smaller), *_ = starts(command.output)
+    assert smaller.step > 0  # only the notice saves in the middle of an epoch
+    client, runs = mlflow_runs(data)
+    (parent,) = (run.info.run_id for run in runs if run.info.run_name == "tiny")
+    visited = client.get_metric_history(parent, "epoch/rows_visited")
+    assert [value.step for value in visited] == list(range(len(visited)))
+    assert {value.value for value in visited} == {data.num_samples}

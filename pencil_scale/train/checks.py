@@ -1,0 +1,124 @@
+"""Checks of a config before a run starts: every problem is found before anything is written.
+
+    problems = Problems()
+    check_settings(config, problems)            # settings that do not go together, and the MLflow server
+    with problems.noted():
+        require_agreement(config)               # the config describes the data that was indexed
+    problems.require_none()                     # one error with a line per problem
+
+Training reads the catalogue, not `data.shards` or `data.exclude`. Without `require_agreement`, a config that
+changed after indexing would silently train on the old data: samples that were taken down since, other shards,
+classes in another order. The error names the key and the command to run.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.catalogue.class_names import difference, read_class_names
+from pencil_scale.catalogue.rules import make_overlay
+from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
+from pencil_scale.config.command import program
+from pencil_scale.config.settings import Config
+from pencil_scale.storage.errors import PencilError, many
+from pencil_scale.storage.retries import RefusedError, UnreachableError
+from pencil_scale.storage.urls import filesystem_of, without_passwords
+from pencil_scale.tracking.tracker import find_server
+
+REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
+
+
+class Problems:
+    """Problems that were found so far, each once."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, None] = {}
+
+    def add(self, text: str) -> None:
+        self._lines |= dict.fromkeys(text.splitlines())
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error instead of raising it, so that other checks can follow."""
+        try:
+            yield
+        except (RefusedError, UnreachableError):
+            raise  # of a store, on which every other check depends
+        except PencilError as error:
+            self.add(str(error))
+
+    def require_none(self) -> None:
+        if self._lines:
+            raise PencilError("\n".join(self._lines))
+
+
+def check_settings(config: Config, problems: Problems) -> None:
+    """Find settings that do not go together, and a storage that needs an MLflow server."""
+    needs_gpu = {
+        "optimizer.precision": (config.optimizer.precision, "fp32"),
+        "optimizer.compile": (config.optimizer.compile, "off"),
+        "images.decode": (config.images.decode, "cpu"),
+    }
+    found = {key: values for key, values in needs_gpu.items() if values[0] != values[1]}
+    if found and not config.workers.gpu:
+        these = ", ".join(f"{key}={value}" for key, (value, _) in found.items())
+        others = ", ".join(f"{key}={value}" for key, (_, value) in found.items())
+        problems.add(f"workers.gpu: false, but {these} is for GPUs; set workers.gpu=true, or {others}")
+    with problems.noted():
+        find_server(config)
+
+
+def require_agreement(config: Config) -> None:
+    """Refuse a config that describes other data than the catalogue was indexed with; name every such key."""
+    problems = Problems()
+    data, catalogue = config.data, Catalogue.open(config.run.storage)
+    found = catalogue.manifest
+    for key, wanted in (("identity", data.identity), ("label", data.label)):
+        if wanted != found[key]:
+            problems.add(f"data.{key}: found {wanted}, the catalogue was indexed with {found[key]}; {REMEDY}")
+    with problems.noted():
+        if differs := difference(read_class_names(data.classes), found["classes"]):
+            problems.add(f"data.classes: {data.classes} {differs}, compared with the catalogue; {REMEDY}")
+    with problems.noted():
+        exclude = make_overlay(data.exclude).exclude
+        if found.get("exclude", exclude) != exclude:
+            problems.add(
+                f"data.exclude: {data.exclude} is not the list the catalogue was indexed with; its samples "
+                f"would still be trained on; {REMEDY}"
+            )
+    with problems.noted():
+        _require_shards(data.shards, [entry.url for entry in catalogue.shards if entry.state == "indexed"])
+    problems.require_none()
+
+
+def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
+    """Require that the patterns name shards of the catalogue; the storage of the shards is not read.
+
+    A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
+    change that; so this is only a note.
+    """
+    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
+    urls = (url for lines in files for line in lines for url in expand_braces(line))
+    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
+    globs = [path for path in wanted if any(sign in path for sign in "*?[")]
+    others = [url for url in indexed if _bare(url) not in wanted]
+    others = [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
+    if not others:
+        return
+    such_as = f"such as {without_passwords(others[0])}"
+    if len(others) == len(indexed):
+        raise PencilError(
+            f"data.shards: names none of the catalogue's {many(len(indexed), 'shard')}, {such_as}; {REMEDY}"
+        )
+    print(
+        f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
+        f"{such_as}; they keep their rows and are trained on too; to leave them out, set data.subset, "
+        "or index into another run.storage",
+        flush=True,
+    )
+
+
+def _bare(url: str) -> str:
+    """One spelling for a URL and for the path that a filesystem makes of it."""
+    return url.rpartition("://")[2].lstrip("/")

@@ -1,0 +1,54 @@
+"""All problems of a config are reported at once, before anything is written."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from catalogue_making import Bench, samples
+
+from pencil_scale.config.loader import load_config
+from pencil_scale.train import __main__ as train
+from pencil_scale.train.checks import Problems, check_settings
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    bench.shard("0.tar", samples(range(10)))
+    bench.index()
+    return bench
+
+
+def files_of(storage: str) -> dict[str, bytes]:
+    files, path = fsspec.core.url_to_fs(storage)
+    return {name: files.cat_file(name) for name in files.find(path)}
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_every_problem_is_reported_in_one_go_and_nothing_is_written(
+    bench: Bench, dry_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    before = files_of(bench.storage)
+    capsys.readouterr()
+    wrong = ["optimizer.precision=bf16", "images.decode=gpu", "images.resize=4", "images.crop=4"]
+    wrong += ["data.label=txt", f"model.weights={bench.folder}/nowhere.pt", "stages.pencil.lambda=0"]
+    assert train.main([str(bench.folder / "config.yaml"), *wrong, *dry_run]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    expected = ["workers.gpu: false", "run.storage: memory://", "data.label: found txt", "nowhere.pt"]
+    expected += ["stages.pencil: no label can change"]
+    assert len(lines) == len(expected), lines
+    assert all(any(words in line for line in lines) for words in expected), lines
+    assert files_of(bench.storage) == before
+
+
+def test_settings_for_a_gpu_without_one_are_named_with_what_to_set(tmp_path: Path, bench: Bench) -> None:
+    problems = Problems()
+    wrong = ["optimizer.compile=default", "images.decode=gpu", "images.resize=4", "images.crop=4"]
+    wrong += ["tracking.uri=http://tracking:5000"]
+    check_settings(load_config(bench.folder / "config.yaml", wrong), problems)
+    with pytest.raises(Exception, match=r"optimizer.compile=default, images.decode=gpu is for GPUs; set "):
+        problems.require_none()
+    problems = Problems()
+    check_settings(load_config(bench.folder / "config.yaml", [*wrong, "workers.gpu=true"]), problems)
+    problems.require_none()

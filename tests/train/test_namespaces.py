@@ -1,0 +1,199 @@
+"""Training across network namespaces: each Ray node has its own address, interface and temporary folder.
+
+As on Debian, the name of this host resolves to a loopback address in every namespace, so workers connect only
+if they choose the right interface. Links are cut, the head is cut off, and a node is lost for good. Where
+namespaces are forbidden, the test is skipped.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+from ray._raylet import GcsClient
+from training_runs import EPOCHS, TinyData, started
+
+from benchmarks.processes import family
+from pencil_scale.config.loader import load_config
+from pencil_scale.labels.manifest import Manifest
+from pencil_scale.labels.published import PublishedLabels
+from pipelines import index_shards
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NET = "10.211.77"
+HOST = f"{NET}.1"  # of this namespace, where the object store is
+PORT = 6399
+ALIVE = 0  # a state of a node in Ray
+PATIENCE_S = 300
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@dataclass
+class Network:
+    """Namespaces that are connected by a bridge, with a Ray node in each."""
+
+    opened: ExitStack
+    name: str = field(default_factory=lambda: f"ps{os.getpid() % 10000}")
+    nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def build(self, num_nodes: int) -> None:
+        ip("link", "add", self.name, "type", "bridge")
+        self.opened.callback(ip, "link", "del", self.name)
+        ip("addr", "add", f"{HOST}/24", "dev", self.name)
+        ip("link", "set", self.name, "up")
+        for number in range(num_nodes):
+            space, link = self.space(number), self.link(number)
+            ip("netns", "add", space)
+            self.opened.callback(ip, "netns", "del", space)
+            ip("link", "add", link, "type", "veth", "peer", "name", "net0", "netns", space)
+            ip("link", "set", link, "master", self.name, "up")
+            ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "net0")
+            ip("-n", space, "link", "set", "net0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+
+    def space(self, number: int) -> str:
+        return f"{self.name}n{number}"
+
+    def link(self, number: int) -> str:
+        return f"{self.name}v{number}"
+
+    def address(self, number: int) -> str:
+        return f"{NET}.{10 + number}"
+
+    def inside(self, number: int, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.space(number), *words]
+
+    def start_node(self, number: int, num_cpus: int) -> None:
+        """Start a Ray node; number 0 is the head."""
+        folder = tempfile.mkdtemp(prefix="pn", dir="/tmp")  # Ray's sockets need short paths
+        self.opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", f"--temp-dir={folder}"]
+        role = [f"--address={self.address(0)}:{PORT}"]
+        if number == 0:
+            role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        size = [f"--num-cpus={num_cpus}", f"--object-store-memory={80 * 2**20}"]
+        words = self.inside(number, *ray, *role, *size, f"--node-ip-address={self.address(number)}")
+        before, until = self.num_alive(), time.monotonic() + PATIENCE_S
+        while self.num_alive() == before:
+            assert time.monotonic() < until, f"node {number} did not start"
+            if number not in self.nodes or self.nodes[number].poll() is not None:  # too slow: Ray gives up
+                self.nodes[number] = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+                self.opened.callback(self.lose_node, number)
+            time.sleep(0.5)
+
+    def wait_for_nodes(self, num: int) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while self.num_alive() != num:
+            assert time.monotonic() < until, f"there are never {num} nodes"
+            time.sleep(0.5)
+
+    def num_alive(self) -> int:
+        """Count the nodes that the head knows."""
+        try:
+            known = GcsClient(address=f"{self.address(0)}:{PORT}").get_all_node_info(timeout=5)
+        except Exception:  # there is no head yet
+            return 0
+        return sum(node.state == ALIVE for node in known.values())
+
+    def lose_node(self, number: int) -> None:
+        """SIGKILL everything that runs on a node."""
+        node = self.nodes.pop(number, None)
+        if node is None:
+            return
+        for pid in family(node.pid) if node.poll() is None else ():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        node.wait()
+
+    def cut(self, number: int, seconds: float) -> None:
+        """Cut the link of a node for a while."""
+        ip("link", "set", self.link(number), "down")
+        time.sleep(seconds)
+        ip("link", "set", self.link(number), "up")
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    with ExitStack() as opened:
+        network = Network(opened)
+        try:
+            network.build(num_nodes=3)
+        except OSError as error:
+            pytest.skip(f"network namespaces are forbidden here: {error}")
+        server = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
+        server.start()
+        opened.callback(server.stop)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{HOST}:{server.get_host_and_port()[1]}")
+        for name, value in (
+            ("AWS_ACCESS_KEY_ID", "testing"),
+            ("AWS_SECRET_ACCESS_KEY", "testing"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("RAY_AUTH_MODE", "disabled"),
+            ("RAY_agent_register_timeout_ms", "200000"),  # on a busy machine
+        ):
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        for number, num_cpus in enumerate((1, 2, 2)):  # the head has no room for a worker
+            network.start_node(number, num_cpus)
+        yield network
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def stored(data: TinyData, bucket: str) -> list[str]:
+    """Put shards and catalogue on the object store; return the settings of a run there."""
+    files = s3fs.S3FileSystem()
+    files.mkdir(bucket)
+    for shard in data.folder.glob("*.tar"):
+        files.put_file(str(shard), f"{bucket}/shards/{shard.name}")
+    memory, shards = f"memory://{uuid.uuid4().hex}", f"data.shards=s3://{bucket}/shards/{{000..001}}.tar"
+    index_shards.run(load_config(data.folder / "config.yaml", [f"run.storage={memory}", shards]))
+    made, path = fsspec.core.url_to_fs(memory)
+    for name in made.find(f"{path}/catalogue"):
+        files.pipe_file(f"{bucket}/tiny{name.removeprefix(path)}", made.cat_file(name))
+    return [f"run.storage=s3://{bucket}/tiny", shards]
+
+
+def test_a_run_across_hosts_survives_cut_links_a_head_that_is_cut_off_and_a_lost_node(
+    network: Network, tmp_path: Path
+) -> None:
+    data, bucket = TinyData.make(tmp_path), f"lake{os.getpid()}"
+    options = [*stored(data, bucket), f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "gate.hold=false"]
+    options += ["workers.cpus=1.5", "workers.timeout_s=60", "checkpoint.every_steps=10"]
+    words = network.inside(0, *data.command(*options))
+    with started(words, tmp_path / "run.log", {"RAY_ADDRESS": f"{network.address(0)}:{PORT}"}) as command:
+        command.wait_for("backbone +epoch 1/")
+        network.cut(1, seconds=4)
+        command.wait_for("backbone +epoch 2/")
+        network.cut(0, seconds=4)
+        command.wait_for("pencil +epoch 3/")
+        network.lose_node(2)
+        network.wait_for_nodes(2)
+        network.start_node(2, num_cpus=2)
+        assert command.wait() == 0, command.output
+    assert f"({network.address(2)})" in command.output  # where the worker that failed was
+    summary = json.loads(s3fs.S3FileSystem().cat_file(f"{bucket}/tiny/runs/tiny/summary.json"))
+    assert summary["coverage"] == [1.0] * sum(EPOCHS.values())
+    manifest = Manifest.load(f"s3://{bucket}/tiny/labels/published/tiny.json")
+    epochs = PublishedLabels(manifest).last_epoch() - manifest.first_epoch
+    assert (epochs == sum(EPOCHS.values()) - 1).all()
