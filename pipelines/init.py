@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -29,10 +30,12 @@ from pencil_scale.storage.errors import PencilError, many
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 from pipelines import index_shards, make_shards
+from pipelines.demo_photos import LITE0, LITE0_FACTORY
 from pipelines.shard_making.options import jobs_of, parse_arguments
 
 CLASSES = "classes.txt"
 PHOTOS_NEED_WEIGHTS = "photos need pretrained weights: a network that starts at random memorises wrong labels"
+ONLY_THE_HEAD = "trains the last layer only, on features computed once: takes minutes without a GPU"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,14 +171,21 @@ def _model_lines(found: Survey) -> list[str]:
         return ["# model: {backbone: pooled_convnet}"]
     from pencil_scale.method.backbones import imagenet_file  # imports torch; --help answers at once
 
-    url, file = imagenet_file("resnet50" if _num_gpus() else "resnet18")
+    backbone = "resnet50" if _num_gpus() else "resnet18"
+    url, file = imagenet_file(backbone)
+    head = f"  {'# ' if _num_gpus() else ''}head: linear   # {ONLY_THE_HEAD}"
     if file.exists() or _is_reachable(url):
-        return [f"model: {{weights: imagenet}}   # {PHOTOS_NEED_WEIGHTS}"]
-    say(f"WARNING: {PHOTOS_NEED_WEIGHTS}, and {url} is unreachable; place it as {file}")
+        return ["model:", f"  backbone: {backbone}", f"  weights: imagenet   # {PHOTOS_NEED_WEIGHTS}", head]
+    if all(map(find_spec, LITE0)):
+        return ["model:", f"  backbone: {LITE0_FACTORY}   # {PHOTOS_NEED_WEIGHTS}; it has some", head]
+    say(
+        f"WARNING: {PHOTOS_NEED_WEIGHTS}, and {url} is unreachable; place it as {file}, or install "
+        "pencil_scale[photos] for a network that brings its weights, and run this again"
+    )
     return [
         f"# {PHOTOS_NEED_WEIGHTS}.",
         f"# This machine cannot reach {url}: place that file as {file}, then use",
-        "# model: {weights: imagenet}",
+        f"# model: {{backbone: {backbone}, weights: imagenet, head: linear}}",
     ]
 
 

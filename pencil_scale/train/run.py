@@ -121,8 +121,8 @@ def dry_run(config: Config) -> dict[str, Any]:
     config = with_absolute_storage(config)
     if config.model.head is not None and config.features.name is None:
         expected = estimate_features(config)
-        say(f"{table(expected)}
-then the head is trained on the features, which takes minutes")
+        say(table(expected))
+        say("then the head is trained on these features, which takes minutes")
         return expected
     plan = _check(config, resumes=False).plan or make_plan(config)
     config = plan.config

@@ -12,6 +12,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.train.plan import make_plan
 from pipelines import init
+from pipelines.demo_photos import LITE0_FACTORY
 
 
 @pytest.fixture(autouse=True)
@@ -66,16 +67,40 @@ def test_img2dataset_shards_get_their_json_field_and_ids_that_differ(here: Path)
     assert Catalogue.open("lake").num_ok == 40
 
 
-def test_class_folders_become_shards(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def photos(here: Path) -> None:
     for number in range(12):
         folder = here / "photos" / ("cat", "dog")[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (300 + number, 200), (number, 0, 0)).save(folder / f"{number}.jpg")
+
+
+def test_class_folders_become_shards(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos(here)
     config = started("photos")
-    assert make_plan(config).class_names == ("cat", "dog")
-    text = Path("config.yaml").read_text()
-    assert "# model: {weights: imagenet}" in text  # offline here, and photos need them
+    assert Path(config.data.classes).read_text().split() == ["cat", "dog"]
+    assert Catalogue.open(config.run.storage).num_ok == 12
     assert "next: python -m pencil_scale.train config.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("online", "installed", "network"),
+    [(True, True, "weights: imagenet"), (False, True, f"backbone: {LITE0_FACTORY}"), (False, False, None)],
+)
+def test_photos_get_pretrained_weights_and_only_the_head_is_trained(
+    online: bool, installed: bool, network: str | None, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos(here)
+    monkeypatch.setenv("TORCH_HOME", str(here))
+    monkeypatch.setattr(init, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(init, "_is_reachable", lambda url: online)
+    monkeypatch.setattr(init, "LITE0", ("json",) if installed else ("no_such_package",))
+    model = started("photos").model
+    text = Path("config.yaml").read_text()
+    if network:
+        assert network in text
+        assert model.head == "linear"
+    else:
+        assert "# model: {backbone: resnet18, weights: imagenet, head: linear}" in text
 
 
 def test_an_existing_config_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_the_rest_of_the_line_goes_to_the_job(capsys: pytest.CaptureFixture[str]
 def test_a_config_that_was_printed_can_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert sorted(names) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     assert main(["configs", "demo"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "mine.yaml").run.name == "demo"
