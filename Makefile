@@ -8,7 +8,7 @@ PYTHON ?= $(shell for found in python3 python3.14 python3.13 python3.12 python3.
 	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
 UV := $(shell command -v uv)
 
-.PHONY: help install demo demo-photos test browser quick lint format bench clean
+.PHONY: help install demo demo-photos test test-image browser quick lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this page
@@ -33,7 +33,10 @@ demo-photos: install  ## repair photos with 30 % label noise: PENCIL_DATA=FOLDER
 	@$(BIN)/python -m pipelines.demo_photos
 
 test: install browser  ## run every test this machine can run
-	$(BIN)/pytest -m '' --durations=15
+	$(BIN)/pytest -m 'not image' --durations=15
+
+test-image: install  ## run every step of cluster/Dockerfile in a fresh Debian; needs root
+	$(BIN)/pytest -m image tests/cluster
 
 # Tests of the review page need chromium or Chrome; without one they are skipped and listed by name.
 browser:
