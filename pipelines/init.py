@@ -95,6 +95,8 @@ def find_shards(source: str, storage: str) -> str:
     """The pattern of the shards; class folders become shards in the storage."""
     files, path = filesystem_of(source)
     if source.startswith("@") or not files.isdir(path):
+        if not re.search(r"[@*{?\[]", source) and not files.exists(path):
+            raise PencilError(f"{source}: no such folder or shard")
         return source
     folder = source.rstrip("/")
     if files.glob(f"{path}/*.tar"):

@@ -136,7 +136,10 @@ def say(text: str) -> None:
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do the work; print an error that a person can act on, with credentials masked, and return 2."""
+    """Do the work, and return 0; print an error that a person can act on, with credentials masked: 2.
+
+    Ctrl-C ends with 143, as SIGTERM does.
+    """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR)  # of other libraries
     if threading.current_thread() is threading.main_thread():
         # SIGTERM unwinds the job like Ctrl-C, so that it releases its leases.
@@ -148,6 +151,9 @@ def exit_code(work: Callable[[], object]) -> int:
         for line in str(error).splitlines():
             print(f"error: {without_passwords(line)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; to resume, run the same command again", file=sys.stderr)
+        return 128 + signal.SIGTERM
     return 0
 
 

@@ -213,10 +213,13 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
 
     Wrong labels are found and restored as often as planted ones. Every other change costs a right label. With
     e the share of wrong labels the net gain is e * (restored + found) - changed. A planted error cannot be
-    restored to its true class if its original label was wrong as well, hence the division by 1 - e.
+    restored to its true class if its original label was wrong as well, hence the division by 1 - e. Where no
+    label changed, nothing is gained, whatever a planted error shows.
     """
     wrong, num = noise.wrong, max(len(found), 1)
-    share_found, share_restored = found.sum() / num, restored.sum() / num
+    share_found, share_restored = float(found.sum() / num), float(restored.sum() / num)
+    if changed == 0:
+        return Gain(0.0, 0.0, 0.0, share_found, share_restored, changed, len(found))
     fixed = min(share_restored / (1 - wrong), share_found)
     gain = wrong * (fixed + share_found) - changed
     # A planted error counts 2 if fixed, 1 if only changed, 0 if not found.
@@ -226,8 +229,8 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
         float(gain),
         float(gain - error),
         float(gain + error),
-        float(share_found),
-        float(share_restored),
+        share_found,
+        share_restored,
         changed,
         len(found),
     )

@@ -83,7 +83,9 @@ class Narrator:
         tracker: Tracker | Untracked,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
+        later: int = 0,  # trainings that follow this one
     ) -> None:
+        self._later = later
         self._num_epochs, self._class_names = num_epochs, class_names
         self._tracker, self._say, self._clock = tracker, say, clock
         self._harmless = Harmless()
@@ -198,7 +200,7 @@ class Narrator:
             word = "moved" if "watch_agreement" in figures else "changed"
             columns.append(f"{word} {figures['corrected_share']:.1%}")
         if self._epoch_s:
-            remaining_s = median_low(self._epoch_s[-5:]) * (self._num_epochs - number)
+            remaining_s = median_low(self._epoch_s[-5:]) * (self._num_epochs * (1 + self._later) - number)
             columns.append(f"ETA {timedelta(seconds=round(remaining_s))}")
         return "   ".join(columns)
 

@@ -48,7 +48,7 @@ def train_folds(plan: RunPlan, record: RunRecord, lease: Lease) -> list[Fold] | 
         fold = _find_fold(plan.config.run.storage, record, number)
         if fold is None:
             say(f"fold {nth} of {num}: {len(roles.watched):,} samples are watched")
-            fold = _train_fold(plan, roles, record, number, lease)
+            fold = _train_fold(plan, roles, record, number, lease, later=num - nth)
         if fold is None:
             return None
         found.append(fold)
@@ -57,7 +57,9 @@ def train_folds(plan: RunPlan, record: RunRecord, lease: Lease) -> list[Fold] | 
     return found
 
 
-def _train_fold(plan: RunPlan, roles: Roles, record: RunRecord, number: int, lease: Lease) -> Fold | None:
+def _train_fold(
+    plan: RunPlan, roles: Roles, record: RunRecord, number: int, lease: Lease, later: int
+) -> Fold | None:
     """Train one fold, from its last checkpoint if it has one."""
     labels = _start_labels(plan, roles, record, number)
     checkpoint = plan.config.checkpoint.model_copy(update={"history": False})
@@ -69,7 +71,7 @@ def _train_fold(plan: RunPlan, roles: Roles, record: RunRecord, number: int, lea
         clean={},
     )
     job = make_job(fold_plan, replace(record, id=labels.run), labels)
-    narrator = Narrator(plan.schedule.epochs, plan.class_names, Untracked(), say=say)
+    narrator = Narrator(plan.schedule.epochs, plan.class_names, Untracked(), say=say, later=later)
     ended = drive(job, narrator.hear, lease)
     if ended is None:
         return None

@@ -29,6 +29,7 @@ from pipelines.shard_making.samples import (
 )
 
 CLOTHING1M_SPLITS = ("noisy", "clean_train", "clean_val", "clean_test")
+SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 
 
 def read_folder(
@@ -45,6 +46,10 @@ def read_folder(
             f"{root}: no image in any class folder among {len(paths):,} files; "
             "expected CLASS/NAME.jpg, .png, .webp ..."
         )
+    folders = {path.split("/", 1)[0] for path in images}
+    if folders <= SPLITS and all(path.count("/") > 1 for path in images):
+        named = ", ".join(f"{root.rstrip('/')}/{name}" for name in sorted(folders))
+        raise PencilError(f"{root}: has one folder per split, not per class; give one of {named}")
     images = _shuffled(images, shuffle_seed)
     names = pa.chunked_array([[path.split("/", 1)[0] for path in images]])
     classes, (given,) = number_classes({"class folders": names}, label_names, root)

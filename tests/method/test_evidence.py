@@ -166,3 +166,10 @@ def test_errors_that_random_noise_does_not_explain_are_noticed_where_the_network
         )
     ]
     assert shares == pytest.approx([0.0, 0.2, 1 / CLASSES], abs=0.04)
+
+
+def test_nothing_is_gained_where_no_label_changed() -> None:
+    noise = NoiseModel(1.0, 0.01, 0.01, 0.0, 0.02)
+    found = net_gain(np.ones(50, bool), np.ones(50, bool), 0.0, 1000, noise)
+    assert (found.low, found.gain, found.high) == (0, 0, 0)
+    assert found.found == 1

@@ -103,6 +103,20 @@ def test_photos_get_pretrained_weights_and_only_the_head_is_trained(
         assert "# model: {backbone: resnet18, weights: imagenet, head: linear}" in text
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("nowhere", "nowhere: no such folder or shard"), ("home", "has one folder per split, not per class")],
+)
+def test_a_wrong_folder_is_refused(
+    source: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        photos(here / "home" / split)
+        (here / "home" / split / "photos").rename(here / "home" / split / "cats")
+    assert init.main([source]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_an_existing_config_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("config.yaml").write_text("mine")
     write_shard(here / "0.tar", samples(range(6)))

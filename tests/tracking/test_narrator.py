@@ -199,3 +199,12 @@ def test_a_failure_names_the_hosts_of_the_workers_and_those_that_were_silent() -
         "worker 1 on b (10.0.0.2) has not been heard of for 61 s",
         "worker 0 failed: OwnersError: timed out",
     ]
+
+
+def test_the_time_of_trainings_that_follow_is_included() -> None:
+    now = [100.0]
+    reporting, said = narrator(clock=lambda: now[0], later=3)
+    started(reporting)
+    now[0] += 2
+    reporting.hear({**epoch(), "figures": {**FIGURES, "epoch": 0, "start_s": 0.0}})
+    assert said[-1].endswith("ETA 0:05:18")  # 39 epochs and three times 40, of 2 s each
