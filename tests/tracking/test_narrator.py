@@ -36,10 +36,11 @@ class Listener:
         return lambda *given: self.calls.append((name, given))
 
 
-def narrator(tracker: Any = None, clock: Any = None) -> tuple[Narrator, list[str]]:
+def narrator(tracker: Any = None, clock: Any = None, later: int = 0) -> tuple[Narrator, list[str]]:
     said: list[str] = []
     clock = clock or (lambda: 0.0)
-    return Narrator(40, ("ant", "bee"), tracker or Listener(), say=said.append, clock=clock), said
+    told = tracker or Listener()
+    return Narrator(40, ("ant", "bee"), told, say=said.append, clock=clock, later=later), said
 
 
 def epoch(**found: Any) -> dict[str, Any]:
