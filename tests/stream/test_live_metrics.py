@@ -26,13 +26,13 @@ class Worker:
             if faults:
                 raise faults.pop()
 
-        retries.patiently("s3://lake/x", access)
+        retries.patiently("s3://measured/x", access)
 
 
 def exported(address: str) -> dict[str, float]:
     text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
     values = re.findall(r"^ray_pencil_scale_(\w+)\{(.*)\} (\S+)$", text, re.M)
-    wanted = (("rank", "3"), ("store", "s3://lake"))
+    wanted = (("rank", "3"), ("store", "s3://measured"))
     return {
         name: float(value) for name, tags, value in values for tag, of in wanted if f'{tag}="{of}"' in tags
     }
