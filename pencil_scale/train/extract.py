@@ -72,6 +72,10 @@ def estimate_features(config: Config) -> dict[str, Any]:
     job, _ = prepare(config, catalogue)
     table = catalogue.read(0, min(catalogue.num_rows, TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS])
     table = table.filter(pc.equal(table["status"], "ok"))
+    if not len(table):
+        raise PencilError(
+            f"{catalogue.folder}: none of the first {TRIED_ROWS} rows has a usable image to try"
+        )
     started_at = time.monotonic()
     extract(job, table)
     rate = len(table) / (time.monotonic() - started_at)

@@ -119,12 +119,12 @@ def train(
 def dry_run(config: Config) -> dict[str, Any]:
     """Say what a run will take, and write nothing."""
     config = with_absolute_storage(config)
-    if config.model.head is not None and config.features.name is None:
+    plan = _check(config, resumes=False).plan
+    if plan is None:
         expected = estimate_features(config)
         say(table(expected))
         say("then the head is trained on these features, which takes minutes")
         return expected
-    plan = _check(config, resumes=False).plan or make_plan(config)
     config = plan.config
     say("\n".join(plan.lines))
     ensure_ray()
