@@ -119,15 +119,15 @@ class Narrator:
         self._line(text)
 
     def _failed(
-        self, reasons: dict[int, str], places: Mapping[int, tuple[str, float]] | None = None, **_: Any
+        self, reasons: dict[str, str], places: Mapping[int, tuple[str, float]] | None = None, **_: Any
     ) -> None:
         for rank, (place, silent_s) in sorted((places or {}).items()):
             if silent_s > SILENT_S:
                 self._line(f"worker {rank} on {place} has not been heard of for {silent_s:.0f} s")
-            elif rank in reasons and len(places or {}) > 1:
+            elif f"worker {rank}" in reasons and len(places or {}) > 1:
                 self._line(f"worker {rank} was on {place}")
-        for rank, reason in reasons.items():
-            self._line(f"worker {rank} failed: {reason}")
+        for who, reason in reasons.items():
+            self._line(f"{who} failed: {reason}")
 
     def _step(self, stage: str, progress: Any, figures: dict[str, float], **_: Any) -> None:
         self._tracker.log_step(stage, progress.all_steps, figures)

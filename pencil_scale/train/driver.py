@@ -25,6 +25,7 @@ from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease, command_line
+from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
@@ -53,20 +54,27 @@ def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
 def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:
     """Train, passing every event to `on_event`; return the last checkpoint.
 
+    Ray Train's controller starts workers that fail again. If it fails itself, because a store is away for
+    longer than `storage.retry_s`, it is started again in the same way.
     Return None after a stop request (SIGTERM, Ctrl-C). Workers that do not start to save within
     `workers.stop_s`, because a network compiles or a step takes minutes, are ended: SystemExit is raised, and
     the run resumes from its last checkpoint. If another command takes over the lease, this one ends
     at once, and its workers with it: nothing is saved, because the run's checkpoints now belong to the other
     command.
     """
-    trainer, harmless, attempts = _trainer(job), Harmless(), Attempts(job)
+    harmless, attempts = Harmless(), Attempts(job)
     ended: dict[str, Any] = {}
 
     def fit() -> None:
-        try:
-            ended["result"] = trainer.fit()
-        except Exception as error:
-            ended["error"] = error
+        while not ended:
+            try:
+                ended["result"] = _trainer(job).fit()
+            except Exception as error:
+                cause = cause_of(error)
+                if job.config.workers.in_process or not isinstance(cause, UnreachableError):
+                    ended["error"] = cause
+                else:
+                    job.control.report.remote(_failed({"the controller": reason_of(error)}, error))
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
     stopping = saving = False
@@ -87,7 +95,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                 raise _unsaved(job.config.workers.stop_s)
         _pass_events(job, on_event, harmless)  # what arrived between the last call and the end
     if "error" in ended:
-        raise cause_of(ended["error"])
+        raise ended["error"]
     result = ended["result"]
     if reason := result.return_value.get(REFUSED):
         raise PencilError(reason)
@@ -143,10 +151,10 @@ class Attempts:
         if refused := ray.get(self._job.control.noted.remote(REFUSED)):
             return PencilError(refused)
         print(event["trace"], flush=True)
-        rank, reason = next(iter(event["reasons"].items()))
+        who, reason = next(iter(event["reasons"].items()))
         return PencilError(
             f"workers failed {self._num_failed} times without a new checkpoint in between (see "
-            f"workers.max_failures), last worker {rank}: {reason}; the same command resumes the run"
+            f"workers.max_failures), last {who}: {reason}; the same command resumes the run"
         )
 
     def _limit_waiting(self, silent_s: float) -> None:
@@ -216,11 +224,17 @@ def _failure_reports(control: Any) -> Any:
 
     class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            reasons = {rank: reason_of(error) for rank, error in sorted(worker_exceptions.items())}
-            trace = "".join(traceback.format_exception(next(iter(worker_exceptions.values()))))
-            control.report.remote(pickle.dumps({"kind": "failed", "reasons": reasons, "trace": trace}))
+            errors = dict(sorted(worker_exceptions.items()))
+            reasons = {f"worker {rank}": reason_of(error) for rank, error in errors.items()}
+            control.report.remote(_failed(reasons, next(iter(errors.values()))))
 
     return ReportFailures()
+
+
+def _failed(reasons: dict[str, str], error: BaseException) -> bytes:
+    """An event: who failed, and why, with the traceback of one error."""
+    trace = "".join(traceback.format_exception(error))
+    return pickle.dumps({"kind": "failed", "reasons": reasons, "trace": trace})
 
 
 def _trainer(job: Job) -> TorchTrainer:

@@ -134,7 +134,7 @@ def test_what_was_reported_is_written_as_soon_as_a_checkpoint_is_being_saved() -
 
 def test_a_worker_that_died_is_reported_with_its_reason() -> None:
     reporting, said = narrator()
-    reporting.hear({"kind": "failed", "reasons": {1: "ActorDiedError: the node is gone"}})
+    reporting.hear({"kind": "failed", "reasons": {"worker 1": "ActorDiedError: the node is gone"}})
     assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
 
 
@@ -194,7 +194,7 @@ def test_a_picture_that_cannot_be_drawn_is_logged_once_and_the_others_are_drawn(
 def test_a_failure_names_the_hosts_of_the_workers_and_those_that_were_silent() -> None:
     reporting, said = narrator()
     places = {0: ("a (10.0.0.1)", 3.0), 1: ("b (10.0.0.2)", 61.0)}
-    reporting.hear({"kind": "failed", "reasons": {0: "OwnersError: timed out"}, "places": places})
+    reporting.hear({"kind": "failed", "reasons": {"worker 0": "OwnersError: timed out"}, "places": places})
     assert said == [
         "worker 0 was on a (10.0.0.1)",
         "worker 1 on b (10.0.0.2) has not been heard of for 61 s",
