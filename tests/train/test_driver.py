@@ -89,7 +89,11 @@ def started(all_steps: int) -> dict[str, Any]:
     return {"kind": "started", "progress": Progress(all_steps=all_steps)}
 
 
-FAILED = {"kind": "failed", "reasons": {"worker 1": "OwnersError: rank 0 is gone"}, "trace": "a long traceback"}
+FAILED = {
+    "kind": "failed",
+    "reasons": {"worker 1": "OwnersError: rank 0 is gone"},
+    "trace": "a long traceback",
+}
 
 
 @pytest.mark.ray
