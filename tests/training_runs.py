@@ -78,15 +78,26 @@ class TinyData:
         (folder / "scratch").mkdir()
         (folder / "config.yaml").write_text(CONFIG.format(folder=folder, storage=folder / "lake"))
         data = cls(folder, num_samples)
-        data._index()
+        files, path = data._index()
+        files.get(path, str(folder / "lake" / "catalogue"), recursive=True)
         return data
 
-    def _index(self) -> None:
-        """Index in memory, which needs no cluster, and copy the catalogue to where the run reads it."""
+    def _index(self, *overrides: str) -> tuple[Any, str]:
+        """Index in memory, which needs no cluster; return the filesystem and the folder of the catalogue."""
         memory = f"memory://{uuid.uuid4().hex}"
-        index_shards.run(load_config(self.folder / "config.yaml", [f"run.storage={memory}"]))
+        index_shards.run(load_config(self.folder / "config.yaml", [f"run.storage={memory}", *overrides]))
         files, path = fsspec.core.url_to_fs(memory)
-        files.get(f"{path}/catalogue", str(self.folder / "lake" / "catalogue"), recursive=True)
+        return files, f"{path}/catalogue"
+
+    def put_into(self, files: Any, bucket: str) -> list[str]:
+        """Put shards and catalogue on an object store; return the settings of a run there."""
+        for shard in self.folder.glob("*.tar"):
+            files.put_file(str(shard), f"{bucket}/shards/{shard.name}")
+        shards = f"data.shards=s3://{bucket}/shards/*.tar"
+        made, folder = self._index(shards)
+        for name in made.find(folder):
+            files.pipe_file(f"{bucket}/tiny/catalogue{name.removeprefix(folder)}", made.cat_file(name))
+        return [f"run.storage=s3://{bucket}/tiny", shards]
 
     def take_down(self, number: int) -> None:
         """Add a sample to the exclude list, and index again."""

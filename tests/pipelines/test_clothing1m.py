@@ -27,6 +27,7 @@ CONFIG = "configs/clothing1m.yaml"
 NAMES = """T-Shirt Shirt Knitwear Chiffon Sweater Hoodie Windbreaker Jacket Downcoat Suit Shawl Dress Vest
 Underwear"""
 NUM_CLASSES, PER_CLASS, BATCH = 14, 6, 28
+SPLITS = ("noisy", "clean_val", "clean_test")
 CLEAN = {"clean_train": 14, "clean_val": 28, "clean_test": 28}
 SMALL = [
     *("data.shards=s3://crawl/noisy-{000000..000001}.tar", f"subset.total={NUM_CLASSES * PER_CLASS}"),
@@ -74,17 +75,29 @@ def _image(root: Path, number: int, chance: np.random.Generator) -> str:
     return key
 
 
-def command(module: str, *words: str) -> str:
-    """Run `python -m MODULE ...` as it is documented; return what it prints."""
+PROGRAM = """
+import json, runpy, sys
+for job, *words in json.loads(sys.argv.pop()):
+    sys.argv[1:] = words
+    try:
+        runpy.run_module(job, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+
+
+def commands(*typed: list[str]) -> str:
+    """Run `python -m MODULE ...` for each, in one process with its own Ray; return what they print."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-c", PROGRAM, json.dumps(typed)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -99,24 +112,24 @@ def test_a_miniature_of_the_download_goes_through_the_whole_flow(tmp_path: Path)
     for bucket in ("crawl", "lake", "models"):
         store.mkdir(bucket)
     download(tmp_path / "download")
-    for split in ("noisy", "clean_val", "clean_test"):
-        words = [str(tmp_path / "download"), "s3://crawl", "--split", split, "--samples-per-shard", "100"]
-        command("pipelines.make_shards", "clothing1m", *words)
+    shards = ["pipelines.make_shards", "clothing1m", str(tmp_path / "download"), "s3://crawl"]
     weights = io.BytesIO()
     torch.save(torchvision.models.resnet18().state_dict(), weights)
     store.pipe_file("models/resnet50.pt", weights.getvalue())
     small = [*SMALL, f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"workers.scratch={tmp_path}"]
 
-    command("pipelines.index_shards", CONFIG, *small)
-    subset = command("pipelines.balance_subset", CONFIG, *small)
-    assert f"to train on it: data.subset={load_config(ROOT / CONFIG).data.subset}" in subset
-    trained = command("pencil_scale.train", CONFIG, *small)
-    assert f"{NUM_CLASSES * PER_CLASS} samples (s3://lake/clothing1m/subsets/260k) out of 200" in trained
+    printed = commands(
+        *([*shards, "--samples-per-shard", "100", "--split", split] for split in SPLITS),
+        ["pipelines.index_shards", CONFIG, *small],
+        ["pipelines.balance_subset", CONFIG, *small],
+        ["pencil_scale.train", CONFIG, *small],
+        ["pipelines.export_labels", CONFIG, *small],
+    )
+    assert f"to train on it: data.subset={load_config(ROOT / CONFIG).data.subset}" in printed
+    assert f"{NUM_CLASSES * PER_CLASS} samples (s3://lake/clothing1m/subsets/260k) out of 200" in printed
     summary = json.loads(store.cat_file("lake/clothing1m/runs/clothing1m/summary.json"))
     assert summary["coverage"] == [1.0, 1.0, 1.0]
     assert {"validation_accuracy", "test_accuracy"} <= set(summary)
-
-    command("pipelines.export_labels", CONFIG, *small)
     table = pq.read_table("lake/clothing1m/exports/clothing1m/table", filesystem=store)
     assert len(table) == 200
 

@@ -15,13 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import fsspec
 import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
@@ -29,10 +27,8 @@ from ray._raylet import GcsClient
 from training_runs import EPOCHS, TinyData, started
 
 from benchmarks.processes import family
-from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
-from pipelines import index_shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -163,25 +159,17 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
         s3fs.S3FileSystem.clear_instance_cache()
 
 
-def stored(data: TinyData, bucket: str) -> list[str]:
-    """Put shards and catalogue on the object store; return the settings of a run there."""
-    files = s3fs.S3FileSystem()
-    files.mkdir(bucket)
-    for shard in data.folder.glob("*.tar"):
-        files.put_file(str(shard), f"{bucket}/shards/{shard.name}")
-    memory, shards = f"memory://{uuid.uuid4().hex}", f"data.shards=s3://{bucket}/shards/{{000..001}}.tar"
-    index_shards.run(load_config(data.folder / "config.yaml", [f"run.storage={memory}", shards]))
-    made, path = fsspec.core.url_to_fs(memory)
-    for name in made.find(f"{path}/catalogue"):
-        files.pipe_file(f"{bucket}/tiny{name.removeprefix(path)}", made.cat_file(name))
-    return [f"run.storage=s3://{bucket}/tiny", shards]
-
-
 def test_a_run_across_hosts_survives_cut_links_a_head_that_is_cut_off_and_a_lost_node(
     network: Network, tmp_path: Path
 ) -> None:
     data, bucket = TinyData.make(tmp_path), f"lake{os.getpid()}"
-    options = [*stored(data, bucket), f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "gate.hold=false"]
+    files = s3fs.S3FileSystem()
+    files.mkdir(bucket)
+    options = [
+        *data.put_into(files, bucket),
+        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+        "gate.hold=false",
+    ]
     options += ["workers.cpus=1.5", "workers.timeout_s=60", "checkpoint.every_steps=10"]
     words = network.inside(0, *data.command(*options))
     with started(words, tmp_path / "run.log", {"RAY_ADDRESS": f"{network.address(0)}:{PORT}"}) as command:
@@ -196,7 +184,7 @@ def test_a_run_across_hosts_survives_cut_links_a_head_that_is_cut_off_and_a_lost
         assert command.wait() == 0, command.output
     # A worker says which peer it lost, unless Ray misses that peer first: then it is said where it was.
     assert re.search(rf"^worker .*{re.escape(network.address(2))}", command.output, re.MULTILINE)
-    summary = json.loads(s3fs.S3FileSystem().cat_file(f"{bucket}/tiny/runs/tiny/summary.json"))
+    summary = json.loads(files.cat_file(f"{bucket}/tiny/runs/tiny/summary.json"))
     assert summary["coverage"] == [1.0] * sum(EPOCHS.values())
     manifest = Manifest.load(f"s3://{bucket}/tiny/labels/published/tiny.json")
     epochs = PublishedLabels(manifest).last_epoch() - manifest.first_epoch

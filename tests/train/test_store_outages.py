@@ -5,13 +5,11 @@ Everything is real: S3 over HTTP behind a proxy, the command, its own Ray and it
 
 import re
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,19 +19,16 @@ from s3_front import fresh_front
 from training_runs import TinyData
 
 from benchmarks.s3_proxy import Proxy, Seen, s3_proxy
-from pencil_scale.config.loader import load_config
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.storage.folder import Folder
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import SNAPSHOT
-from pipelines import index_shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KEEP = 2  # checkpoint.keep
 EPOCHS = {"backbone": 1, "pencil": 2, "finetune": 1}
-SHARDS = "data.shards=s3://lake/shards/{000..001}.tar"
 
 
 @dataclass
@@ -43,22 +38,11 @@ class Lake:
     data: TinyData
     proxy: Proxy
     files: Any  # past the proxy
+    settings: list[str]
     most_tables: int = 0  # label tables of one run, of one part each, that were in the store at once
 
-    @classmethod
-    def make(cls, data: TinyData, proxy: Proxy, files: Any) -> "Lake":
-        memory = f"memory://{uuid.uuid4().hex}"
-        for shard in data.folder.glob("*.tar"):
-            files.put_file(str(shard), f"lake/shards/{shard.name}")
-        # In memory, which needs no cluster.
-        index_shards.run(load_config(data.folder / "config.yaml", [f"run.storage={memory}", SHARDS]))
-        made, path = fsspec.core.url_to_fs(memory)
-        for name in made.find(f"{path}/catalogue"):
-            files.pipe_file(f"lake/tiny{name.removeprefix(path)}", made.cat_file(name))
-        return cls(data, proxy, files)
-
     def words(self, name: str, *overrides: str) -> list[str]:
-        words = [f"run.name={name}", "run.storage=s3://lake/tiny", SHARDS, "workers.count=1"]
+        words = [f"run.name={name}", *self.settings, "workers.count=1"]
         words += [f"tracking.uri=sqlite:///{self.data.folder}/mlflow.db", "gate.hold=false"]
         words += ["checkpoint.every_steps=15", "run.deterministic=true", *overrides]
         return words + [f"stages.{stage}.epochs={epochs}" for stage, epochs in EPOCHS.items()]
@@ -98,7 +82,8 @@ def lake(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch, s3_proxy(s3_endpoint) as proxy:
         fresh_front(patch)
         files = s3fs.S3FileSystem(endpoint_url=s3_endpoint, use_listings_cache=False)
-        yield Lake.make(TinyData.make(tmp_path_factory.mktemp("lake")), proxy, files)
+        data = TinyData.make(tmp_path_factory.mktemp("lake"))
+        yield Lake(data, proxy, files, data.put_into(files, "lake"))
 
 
 @dataclass
