@@ -7,12 +7,13 @@
 Each trial draws samples, spoils labels, writes shards, and runs `pipelines.init` and `pencil_scale.train` as
 a new user would: the truth is known to this script only. It prints the share of right labels as given and as
 repaired, the gain that the run estimated itself, and whether its labels were published, held, or the settings
-refused. The exit code is 1 if any published labels are worse than the given ones by more than chance. Trials
-whose results are in the file are not repeated.
+refused. The exit code is 1 if any published labels are worse than the given ones by more than chance. Results
+name the state of the code; trials whose results for this state are in the file are not repeated.
 """
 
 import argparse
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -71,6 +72,14 @@ class Trial(NamedTuple):
     noise: str
     settings: str
     seed: int
+
+
+def state_of_the_code() -> str:
+    """A hash of the product's sources."""
+    sources = sorted(
+        path for room in ("pencil_scale", "pipelines") for path in REPOSITORY.glob(f"{room}/**/*.py")
+    )
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
 
 
 def read_parquet(name: str, pattern: str) -> Images:
@@ -157,14 +166,15 @@ def draw(images: Images, size: int, seed: int) -> Images:
     return Images(images.name, files, images.classes[some], images.num_classes)
 
 
-def run_trial(trial: Trial, images: Images, more: Sequence[str]) -> dict[str, Any]:
+def run_trial(trial: Trial, images: Images, more: Sequence[str], code_state: str) -> dict[str, Any]:
     """Write shards, run the commands, and compare the labels with the truth."""
     sample = draw(images, trial.size, trial.seed)
     given = spoil(sample, trial.noise, trial.seed)
     home = Path(tempfile.mkdtemp(prefix="no-harm-"))
     try:
         write_shards(home, sample, given)
-        result: dict[str, Any] = {**trial._asdict(), "given": float((given == sample.classes).mean())}
+        result: dict[str, Any] = {**trial._asdict(), "code": code_state}
+        result["given"] = float((given == sample.classes).mean())
         command(home, "pipelines.init", "shards/train-*.tar", "--storage", "storage", "--output", "own.yaml")
         overrides = [f"run.seed={trial.seed}", "run.name=trial", *SETTINGS[trial.settings], *more]
         code, output = command(home, "pencil_scale.train", "own.yaml", *overrides)
@@ -241,7 +251,7 @@ def show(results: Sequence[dict[str, Any]]) -> int:
     print(
         f"{'data':10} {'size':>6} {'noise':15} {'settings':13} {'seed':>4} {'given':>6} {'after':>6}", end=""
     )
-    print(f" {'gain':>7} {'estimated':>21}  outcome")
+    print(f" {'gain':>7} {'estimated':>26}  {'code':8}  outcome")
     for result in sorted(results, key=lambda one: tuple(one[name] for name in Trial._fields)):
         gain = result.get("repaired", result["given"]) - result["given"]
         interval = "-"
@@ -250,7 +260,8 @@ def show(results: Sequence[dict[str, Any]]) -> int:
         print(
             f"{result['data']:10} {result['size']:6} {result['noise']:15} {result['settings']:13} "
             f"{result['seed']:4} {result['given']:6.3f} {result['given'] + gain:6.3f} {gain:+7.3f} "
-            f"{interval:>26}  {result['outcome']}{' HARM' if harmful(result) else ''}"
+            f"{interval:>26}  {result.get('code', '-'):8}  {result['outcome']}"
+            f"{' HARM' if harmful(result) else ''}"
         )
         if result["outcome"] != "published":
             print(f"{'':12}{result['last'][:220]}")
@@ -305,10 +316,11 @@ def main() -> int:
     sets += [read_parquet(*one.split("=", 1)) for one in given.parquet]
     sets += [read_idx(*one.split("=", 1)) for one in given.idx]
     by_name = {images.name: images for images in sets}
-    done = {tuple(result[name] for name in Trial._fields) for result in results}
+    state = state_of_the_code()
+    done = {Trial(*(one[name] for name in Trial._fields)) for one in results if one.get("code") == state}
     missing = [trial for trial in trials(given, list(by_name)) if trial not in done]
     with ThreadPoolExecutor(given.jobs) as pool:
-        begun = [pool.submit(run_trial, trial, by_name[trial.data], given.set) for trial in missing]
+        begun = [pool.submit(run_trial, trial, by_name[trial.data], given.set, state) for trial in missing]
         for ended in as_completed(begun):
             results.append(result := ended.result())
             if given.out:
