@@ -352,7 +352,7 @@ def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again
     cluster: Any, tmp_path: Path
 ) -> None:
     nodes, (_, leaving) = cluster
-    data = TinyData.make(tmp_path, num_samples=1200)
+    data = TinyData.make(tmp_path, num_samples=800)
     options = ["workers.cpus=1.5", "workers.timeout_s=30", "workers.count=[1,2]", "gate.hold=false"]
     # Long epochs, so that the notice arrives in the middle of one.
     options += ["checkpoint.every_steps=null", "optimizer.batch_per_worker=2", "stages.finetune.epochs=200"]
@@ -362,8 +362,9 @@ def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again
         reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
         client = GcsClient(address=nodes.address)
         assert client.drain_node(leaving.node_id, reason, "a spot notice", deadline_ms)[0]
-        command.wait_for("training with 1 worker from epoch")
+        command.wait_for("worker . failed: PreemptedError")
         nodes.remove_node(leaving)
+        command.wait_for("training with 1 worker from epoch")
         doomed = nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
         command.wait_for("training with 2 workers from epoch")  # Ray looks for new nodes every 20 s
         command.wait_for(r"images/s", times=command.output.count("images/s") + 1)
