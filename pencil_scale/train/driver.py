@@ -249,7 +249,7 @@ def _trainer(job: Job) -> TorchTrainer:
         "resources_per_worker": {"CPU": config.workers.cpus} | ({"GPU": 1} if config.workers.gpu else {}),
     }
     if fewest < most:
-        # Ray may count on a node that has just died. It would wait a minute for it before it takes the others.
+        # Ray may count on a node that has just died, and would wait a minute before it takes those left.
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
         scaling["elastic_resize_monitor_interval_s"] = float(os.environ.get(RESIZE_VARIABLE, RESIZE_S))
     backend = "nccl" if config.workers.gpu else "gloo"
