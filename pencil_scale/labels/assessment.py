@@ -4,12 +4,12 @@
     found.noise, found.gain, found.power          # how many labels are wrong, and what the repair gains
     found.labels                                  # to publish: decided by evidence, without planted errors
 
-The noise is fitted to all watched samples. One rule, stored in the manifest, then decides all labels, and no
-more of them change than are surely wrong. If that leaves less than half of the repair, as it may with few
-samples, the labels are repaired as is likely best, and `unsure`: they must not be published before a person
-has looked. Where the doubt is about one label in a hundred or fewer, nobody needs to look: the doubtful ones
-stay as given. Planted errors are judged by the same rule as all others before they get their original class
-back.
+The noise is fitted to all watched samples. One rule, stored in the manifest, then decides all labels, and
+changes no more of them than are surely wrong. With few samples that may be less than half of those that are
+probably wrong. The labels are then repaired up to the probable number and marked `unsure`: a person has to
+look before they are published. If the doubt is about one label in a hundred or fewer, the doubtful labels
+stay as given, and nobody has to look. Planted errors are judged by the same rule before they get their
+original class back.
 
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.

@@ -1,8 +1,8 @@
 """Network between the workers: which interface they use, and what an error of it says.
 
-Gloo and NCCL look for their interface themselves. Where the name of a host resolves to a loopback address, as
-on Debian, gloo binds to that, and no other host can connect. So every worker is told the interface that has
-the address by which Ray reaches its node, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set there.
+Gloo and NCCL choose an interface on their own. On Debian the host name resolves to a loopback address; gloo
+binds to it, and no other host can connect. Every worker is therefore given the interface whose address Ray
+uses for its node, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set there.
 
     TorchTrainer(..., torch_config=NetworkConfig(backend="gloo", timeout_s=600))
 """

@@ -13,7 +13,7 @@ BUILDS = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu"}
 
 
 def test_the_dockerfile_ends_as_a_numeric_user_that_is_not_root() -> None:
-    # Kubernetes refuses a name with runAsNonRoot: it cannot know its number.
+    # With runAsNonRoot, Kubernetes accepts only a number: a name could stand for root.
     assert steps_of(DOCKERFILE)[-1] == ("USER", "1000")
 
 
