@@ -218,7 +218,7 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
                 "missing; restore it to promote them, or remove them and train again"
             )
         raise PencilError(
-            f"{url}: the labels of this run are held: {why_held(name, record.held_because)}. To export them "
+            f"{url}: the labels of this run are held: {why_held(storage, record)}. To export them "
             f"as they are: `{command('pipelines.export_labels')} export.labels={name} --force`"
         )
     manifest.require_whole()

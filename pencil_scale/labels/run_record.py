@@ -95,9 +95,7 @@ def find_record(
     if record.status == "finished":
         raise PencilError(f"run {name} is finished ({folder}/summary.json); choose another run.name")
     if record.status == "held":
-        raise PencilError(
-            f"run {name} is held, its labels are not published: {why_held(name, record.held_because)}"
-        )
+        raise PencilError(f"run {name} is held, its labels are not published: {why_held(storage, record)}")
     keys = sorted(key for key in {*record.settings, *settings} if not key.startswith(FREE))
     changed = [key for key in keys if record.settings.get(key) != settings.get(key)]
     if changed and not is_saved(record):
@@ -121,9 +119,12 @@ def results_of(storage: str, name: str) -> list[str]:
     return [result for result in names if filesystem.exists(f"{root}/{result}")]
 
 
-def why_held(name: str, reasons: Sequence[str]) -> str:
+def why_held(storage: str, record: RunRecord) -> str:
     """Say why a run is held, and what a person can do about it."""
-    return f"{'; '.join(reasons) or 'its record gives no reason'}. {' '.join(ways_on(name))}"
+    files = Storage(storage)
+    facts = files.read_json(files.run(record.name, "summary.json")) or {}
+    reasons = "; ".join(record.held_because) or "its record gives no reason"
+    return f"{reasons}. {' '.join(ways_on(record.name, facts.get('corrected')))}"
 
 
 def ways_on(name: str, num_changed: int | None = None) -> list[str]:

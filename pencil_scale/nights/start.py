@@ -56,7 +56,7 @@ def adopt(nights: NightFiles, named: str | None) -> Night | None:
     finished = [name for name, run in runs.items() if run.status == "finished" and name not in of_nights]
     known = f"finished are {', '.join(finished)}" if finished else "none is finished"
     if named in runs and runs[named].status == "held":
-        reason = why_held(named, runs[named].held_because)
+        reason = why_held(storage.url, runs[named])
         raise PencilError(f"nightly.start_from: {named} is held: {reason}")
     if named is not None and named not in finished:
         raise PencilError(f"nightly.start_from: {named} is not a finished run of {storage.url}; {known}")

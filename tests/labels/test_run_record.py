@@ -6,6 +6,7 @@ import pytest
 from pencil_scale.labels.run_record import RunRecord, find_record, read_record, write_record
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease, LeaseLostError
+from pencil_scale.storage.storage import Storage
 
 SETTINGS = {"run.seed": "1", "stages.pencil.epochs": "10", "workers.count": "(8, 8)"}
 
@@ -92,6 +93,9 @@ def test_a_held_run_is_refused_with_its_reasons_and_what_to_do(storage: str) -> 
     with pytest.raises(PencilError, match=r"run night is held.*it guesses; cat vanished") as refused:
         find_record(storage, "night", SETTINGS)
     assert "promote CONFIG night`" in str(refused.value)
+    Storage(storage).put_json("runs/night/summary.json", {"corrected": 0})
+    with pytest.raises(PencilError, match="No label changed, so there is nothing to release"):
+        find_record(storage, "night", SETTINGS)
 
 
 def test_the_gate_may_change_when_a_run_resumes(storage: str) -> None:
