@@ -38,6 +38,7 @@ from pencil_scale.labels.manifest import (
     manifests_of,
     remove_unnamed,
 )
+from pencil_scale.labels.run_record import read_record
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import written_beside
 from pencil_scale.storage.storage import Storage
@@ -141,7 +142,7 @@ class CheckpointStore:
     """
 
     def __init__(self, storage: str, name: str, run: str) -> None:
-        self._run = run  # id
+        self._run, self._name = run, name  # `run` is its id
         self._storage = Storage(storage)
         self._folder = self._storage.checkpoints(name)
         self._files, self._path = filesystem_of(self._storage.path(self._folder))
@@ -197,8 +198,13 @@ class CheckpointStore:
 
         No rank may write label parts meanwhile. `unsaved` are manifests of checkpoints, by name, that this
         attempt reported; those that are not committed yet are returned. `needed` is not stored either.
+        Workers that were cut off from a command which another one has replaced remove nothing: they do not
+        know what the workers of that one are about to name.
         """
         try:
+            record = read_record(self._storage.url, self._name)
+            if record is not None and record.attempt > attempt:
+                return dict(unsaved)
             committed, newest = self.newest() or (0, "")
             if committed == attempt:
                 self.remove(before=attempt)

@@ -13,6 +13,7 @@ import torch
 from label_making import names, new_labels
 
 from pencil_scale.labels.manifest import Manifest, fold_id
+from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
@@ -199,6 +200,20 @@ def test_the_parts_of_a_checkpoint_that_is_not_committed_yet_stay(tmp_path: Path
     assert store.sweep(1, {}, [start]) == {}
     with pytest.raises(PencilError, match="missing"):
         LabelTable.restore(best, tmp_path / "again")
+
+
+def test_workers_of_a_command_that_was_replaced_remove_nothing(tmp_path: Path) -> None:
+    start = new_labels(tmp_path / "labels", [0, 1, 2], names(10), run=RUN)
+    table = LabelTable.restore(start, tmp_path / "scratch")
+    table.write([0], torch.ones(1, 10), None, epoch=1)
+    coming = table.snapshot()  # of the new command, which no checkpoint names yet
+    write_record(str(tmp_path), RunRecord("tiny", RUN, {}, 1, (), {}, "", attempt=2))
+    store = CheckpointStore(str(tmp_path), "tiny", RUN)
+    store.sweep(1, {}, [start])
+    LabelTable.restore(coming, tmp_path / "again")
+    store.sweep(2, {}, [start])
+    with pytest.raises(PencilError, match="missing"):
+        LabelTable.restore(coming, tmp_path / "again")
 
 
 def test_a_damaged_manifest_stops_the_sweeping_but_not_the_run(
