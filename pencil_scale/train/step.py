@@ -98,18 +98,21 @@ def _result(
     # complete batch or eight workers share it. It does not move if its image could not be read, or if the
     # move is not finite; the latter is counted, and ends the run before anything is saved.
     readable = batch.weight > 0
-    moved = stage.move_labels(class_logits, batch.label_logits, batch.noisy_class)
-    finite = moved.isfinite().all(-1)
-    moved = torch.where((readable & finite)[:, None], moved, batch.label_logits)
+    label_logits, num_not_finite = batch.label_logits, torch.zeros_like(weight_sum, dtype=torch.float64)
+    if stage.moves_labels:
+        moved = stage.move_labels(class_logits, label_logits, batch.noisy_class)
+        finite = moved.isfinite().all(-1)
+        label_logits = torch.where((readable & finite)[:, None], moved, label_logits)
+        num_not_finite = (~finite).sum().double()
 
     classes = torch.arange(class_logits.shape[-1], device=class_logits.device)
     given = (batch.noisy_class[:, None] == classes) & readable[:, None]  # [B, C]
     agrees = class_logits.argmax(-1) == batch.noisy_class
     counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
-    sums = torch.stack([loss_sum.double(), weight_sum.double(), (~finite).sum().double()])
+    sums = torch.stack([loss_sum.double(), weight_sum.double(), num_not_finite])
     predicted = top_predictions(class_logits)
     predicted = torch.where(readable[:, None], predicted, torch.nan)
-    return StepResult(moved, predicted, torch.cat([sums, counts]))
+    return StepResult(label_logits, predicted, torch.cat([sums, counts]))
 
 
 def top_predictions(class_logits: Tensor) -> Tensor:
