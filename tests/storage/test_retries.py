@@ -115,7 +115,7 @@ def test_faults_of_single_requests_do_not_change_what_is_read_and_written(proxy:
 @pytest.mark.slow
 def test_a_range_that_is_cut_short_without_an_error_is_read_again(one_attempt: None, proxy: Proxy) -> None:
     proxy.share = {"short": 0.5}
-    for _ in range(5):
+    for _ in range(2):
         assert read_by_ranges() == DATA
     assert any(seen.fault == "short" for seen in proxy.requests)
 

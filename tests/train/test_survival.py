@@ -66,7 +66,7 @@ def mlflow_runs(data: TinyData) -> tuple[mlflow.MlflowClient, list[Any]]:
 
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A worker killed in each stage, the driver killed in between, and one worker instead of two.
+    """A worker killed in each stage, the driver killed in between, and three workers instead of two.
 
     Before the run resumes, a sample is taken down.
     """
@@ -83,7 +83,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         first.wait_for("training with", times=3)
         first.kill()
     data.take_down(TAKEN_DOWN)
-    with data.start("workers.count=1") as second:
+    with data.start("workers.count=3") as second:
         second.wait_for("finetune +epoch 5/")
         second.kill_worker()
         code = second.wait()
@@ -142,7 +142,7 @@ def test_the_same_command_resumes_with_another_number_of_workers(battered: dict[
     assert "run tiny resumes, on catalogue version 1" in battered["second"]
     (before, _), *_ = starts(battered["first"])
     (after, progress), *_ = starts(battered["second"])
-    assert (before, after) == (2, 1)
+    assert (before, after) == (2, 3)
     assert STAGES[progress.epoch] == "pencil"
 
 
