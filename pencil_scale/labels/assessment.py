@@ -8,8 +8,8 @@ The noise is fitted to all watched samples. One rule, stored in the manifest, th
 changes no more of them than are surely wrong. With few samples that may be less than half of those that are
 probably wrong. The labels are then repaired up to the probable number and marked `unsure`: a person has to
 look before they are published. If the doubt is about one label in a hundred or fewer, the doubtful labels
-stay as given, and nobody has to look. Planted errors are judged by the same rule before they get their
-original class back.
+stay as given, and no review is needed. The same rule judges the planted errors, which then get their original
+class back.
 
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.

@@ -54,8 +54,9 @@ def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:
 def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) -> ray.train.Checkpoint | None:
     """Train, passing every event to `on_event`; return the last checkpoint.
 
-    Ray Train's controller starts workers that fail again. If it fails itself, because a store is away for
-    longer than `storage.retry_s`, it is started again in the same way.
+    Ray Train's controller restarts workers that fail. If the controller itself fails, because a store did not
+    answer for `storage.retry_s`, a new one is started.
+
     Return None after a stop request (SIGTERM, Ctrl-C). Workers that do not start to save within
     `workers.stop_s`, because a network compiles or a step takes minutes, are ended: SystemExit is raised, and
     the run resumes from its last checkpoint. If another command takes over the lease, this one ends

@@ -72,7 +72,7 @@ def is_alive(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Lake:
-    """Shards and catalogue of tiny runs on an object store that only submitted jobs are told of."""
+    """Shards and catalogue of tiny runs on an object store; only submitted jobs get its address."""
 
     data: TinyData
     address: str  # of the cluster
