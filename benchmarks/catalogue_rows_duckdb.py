@@ -27,8 +27,9 @@ KNOWN_KEYS = pa.schema([("key", pa.uuid()), ("row", pa.int64()), ("valid", pa.bo
 @contextmanager
 def in_duckdb(spill: str, memory: str) -> Iterator[None]:
     """Replace our code by DuckDB's, with two threads, a memory limit and a folder to spill to."""
-    config = {"memory_limit": memory, "temp_directory": spill, "threads": 2}
-    with duckdb.connect(config={**config, "autoinstall_known_extensions": False}) as database:
+    config: dict[str, str | int | float | list[str]] = {"memory_limit": memory, "temp_directory": spill}
+    config |= {"threads": 2, "autoinstall_known_extensions": False}
+    with duckdb.connect(config=config) as database:
         database.execute("SET enable_progress_bar = false")
         with (
             mock.patch.object(update, "decide", partial(decide, database)),
@@ -101,14 +102,14 @@ class Measured(manifest.Measured):
         self._squares = float(np.sum((mix**2).sum(axis=1) / np.maximum(num_ok, 1)))
         self.ok_bytes = self._sums("chunk", num_chunks, "bytes").tolist()
         counts = "SELECT sum(num_true), sum(num_wrong) FROM cells"
-        self._num_true, self._num_wrong = database.execute(counts).fetchone()
+        ((self._num_true, self._num_wrong),) = database.execute(counts).fetchall()
         examples = f"""
             SELECT status, min(row, {manifest.EXAMPLES}) FROM rows GROUP BY status
         """
         self._examples = dict(database.execute(examples).fetchall())
-        (self._num_other_content,) = database.execute("""
+        ((self._num_other_content,),) = database.execute("""
             SELECT count(*) FROM aliases a JOIN rows r USING (row) WHERE a.content_key != r.content_key
-        """).fetchone()
+        """).fetchall()
 
     def _sums(self, place: str, length: int, what: str = "num") -> Rows:
         query = f"SELECT {place} AS place, sum({what})::BIGINT AS total FROM cells GROUP BY place"
@@ -132,11 +133,11 @@ def find_equal_content(database: duckdb.DuckDBPyConnection, *_: object) -> dict[
         CREATE OR REPLACE TEMP TABLE repeated AS
         SELECT hash(content_key) AS short FROM contents GROUP BY short HAVING count(*) > 1
     """)
-    found = database.execute("""
+    (found,) = database.execute("""
         SELECT (SELECT count(*) FROM contents), count(*), sum(num), count_if(num != most), sum(num - most)
         FROM (SELECT sum(num) AS num, max(num) AS most
               FROM (SELECT content_key, noisy_class, count(*) AS num FROM contents
                     WHERE hash(content_key) IN (SELECT short FROM repeated) GROUP BY ALL)
               GROUP BY content_key HAVING sum(num) > 1)
-    """).fetchone()
+    """).fetchall()
     return equal_content(*found)

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from pencil_scale.labels.columns import (
@@ -65,7 +67,8 @@ def make_sparse(folder: Path, num_rows: int) -> Manifest:
     with SparseSink(folder / LABELS_FILE) as sink, pa.ipc.new_file(sink, schema) as writer:
         for part in range(layout.num_parts):
             size = len(layout.rows_of(part))
-            columns = {"row": np.zeros(size, np.int64), "sample_key": np.zeros((size, 16), np.uint8)}
+            columns: dict[str, npt.NDArray[Any]] = {"row": np.zeros(size, np.int64)}
+            columns |= {"sample_key": np.zeros((size, 16), np.uint8)}
             columns |= {"noisy_class": np.zeros(size, np.int32), "role": np.zeros(size, np.uint8)}
             columns |= {"label_logits": np.zeros((size, NUM_CLASSES), np.float32)}
             ledger = to_columns(new_ledger(0, NUM_CLASSES))

@@ -200,8 +200,13 @@ def read_with_ray(paths: list[Path]) -> int:
     if not ray.is_initialized():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the one core may be busy
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(address="local", num_cpus=1, include_dashboard=False, **quiet)
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
         logging.getLogger("ray").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)

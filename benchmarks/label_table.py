@@ -189,10 +189,10 @@ def in_lmdb(path: Path, num_rows: int, num_classes: int) -> ReadAndWrite:
     def way(rows: np.ndarray, logits: np.ndarray) -> None:
         keys, epoch = [row.to_bytes(8, "big") for row in rows.tolist()], next(epochs).to_bytes(4, "big")
         with store.begin() as view:
-            np.frombuffer(b"".join(view.get(key) for key in keys), np.float32)
+            np.frombuffer(b"".join(view.get(key, b"") for key in keys), np.float32)
         with store.begin(write=True) as change:
             for key, row in zip(keys, logits, strict=True):
-                assert change.get(key)[:4] < epoch
+                assert change.get(key, b"")[:4] < epoch
                 change.put(key, epoch + row.tobytes())
 
     return way

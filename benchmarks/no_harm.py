@@ -40,8 +40,10 @@ from pencil_scale.storage.errors import PencilError
 
 Classes = npt.NDArray[np.int64]
 REPOSITORY = Path(__file__).resolve().parents[1]
-NOISE = ("none", "symmetric:0.02", "symmetric:0.05", "symmetric:0.1", "symmetric:0.3", "symmetric:0.5")
-NOISE += ("pairs:0.2", "human:0.1", "human:0.3")
+NOISE = (
+    *("none", "symmetric:0.02", "symmetric:0.05", "symmetric:0.1", "symmetric:0.3", "symmetric:0.5"),
+    *("pairs:0.2", "human:0.1", "human:0.3"),
+)
 SETTINGS = {  # what a user might set beyond paths
     "automatic": [],
     "short": ["stages.backbone.epochs=2", "stages.pencil.epochs=6", "stages.finetune.epochs=2"],
@@ -138,8 +140,8 @@ def spoil(images: Images, noise: str, seed: int) -> Classes:
     elif kind == "human":
         return confuse(images, rate, random)
     else:
-        return true.copy()
-    return np.where(wrong, to, true)
+        to = true
+    return np.where(wrong, to, true).astype(np.int64)
 
 
 def confuse(images: Images, rate: float, random: np.random.Generator) -> Classes:
@@ -153,10 +155,10 @@ def confuse(images: Images, rate: float, random: np.random.Generator) -> Classes
     scores[rows, images.classes] += 0.3  # people know more than a linear classifier
     drawn = random.gumbel(size=scores.shape)
     for temperature in np.geomspace(0.01, 3, 100):
-        given = (scores + temperature * drawn).argmax(axis=1)
+        given: Classes = (scores + temperature * drawn).argmax(axis=1).astype(np.int64)
         if (given != images.classes).mean() >= rate:
             break
-    return given.astype(np.int64)
+    return given
 
 
 def draw(images: Images, size: int, seed: int) -> Images:

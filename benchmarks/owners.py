@@ -29,7 +29,7 @@ from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.start_labels import append
 from pencil_scale.labels.table import LabelTable
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def main() -> None:
@@ -144,7 +144,9 @@ def busy(seconds: float) -> Step:
 
 def exchange_alone(table: LabelTable, world: int, batches: list[Batch], epoch: int) -> float:
     """Measure one round that requests and moves equally many rows."""
-    exchange = Exchange(table, world, dist.new_group(backend="gloo"))
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    exchange = Exchange(table, world, group)
     times = []
     for batch in batches:
         rows = batch.rows.numpy()
@@ -194,7 +196,7 @@ def predictions(owners: Owners, batch: Batch) -> torch.Tensor:
     return torch.zeros(len(batch.rows), prediction_width(owners.table.layout.num_classes))
 
 
-def timed(steps: Iterator[None]) -> float:
+def timed(steps: Iterator[object]) -> float:
     """Measure the mean seconds per step, starting when every rank is ready."""
     dist.barrier()
     started = time.perf_counter()

@@ -28,11 +28,13 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.automatic import Facts
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.local_ray import ensure_ray
-from pencil_scale.train.loop import Loop
+from pencil_scale.train.loop import Loop, Readiness
+from pencil_scale.train.plan import fill_in
 from pencil_scale.train.preparation import Preparation, build_network, set_up_process
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.run import with_absolute_storage
@@ -141,6 +143,9 @@ class OneEpoch:
     def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]:
         return self.num_steps, self.batches
 
+    def readiness(self, schedule: Schedule) -> Readiness:
+        return "ready"
+
     def save(self, progress: Progress) -> None:
         """Save nothing."""
 
@@ -160,7 +165,10 @@ def main() -> None:
     ensure_ray()
     device = torch.device("cuda" if options.gpu else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(config, device, Catalogue.open(config.run.storage), folder)
+        catalogue = Catalogue.open(config.run.storage)
+        facts = Facts(catalogue.num_ok, catalogue.num_classes, catalogue.manifest["sizes"])
+        config, _ = fill_in(config, facts)
+        bench = Bench(config, device, catalogue, folder)
         reading, kept = bench.read(options.epochs)
         computing = bench.compute(kept, options.epochs).images_per_s
         with cProfile.Profile() if options.profile else nullcontext() as profile:
