@@ -77,7 +77,11 @@ def run(source: str, name: str, storage: str, output: str) -> None:
         f"{output} written: {many(found.num_samples, 'sample')} looked at, {len(found.class_names):,} classes"
     )
     config = load_config(output)
-    index_shards.run(config)
+    try:
+        index_shards.run(config)
+    except PencilError:
+        Path(output).unlink()  # so that the same command can be given again
+        raise
     catalogue = Catalogue.open(storage)
     facts = Facts(catalogue.num_ok, catalogue.num_classes, catalogue.manifest["sizes"])
     for key, value in choose(config, facts).items():

@@ -137,7 +137,7 @@ def _new_night(config: Config, nights: NightFiles, catalogue: Catalogue, parent:
         held = held_names(nights.storage)
         raise PencilError(
             f"{nights.storage}: no night to start from, and no finished run"
-            + (f" ({held[0]} is held: promote it)" if held else "")
+            + (f" ({held[0]} is held: look at its labels, and promote it if they are good)" if held else "")
             + "; train one with pencil_scale.train, or set nightly.first_epochs, as in "
             "nightly.first_epochs=[5,10,10]"
         )

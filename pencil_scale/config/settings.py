@@ -181,7 +181,9 @@ class PencilStage(Settings):
     start_confidence: float | None = key(
         "share of the given class in a label at the start; null: the paper's scale of 10", None, gt=0, lt=1
     )
-    max_class_loss: Share = key("hold the run if a class loses more than this share of its samples", 0.5)
+    max_class_loss: Share = key(
+        "hold the run if a class loses clearly more than this share of its samples", 0.5
+    )
     allow_fixed_labels: bool = key("train even if no label can change with these settings", False)
     allow_fast_labels: bool = key("train even if a label can change within one or two visits", False)
 
@@ -270,7 +272,7 @@ class Evidence(Settings):
     )
     planted: float | None = key(
         "share of the labels replaced by a wrong class while the run trains, to measure how many errors it "
-        "finds; never published; null: about 1 %, 0: none",
+        "finds; never published; null: about 1 %, more of a small dataset; 0: none",
         None,
         ge=0,
         le=0.2,

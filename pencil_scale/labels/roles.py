@@ -35,6 +35,7 @@ from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import UInt64s, hashes
 
 ROLES = "roles.npz"  # in the folder of a run
@@ -122,8 +123,9 @@ def watched_share(num_rows: int, num_classes: int) -> float:
 
 
 def planted_share(num_rows: int) -> float:
-    """About 1 % of the labels, up to 5 % if there are few."""
-    return min(max(0.01, FEWEST_PLANTED / max(num_rows, 1)), 0.05)
+    """About 1 % of the labels; more if there are few, as a gain is measured by 30 of them at least."""
+    wanted, least = FEWEST_PLANTED / max(num_rows, 1), 2 * FEWEST / max(num_rows, 1)
+    return max(0.01, min(wanted, 0.05), min(least, 0.2))
 
 
 def choose_roles(
@@ -153,6 +155,11 @@ def choose_roles(
     covered, errors = _candidates(catalogue, rows, pinned, parent, limits, key)
     ends = np.array([int(number / folds * ALL) for number in range(1, folds)], np.uint64)
     window = np.searchsorted(ends, covered["content"], side="right")
+    if parent is None and 0 < num_rows == np.bincount(window, minlength=1).max():
+        raise PencilError(
+            f"nothing is left to train on beside what is watched: all {num_rows:,} samples are copies of one "
+            "image, or of a few; give other samples, or set evidence.watched=0"
+        )
     found, others = covered[window == 0], covered[window > 0]
     if (parent is None and not _select_enough(found["row"])) or not len(found):
         return Roles.none()

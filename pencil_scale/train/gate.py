@@ -1,8 +1,9 @@
 """Gate: whether the labels of a run may be published, or have to wait for a person.
 
 A run is held if its network is not clearly better than chance, or got worse while labels moved; if its repair
-does not clearly gain more than it loses, or leaves what the surest predictions contradict; if a class lost
-most of its samples; or if the labels got worse where the truth is known.
+does not clearly gain more than it loses, or leaves what the surest predictions contradict, or if too few
+samples could be set aside to measure it; if a class lost most of its samples; or if the labels got worse
+where the truth is known.
 
     reasons = judge(figures, report, class_names, 0.5, {"test": 10_000}, assessment)
     reasons                            # none: publish
@@ -21,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from pencil_scale.config.command import program
+from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.report import LabelReport
+from pencil_scale.storage.errors import many
 
 SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
@@ -40,12 +43,14 @@ def judge(
     max_class_loss: float,
     num_clean: Mapping[str, int],
     found: Assessment | None = None,
+    evidence: Evidence | None = None,
 ) -> tuple[str, ...]:
     """Give the reasons why labels must wait for a person; none if they can be published.
 
     `figures` are those of every epoch up to the published one, `report` describes its labels, `num_clean`
     is the number of samples of the clean sets ("validation", "test"). `found` is what the watched samples
-    and the planted errors say. A missing figure is not a reason.
+    and the planted errors say. A missing figure is a reason only if `evidence`, the settings, asks
+    for it.
     """
     patterned = _patterned(found)
     reasons = [
@@ -56,6 +61,7 @@ def judge(
         patterned,
         _no_gain(found, patterned),
         _unsure(found),
+        _unproven(found, report, evidence),
     ]
     given, corrected = report.given_right, report.corrected_right
     if corrected.num < given.num:
@@ -74,7 +80,7 @@ def unmeasured(found: Assessment) -> str:
         what = "what the repair gains could not be measured: too few errors are planted"
     else:
         return ""
-    return f"{what}; review the labels ({program('pipelines.review_report')}), or give clean data.validation"
+    return f"{what}; review the labels ({program('pipelines.review_report')})"
 
 
 def needed(num_classes: int, deviation: float) -> float:
@@ -155,6 +161,22 @@ def _unsure(found: Assessment | None) -> str:
         f"may be {noise.wrong_low:.0%} to {noise.wrong_high:.0%}; more samples, a better network or a higher "
         "evidence.watched would tell"
     )
+
+
+def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence | None) -> str:
+    """Doubt changes that nothing was measured of, unless measuring is switched off or the truth is known.
+
+    A night that is too small to measure anything follows the rule that an earlier run has fitted.
+    """
+    if found is None or evidence is None or not report.num_corrected or report.given_right.of:
+        return ""
+    changed = f"{many(report.num_corrected, 'label')} changed, and nothing shows that this is a gain"
+    if found.labels.noise is None and evidence.watched != 0:
+        return f"{changed}: the dataset has too few samples to watch some"
+    is_first = found.labels.first_epoch == 1  # and not a night
+    if found.gain is None and is_first and 0 not in (evidence.watched, evidence.planted):
+        return f"{changed}: the dataset has too few samples to plant errors in"
+    return ""
 
 
 def _patterned(found: Assessment | None) -> str:

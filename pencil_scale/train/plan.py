@@ -190,7 +190,7 @@ def _roles(
 
 def _evidence_lines(evidence: Evidence, roles: Roles) -> Iterator[str]:
     """Say what the run measures without clean data, or what it cannot."""
-    if evidence.watched == 0 and evidence.planted == 0:
+    if evidence.watched == 0:
         yield f"evidence is off: the run does not measure {roles.unmeasured}"
         return
     if (trainings := roles.trainings) > 1:

@@ -123,14 +123,13 @@ def publish(
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
     figures = saved.figures[: kept.epoch]
-    doubts = judge(figures, report, plan.class_names, max_loss, num_clean, found)
+    doubts = judge(figures, report, plan.class_names, max_loss, num_clean, found, config.evidence)
     doubts = (*filter(None, [_ended_early(plan, record, saved)]), *doubts)
     if doubts and not config.gate.hold:
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
-    is_off = config.evidence.watched == 0 and config.evidence.planted == 0
-    if missing := "" if is_off else unmeasured(found):
+    if missing := "" if config.evidence.watched == 0 else unmeasured(found):
         warnings = {**warnings, EVIDENCE: missing}
         tracker.set_tag(f"warning.{EVIDENCE}", missing)
     held = hold and bool(doubts)

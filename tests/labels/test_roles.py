@@ -18,6 +18,7 @@ from pencil_scale.labels.roles import ALL, Roles, choose_roles, judges, planted_
 from pencil_scale.labels.start_labels import start_labels
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.evidence import NoiseModel
+from pencil_scale.storage.errors import PencilError
 
 NONE = np.zeros(0, np.int64)
 AUTOMATIC = Evidence()
@@ -188,16 +189,32 @@ def test_so_few_samples_that_nothing_can_be_measured_get_no_role(tmp_path: Path)
     assert 5 < len(tonight.watched) < 20  # later nights add to them
     assert (len(tonight.planted), tonight.unmeasured) == (0, roles.unmeasured)
     bench.shard("b.tar", samples(range(60, 600)))
-    more = choose_roles(bench.index().catalogue, None, NONE, AUTOMATIC, seed=1)
+    catalogue = bench.index().catalogue
+    more = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
     assert len(more.watched) > 60
-    assert (len(more.planted), more.unmeasured) == (0, "what the repair gains")
+    assert len(more.planted) >= 30
+    assert more.unmeasured == ""
+    hardly = choose_roles(catalogue, None, NONE, Evidence(planted=0.02), seed=1)
+    assert (len(hardly.planted), hardly.unmeasured) == (0, "what the repair gains")
+
+
+def test_samples_that_are_all_copies_of_one_image_are_refused_as_that(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    copies = [(f"{number:06d}.png", image(1)) for number in range(200)]
+    labels = [(f"{number:06d}.cls", b"%d" % (number % 3)) for number in range(200)]
+    bench.shard("a.tar", [member for pair in zip(copies, labels, strict=True) for member in pair])
+    catalogue = bench.index().catalogue
+    with pytest.raises(PencilError, match="all 200 samples are copies of one image"):
+        choose_roles(catalogue, None, NONE, Evidence(folds=4), seed=1)
 
 
 def test_shares_of_zero_choose_nothing(catalogue: Catalogue) -> None:
     roles = choose_roles(catalogue, None, NONE, Evidence(watched=0.0, planted=0.0), seed=1)
     assert (len(roles.watched), len(roles.planted)) == (0, 0)
     assert planted_share(10**6) == 0.01
-    assert planted_share(1000) == 0.05
+    assert planted_share(1200) == 0.05
+    assert planted_share(400) * 400 == 60  # so that 30 of them are left, whatever is watched
+    assert planted_share(100) == 0.2
 
 
 def test_half_of_the_watched_samples_judge() -> None:

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.assessment import Assessment
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import LabelReport, Share
@@ -230,3 +231,38 @@ def test_what_could_not_be_measured_is_said_in_one_line() -> None:
     assert unmeasured(Assessment(labels, noise, gain, 0.9)) == ""
     assert unmeasured(Assessment(labels)).startswith("nothing could be measured: too few samples are watched")
     assert unmeasured(Assessment(labels, noise)).startswith("what the repair gains could not be measured")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "known", "why"),
+    [
+        (Evidence(), "nothing", "too few samples to watch some"),
+        (Evidence(planted=0), "nothing", "too few samples to watch some"),
+        (Evidence(), "noise", "too few samples to plant errors in"),
+        (Evidence(planted=0), "noise", ""),
+        (Evidence(watched=0), "nothing", ""),  # as the paper's configs ask for
+        (Evidence(), "gain", ""),
+    ],
+)
+def test_changes_are_held_if_they_were_to_be_measured_and_could_not(
+    evidence: Evidence, known: str, why: str
+) -> None:
+    noise = NoiseModel(1.0, 0.1, 0.1, 0.05, 0.2)
+    gain = Gain(0.1, 0.05, 0.15, found=0.8, restored=0.7, changed=0.1, num_planted=100)
+    labels = Manifest.empty("memory://store", ("a", "b"))
+    if known != "nothing":
+        labels = replace(labels, noise=asdict(noise))
+    found = Assessment(labels, noise if known != "nothing" else None, gain if known == "gain" else None, 0.9)
+    figures = [epoch("backbone", balanced_agreement=0.9), epoch("finetune")]
+    changed, same = report([100, 100], [80, 100]), report([100, 100])
+    reasons = judged(figures, changed, found=found, evidence=evidence)
+    assert len(reasons) == bool(why)
+    assert all(
+        f"20 labels changed, and nothing shows that this is a gain: the dataset has {why}" in reason
+        for reason in reasons
+    )
+    assert judged(figures, same, found=found, evidence=evidence) == ()
+    right = {"given": Share(150, 200), "corrected": Share(160, 200)}
+    assert judged(figures, report([100, 100], [80, 100], **right), found=found, evidence=evidence) == ()
+    night = replace(found, labels=replace(labels, first_epoch=9, noise=asdict(noise)))
+    assert judged(figures, changed, found=night, evidence=evidence) == ()

@@ -176,7 +176,7 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
 
 # --- bit for bit ---------------------------------------------------------------------------------------
 
-ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=null")
+ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=0.02")
 ALONE += ("evidence.folds=1", "gate.hold=false")  # so few samples prove nothing
 
 
