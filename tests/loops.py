@@ -72,7 +72,7 @@ class SmallRun:
             problems = tuple(f"row {row}" for row in some.tolist() if row in self.unreadable)
             yield Batch(rows=some, images=self.images[some], weight=weight, problems=problems)
 
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
+    def prepare(self, batch: Batch, epoch: int, stage: Stage) -> Batch:
         return replace(batch, images=augment(batch.images, batch.rows, 1, epoch, self.recipe))
 
     def readiness(self, schedule: Schedule) -> Readiness:

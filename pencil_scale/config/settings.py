@@ -16,6 +16,8 @@ Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
 AutoWhole = Annotated[Whole, AUTOMATIC]
 AutoCount = Annotated[Count, AUTOMATIC]
 AutoRate = Annotated[Positive, AUTOMATIC]
@@ -155,9 +157,14 @@ class Optimizer(Settings):
     sync_batch_norm: bool = key("compute batch norm over the samples of all workers", False)
 
 
+Augment = Literal["weak", "strong"]
+AUGMENT = "weak: crop and mirror; strong: also turn, shear, recolour and cover a part of the image"
+
+
 class BackboneStage(Settings):
     epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
     rate: AutoRate = key("learning rate at tuned_batch (constant and high)", None)
+    augment: Augment = key(AUGMENT, "weak")
 
 
 class PencilStage(Settings):
@@ -181,6 +188,17 @@ class PencilStage(Settings):
     start_confidence: float | None = key(
         "share of the given class in a label at the start; null: the paper's scale of 10", None, gt=0, lt=1
     )
+    teacher: Decay | None = key(
+        "let an average of the network move the labels, and evaluate it; it keeps this share of itself at "
+        "every step, such as 0.998, and sees images weakly augmented; null: the network itself",
+        None,
+    )
+    augment: Augment = key(AUGMENT, "weak")
+    rounds: Count = key(
+        "how often this stage and the next are passed through; a further round starts from the labels and "
+        "the network, or its average, that the round before ended with",
+        1,
+    )
     max_class_loss: Share = key(
         "hold the run if a class loses clearly more than this share of its samples", 0.5
     )
@@ -193,12 +211,32 @@ class FinetuneStage(Settings):
     rate: AutoRate = key("learning rate at tuned_batch at the start of the stage", None)
     drop_after: EpochList = key("divide the rate after these epochs of the stage", None, unit="epochs")
     drop_by: float = key("divisor of the rate", 10.0, gt=1)
+    schedule: Literal["steps", "cosine"] = key(
+        "of the rate: steps, as drop_after says, or a fall along a cosine from epoch to epoch", "steps"
+    )
+    restart: bool = key("start from new weights, as at the start of the run; labels stay", False)
+    average: Decay | None = key(
+        "evaluate and publish an average of the network; it keeps this share of itself at every step, such "
+        "as 0.999; null: the network itself",
+        None,
+    )
+    augment: Augment = key(AUGMENT, "weak")
+    mixup: Amount = key(
+        "blend each image, and its label, with another one, in shares drawn from a Beta distribution with "
+        "this parameter, such as 1.0; 0: never",
+        0.0,
+    )
 
 
 class Stages(Settings):
     backbone: BackboneStage = key("cross entropy on the given classes", BackboneStage())
     pencil: PencilStage = key("weights and labels move together", PencilStage())
     finetune: FinetuneStage = key("labels are fixed, the learning rate decays", FinetuneStage())
+
+    @property
+    def num_epochs(self) -> int:
+        """The epochs of all stages and rounds."""
+        return int(self.backbone.epochs + self.pencil.rounds * (self.pencil.epochs + self.finetune.epochs))
 
 
 class Workers(Settings):
@@ -439,6 +477,12 @@ class Config(Settings):
             raise ValueError(
                 f"features.backbone: {self.features.backbone}; with model.head the features are those of "
                 f"model.backbone, {self.model.backbone}: leave features.backbone out"
+            )
+        strong = [name for name, stage in self.stages if stage.augment == "strong"]
+        if self.model.head is not None and strong:
+            raise ValueError(
+                f"stages.{strong[0]}.augment: strong changes images, and a head (model.head) is trained on "
+                "features; use weak"
             )
         return self
 

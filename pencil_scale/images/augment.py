@@ -1,9 +1,10 @@
-"""The paper's augmentation, batched on the device: crop, mirror, normalise; and a check of the image sizes.
+"""Augmentation, batched on the device: the paper's, and a stronger one; and a check of the image sizes.
 
 The result for an image depends only on (seed, epoch, row), not on its batch, worker or device.
 
     recipe = config.images
     pixels = augment(images, rows, seed=1, epoch=7, recipe=recipe)   # uint8 [B, 3, H, W] -> [B, 3, S, S]
+    pixels = strengthen(pixels, rows, seed=1, epoch=7)               # also turned, recoloured, partly covered
     pixels = centre(images, recipe)                                  # the same without randomness
     require_sizes(recipe, {"640x480": 900, "480x640": 100}, max_odd_share=0.01)       # refuses these
 """
@@ -15,11 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import affine_grid, grid_sample, pad
 
 from pencil_scale.config.settings import Images
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import GOLDEN, hashes
+
+# Of the stronger augmentation; each number is drawn evenly, up to this much to either side.
+TURN, SHEAR = 0.26, 0.2  # radians: 15 degrees; width per height
+SCALE, SHIFT, COVER = 0.15, 0.2, 0.4  # shares of the size, of half the side, and of the side
+COLOUR = 0.4  # of contrast and saturation; of light, in standard deviations
 
 
 class ImageSizeError(PencilError):
@@ -38,6 +44,34 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Images)
     samples = _count(len(images), images.device)[:, None, None, None]
     channels = _count(3, images.device)[None, :, None, None]
     return normalise(padded[samples, channels, y[:, None, :, None], x[:, None, None, :]], recipe)
+
+
+def strengthen(pixels: Tensor, rows: Tensor, seed: int, epoch: int) -> Tensor:
+    """Turn, shear, scale and shift each image, change its colours, and cover a square of it with grey."""
+    drawn = torch.from_numpy(_uniform(rows.numpy(), seed, epoch, 11)).to(pixels.device, non_blocking=True)
+    angle, shear, width, height, right, down = drawn[:6]  # each [B]
+    cos, sin, shear = (angle * TURN).cos(), (angle * TURN).sin(), shear * SHEAR
+    width, height = 1 + width * SCALE, 1 + height * SCALE
+    affine = torch.stack(
+        [
+            *(cos * width, (shear * cos - sin) * height, right * SHIFT),
+            *(sin * width, (shear * sin + cos) * height, down * SHIFT),
+        ],
+        dim=-1,
+    ).view(-1, 2, 3)
+    grid = affine_grid(affine, list(pixels.shape), align_corners=False)
+    light, contrast, colour, x, y = drawn[6:, :, None, None, None]
+    # Where there is no image, as where it is covered, is the mean colour, which is 0 after normalising.
+    moved = grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    grey = moved.mean(1, keepdim=True)
+    moved = grey + (1 + colour * COLOUR) * (moved - grey)
+    mean = grey.mean((2, 3), keepdim=True)
+    moved = mean + (1 + contrast * COLOUR) * (moved - mean) + light * COLOUR
+    side = pixels.shape[-1]
+    along = (_count(side, pixels.device) + 0.5) / side * 2 - 1  # from -1 to 1
+    covered = ((along[None, None, :, None] - y).abs() < COVER) & ((along - x).abs() < COVER)
+    changed: Tensor = moved.masked_fill(covered, 0.0)
+    return changed
 
 
 def centre(images: Tensor, recipe: Images) -> Tensor:
@@ -104,6 +138,13 @@ def _bits(rows: npt.NDArray[np.int64], seed: int, epoch: int) -> npt.NDArray[np.
     """Draw 44 random bits per row."""
     key = seed * GOLDEN + epoch * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019
     return (hashes(rows, key) >> np.uint64(20)).astype(np.int64)
+
+
+def _uniform(rows: npt.NDArray[np.int64], seed: int, epoch: int, num: int) -> npt.NDArray[np.float32]:
+    """Draw numbers between -1 and 1.   [num, B]"""
+    key = seed * GOLDEN + epoch * 0xD1B54A32D192ED03
+    drawn = [hashes(rows, key + (number + 1) * 0xA0761D6478BD642F) >> np.uint64(40) for number in range(num)]
+    return np.stack(drawn).astype(np.float32) / np.float32(2**23) - 1
 
 
 def _require_room(images: Tensor, crop: int, border: int) -> None:

@@ -56,6 +56,8 @@ class Batch:
     label_logits: Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [B, C]
     noisy_class: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # int64 [B]
     problems: tuple[str, ...] = ()  # one line per image that could not be decoded
+    own: Tensor | None = None  # share of each image in its mixture with the one before it
+    weak_images: Any = None  # the same images, weakly augmented, where a teacher needs them
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -46,10 +46,11 @@ def check_outlook(schedule: Schedule) -> str:
         return "labels: the pencil stage has no epochs; no label moves"
     outlook = _outlook(schedule)
     numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
+    visits, epochs = (many(len(schedule.label_rates()), what) for what in ("visit", "epoch"))
     if _is_good(outlook, schedule):
         return (
-            f"labels: a label the network doubts changes after {outlook.visits} of "
-            f"{many(stage.epochs, 'visit')} and ends with {outlook.share:.2f} on the new class ({numbers})"
+            f"labels: a label the network doubts changes after {outlook.visits} of {visits} and ends with "
+            f"{outlook.share:.2f} on the new class ({numbers})"
         )
     if not stage.allow_fast_labels and outlook.visits is not None and outlook.visits < FEWEST_VISITS:
         raise PencilError(
@@ -59,7 +60,7 @@ def check_outlook(schedule: Schedule) -> str:
         )
     why = "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
     if outlook.visits is not None:
-        why = f"it takes {many(outlook.visits, 'visit')}, and the stage has {many(stage.epochs, 'epoch')}"
+        why = f"it takes {many(outlook.visits, 'visit')}, and the stage has {epochs}"
     if stage.allow_fixed_labels:
         return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
     raise PencilError(
@@ -72,7 +73,7 @@ def _is_good(outlook: LabelOutlook, schedule: Schedule) -> bool:
     """Whether a label changes within the stage, and not too soon."""
     stage = schedule.stages.pencil
     fewest = 1 if stage.allow_fast_labels else FEWEST_VISITS
-    return outlook.visits is not None and fewest <= outlook.visits <= stage.epochs
+    return outlook.visits is not None and fewest <= outlook.visits <= len(schedule.label_rates())
 
 
 def _outlook(schedule: Schedule) -> LabelOutlook:

@@ -73,6 +73,13 @@ def pencil_loss(
     return both + alpha * _compatibility(log_y, noisy_class, form)
 
 
+def mixed_loss(class_logits: Tensor, label_logits: Tensor, own: Tensor) -> Tensor:
+    """Cross entropy of mixtures: each sample's own share of it, the rest of the sample before it.   [B]"""
+    y = _full(label_logits).softmax(-1)
+    y = own * y + (1 - own) * y.roll(1, 0)
+    return -(y * _full(class_logits).log_softmax(-1)).sum(-1)
+
+
 def move_labels(
     class_logits: Tensor,
     label_logits: Tensor,

@@ -9,6 +9,7 @@ Rates, alpha and lambda are tuned for one batch and one class count. The learnin
 the 1/c of the losses and the pull use `tuned_classes`, so a config carries over to another class list.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.config.values import Curve
-from pencil_scale.method.pencil import Form, classification_loss, move_labels, pencil_loss
+from pencil_scale.method.pencil import Form, classification_loss, mixed_loss, move_labels, pencil_loss
 
 StageName = Literal["backbone", "pencil", "finetune"]
 
@@ -34,13 +35,25 @@ class Stage:
     label_rate: float = 0.0
     pull: float = 0.0
     form: Form = "released"
+    decay: float | None = None  # of an average of the network
+    strong: bool = False  # augmentation
+    mixup: float = 0.0
+    restarts: bool = False  # from new weights
+    from_average: bool = False  # of the round before
 
     @property
     def moves_labels(self) -> bool:
         return self.label_rate > 0
 
-    def loss(self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor) -> Tensor:
-        """Compare the prediction with the given class at first, and with the label in later stages.   [B]"""
+    def loss(
+        self, class_logits: Tensor, label_logits: Tensor, noisy_class: Tensor, own: Tensor | None = None
+    ) -> Tensor:
+        """Compare the prediction with the given class at first, and with the label in later stages.   [B]
+
+        `own` is the share of each sample's own image, and label, in a mixture with the sample before it.
+        """
+        if own is not None:
+            return mixed_loss(class_logits, label_logits, own)
         if self.name == "backbone":
             return cross_entropy(class_logits.float(), noisy_class.long(), reduction="none")
         if self.name == "finetune":
@@ -67,7 +80,7 @@ class Schedule:
 
     @property
     def epochs(self) -> int:
-        return sum(stage.epochs for _, stage in self.stages)
+        return self.stages.num_epochs
 
     def extended(self, epochs: int) -> "Schedule":
         """The same with a longer first stage."""
@@ -92,20 +105,43 @@ class Schedule:
         """Find the stage of an epoch, counted from the start of the run."""
         if not 0 <= epoch < self.epochs:
             raise IndexError(f"epoch {epoch}: this schedule has epochs 0 to {self.epochs - 1}")
-        first_pencil = self.stages.backbone.epochs
-        first_finetune = first_pencil + self.stages.pencil.epochs
-        if epoch < first_pencil:
-            return Stage("backbone", self.stages.backbone.rate * self.rate_factor)
-        if epoch < first_finetune:
-            return self._pencil(epoch - first_pencil)
-        stage = self.stages.finetune
-        drops = sum(after <= epoch - first_finetune for after in stage.drop_after or ())
-        rate = stage.rate * self.rate_factor / stage.drop_by**drops
-        return Stage("finetune", rate, self.class_factor)
+        backbone, pencil = self.stages.backbone, self.stages.pencil
+        if epoch < backbone.epochs:
+            rate = backbone.rate * self.rate_factor
+            return Stage("backbone", rate, strong=backbone.augment == "strong")
+        done, epoch = divmod(epoch - backbone.epochs, pencil.epochs + self.stages.finetune.epochs)
+        if epoch < pencil.epochs:
+            ended_with = self.stages.finetune.average if self.stages.finetune.epochs else pencil.teacher
+            return replace(self._pencil(epoch), from_average=done > 0 and ended_with is not None)
+        return self._finetune(epoch - pencil.epochs)
+
+    def starts_at(self, epoch: int) -> bool:
+        """Whether this is the first epoch of a stage."""
+        pencil, since = self.stages.pencil, epoch - self.stages.backbone.epochs
+        if since < 0:
+            return epoch == 0
+        return since % (pencil.epochs + self.stages.finetune.epochs) in (0, pencil.epochs)
 
     def label_rates(self) -> list[float]:
-        """The label rate of every epoch of the pencil stage."""
-        return [self._pencil(epoch).label_rate for epoch in range(self.stages.pencil.epochs)]
+        """The label rate of every epoch in which labels move."""
+        pencil = self.stages.pencil
+        return [self._pencil(epoch).label_rate for epoch in range(pencil.epochs)] * pencil.rounds
+
+    def _finetune(self, epoch: int) -> Stage:
+        stage = self.stages.finetune
+        if stage.schedule == "cosine":
+            factor = (1 + math.cos(math.pi * epoch / stage.epochs)) / 2
+        else:
+            factor = 1 / stage.drop_by ** sum(after <= epoch for after in stage.drop_after or ())
+        return Stage(
+            name="finetune",
+            learning_rate=stage.rate * self.rate_factor * factor,
+            class_factor=self.class_factor,
+            decay=stage.average,
+            strong=stage.augment == "strong",
+            mixup=stage.mixup,
+            restarts=stage.restart,
+        )
 
     def _pencil(self, epoch: int) -> Stage:
         stage = self.stages.pencil
@@ -119,4 +155,6 @@ class Schedule:
             label_rate=lambda_.at(epoch, stage.epochs) / (self.optimizer.tuned_batch * stage.tuned_classes),
             pull=stage.alpha * stage.tuned_classes,
             form=stage.compatibility,
+            decay=stage.teacher,
+            strong=stage.augment == "strong",
         )

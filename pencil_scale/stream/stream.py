@@ -83,8 +83,7 @@ class StreamSpec:
         )
         if clean_set:
             return spec.for_evaluation(config)
-        num_epochs = sum(stage.epochs for _, stage in config.stages)
-        return replace(spec, decode=config.images.decode, num_epochs=num_epochs)
+        return replace(spec, decode=config.images.decode, num_epochs=config.stages.num_epochs)
 
     def for_evaluation(self, config: Config, subset: Int64s | None = None) -> "StreamSpec":
         """The same rows, or others of the same catalogue, in order and in larger batches."""

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 4
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
+AVERAGE = "average.pt"
 BEST = "best"  # a folder with the weights and labels of an earlier epoch
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's list of the committed checkpoints
 
@@ -85,15 +86,24 @@ class Saved:
     figures: list[dict[str, Any]] = field(default_factory=list)  # of every epoch so far
     best: Kept | None = None  # the best epoch by the watched samples, if it is not the last
     agreed: list[int] | None = None  # judging samples that were predicted as given before labels moved
+    average: dict[str, Tensor] | None = None  # of the network over its steps
+    is_averaged: bool = False  # whether the average is what the last epoch was evaluated with
+
+    @property
+    def shown(self) -> dict[str, Tensor]:
+        """The weights that the last epoch was evaluated with."""
+        return self.average if self.is_averaged and self.average is not None else self.weights
 
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
     """Write all files of a checkpoint into a folder that is not read yet."""
     torch.save(saved.weights, folder / WEIGHTS)
     torch.save(saved.optimizer, folder / OPTIMIZER)
+    if saved.average is not None:
+        torch.save(saved.average, folder / AVERAGE)
     (folder / LABELS).write_bytes(saved.labels.encode())
     state = {"version": VERSION, "run": saved.run, "progress": asdict(saved.progress)}
-    state |= {"figures": saved.figures, "agreed": saved.agreed}
+    state |= {"figures": saved.figures, "agreed": saved.agreed, "is_averaged": saved.is_averaged}
     if saved.best is not None:
         (folder / BEST).mkdir(exist_ok=True)
         torch.save(saved.best.weights, folder / BEST / WEIGHTS)
@@ -122,6 +132,8 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
             figures=state["figures"],
             best=best,
             agreed=state["agreed"],
+            average=_read_weights(folder / AVERAGE) if (folder / AVERAGE).exists() else None,
+            is_averaged=state.get("is_averaged", False),
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -129,8 +141,13 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
 
 
 def _read_pair(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
-    weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+    weights = _read_weights(folder / WEIGHTS)
     return weights, Manifest.decode((folder / LABELS).read_bytes(), str(folder / LABELS))
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return weights
 
 
 class CheckpointStore:

@@ -43,7 +43,7 @@ class Host(Protocol):
     """What the loop calls: a worker of a run, or a test. `close_epoch` evaluates, reports and saves."""
 
     def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]: ...  # steps and batches that remain of it
-    def prepare(self, batch: Batch, epoch: int) -> Batch: ...  # on the device, augmented, never empty
+    def prepare(self, batch: Batch, epoch: int, stage: Stage) -> Batch: ...  # on the device, never empty
     def save(self, progress: Progress) -> None: ...  # labels and weights as a pair
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None: ...
     def report(self, kind: str, **what: Any) -> None: ...  # an event; "live" are figures of this rank
@@ -132,6 +132,8 @@ class Loop:
                     progress = replace(progress, extended=progress.extended + 1)
                     schedule = self.schedule.extended(progress.extended)
             stage = schedule.stage_at(progress.epoch)
+            if progress.step == 0 and schedule.starts_at(progress.epoch):
+                self.stepper.start(stage)
             clock = Clock(self.owners)
             progress, finished = self._train_epoch(stage, progress, clock)
             progress = self._ready_to_save(stage, progress)
@@ -173,7 +175,7 @@ class Loop:
         warmed_up = min(1.0, (progress.all_steps + 1) / max(self.warmup_steps, 1))
         for group in self.stepper.optimizer.param_groups:
             group["lr"] = stage.learning_rate * warmed_up
-        prepared = self.host.prepare(batch, progress.epoch)
+        prepared = self.host.prepare(batch, progress.epoch, stage)
         if prepared.problems:
             self._num_unreadable += len(prepared.problems)
             self._unreadable = [*self._unreadable, *prepared.problems][:NAMED_PROBLEMS]
@@ -214,6 +216,8 @@ class Loop:
         broken = self.ranks.gather(not_finite(self.stepper.model, self.stepper.optimizer))
         require_finite(list(chain(*broken)), stage.name, progress, num_recent)
         average_buffers(self.stepper.model, self.ranks)
+        if self.stepper.average is not None:
+            average_buffers(self.stepper.average.network, self.ranks)
         num = int(self.ranks.total(self._num_unreadable))
         names = list(chain(*self.ranks.gather(self._unreadable)))[:NAMED_PROBLEMS] if num else []
         return replace(progress, num_unreadable=num, unreadable=names)

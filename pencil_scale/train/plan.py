@@ -217,7 +217,10 @@ def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters
 
 
 def _settings_lines(config: Config, automatic: Mapping[str, Any]) -> list[str]:
-    lines = ["stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in config.stages)]
+    stages, rounds = config.stages, config.stages.pencil.rounds
+    lines = ["stages: " + ", ".join(f"{name} {many(stage.epochs, 'epoch')}" for name, stage in stages)]
+    if rounds > 1:
+        lines[0] += f"; pencil and finetune {rounds} times, {stages.num_epochs:,} epochs in all"
     if automatic:
         shown = ", ".join(f"{key} {value}" for key, value in automatic.items())
         lines.append(f"automatic: {shown} (set any of these keys in the config to change it)")
@@ -336,7 +339,7 @@ def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Sta
     epochs = (preparation.ahead(stream.batches(epoch)) for epoch in itertools.count())
     num_done, started = 0, time.perf_counter()
     for nth, batch in enumerate(itertools.chain.from_iterable(epochs)):
-        prepared = preparation.prepare(batch, epoch=0)
+        prepared = preparation.prepare(batch, 0, stage)
         classes = torch.zeros(len(prepared.weight), dtype=torch.int64, device=device)
         label_logits = torch.zeros(len(classes), num_classes, device=device)
         labelled = replace(prepared, label_logits=label_logits, noisy_class=classes)

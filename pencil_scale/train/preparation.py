@@ -5,7 +5,7 @@
     model, stepper = build_network(config, num_classes, device, world)
     preparation = Preparation(config, device, stream.read.name_problem)
     for batch in preparation.ahead(batches):                # decoded
-        preparation.prepare(batch, epoch)                   # on the device, augmented, never empty
+        preparation.prepare(batch, epoch, stage)            # on the device, augmented, never empty
 
 A scratch folder is locked by its process, and the system releases the lock when the process dies, however it
 dies. A process that claims a folder first removes the folders beside it that are not locked any more: after
@@ -18,6 +18,7 @@ threads of this process and kept; a larger one is read by Ray Data each time, as
     right, seen = count_right(model, clean.batches(), preparation)      # of this rank
 """
 
+import copy
 import fcntl
 import inspect
 import os
@@ -40,14 +41,16 @@ from pencil_scale.features.head import build_head
 from pencil_scale.features.manifest import FeatureManifest
 from pencil_scale.features.network import load_frozen
 from pencil_scale.features.table import FeatureTable
-from pencil_scale.images.augment import augment, centre
+from pencil_scale.images.augment import augment, centre, strengthen
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone, find_head
+from pencil_scale.method.schedule import Stage
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.storage.storage import Storage
 from pencil_scale.stream.plan import mixed_key
 from pencil_scale.stream.stream import Prefetch, Stream, StreamSpec
+from pencil_scale.train.average import Average
 from pencil_scale.train.step import StepGraph, Stepper, top_predictions
 
 SWITCH_S = 0.0005  # how long a thread of Python runs before another one may
@@ -156,7 +159,15 @@ def build_stepper(
         buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
         devices = [device] if device.type == "cuda" else None
         network = DistributedDataParallel(network, device_ids=devices, **buffers)
-    plain = Stepper(network, optimizer, options.precision == "bf16", options.accumulation)
+    stages = config.stages
+    plain = Stepper(
+        network,
+        optimizer,
+        options.precision == "bf16",
+        options.accumulation,
+        average=Average(model) if stages.pencil.teacher or stages.finetune.average else None,
+        fresh=copy.deepcopy(model.state_dict()) if stages.finetune.restart else {},
+    )
     if not options.cuda_graph:
         return plain
     return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
@@ -181,14 +192,32 @@ class Preparation:
         finally:
             coming.stop(PATIENCE_S)  # otherwise two threads would read from one stream
 
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
+    def prepare(self, batch: Batch, epoch: int, stage: Stage) -> Batch:
         """Bring a batch to the device, augment it, and pad it if it has too few samples."""
         decoded = self.decode(batch)
         images = self._augmented(decoded.images.to(self.device, non_blocking=True), batch.rows, epoch)
         brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
-        missing = FEWEST_ROWS - len(batch.rows)
-        if missing <= 0:
-            return brought
+        if len(batch.rows) < FEWEST_ROWS:
+            return self._padded(brought)
+        if stage.strong:
+            weak = images if stage.decay and stage.moves_labels else None
+            images = strengthen(images, batch.rows, self.config.run.seed, epoch)
+            brought = replace(brought, images=images, weak_images=weak)
+        return self._mixed(brought, epoch, stage.mixup) if stage.mixup else brought
+
+    def _mixed(self, batch: Batch, epoch: int, parameter: float) -> Batch:
+        """Blend each image with the one before it, unless that could not be read; its own share is larger."""
+        chance = np.random.default_rng([self.config.run.seed, epoch, int(batch.rows[0])])
+        drawn = chance.beta(parameter, parameter)
+        before = batch.weight.roll(1, 0) > 0
+        own = torch.where(before, max(drawn, 1 - drawn), 1.0)[:, None]  # [B, 1]
+        images = batch.images
+        mixed = torch.lerp(images.roll(1, 0), images, own.view(-1, *[1] * (images.dim() - 1)))
+        return replace(batch, images=mixed, own=own)
+
+    def _padded(self, brought: Batch) -> Batch:
+        """Add blank samples of weight 0, so that every rank has something to compute."""
+        images, missing = brought.images, FEWEST_ROWS - len(brought.rows)
         if missing == FEWEST_ROWS and not self.config.model.head:
             crop = self.config.images.crop
             images = brought.weight.new_zeros(0, 3, crop, crop)
@@ -196,7 +225,6 @@ class Preparation:
         def padded(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
-        # With blank samples of weight 0, so that every rank has something to compute.
         return replace(
             brought,
             images=padded(images),

@@ -6,9 +6,10 @@
 `StepGraph` takes the same steps by replaying a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.evidence import TOP
 from pencil_scale.method.schedule import Stage
+from pencil_scale.train.average import Average
 
 PLAIN_STEPS = 3  # before a graph is recorded: libraries choose their kernels, and momentum gets its memory
 LEAST_LOG_P = -60_000.0  # a label table stores 16 bits
@@ -28,7 +30,7 @@ class StepResult:
     """The result of a step, still on the device: reading it waits for the step."""
 
     label_logits: Tensor  # [B, C], moved
-    predicted: Tensor  # [B, 2 K], of `top_predictions`; NaN where the image could not be read
+    predicted: Tensor  # [B, 2 K], of `top_predictions`; NaN where the image was mixed or could not be read
     # float64 [3 + 2 C]: weighted loss, weight, labels whose move was not finite, and by given class the
     # samples and those whose prediction agrees
     sums: Tensor
@@ -42,7 +44,20 @@ class Stepper:
     optimizer: torch.optim.Optimizer
     bf16: bool = False
     accumulation: int = 1
+    average: Average | None = None
+    fresh: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # the weights of a restart
     _group_weight: Tensor = field(default_factory=lambda: torch.zeros(()), init=False, repr=False)
+
+    def start(self, stage: Stage) -> None:
+        """Prepare the weights for the first step of a stage."""
+        if stage.from_average and self.average is not None:
+            self.average.become()
+        if stage.restarts:
+            _unwrapped(self.model).load_state_dict(self.fresh)
+        if stage.from_average or stage.restarts:
+            forget_momentum(self.optimizer)
+        if self.average is not None:
+            self.average.restart()
 
     def step(self, batch: Batch, stage: Stage, nth: int, of: int) -> StepResult:
         """Take the step of batch `nth` of `of`; the weights move after every group of `accumulation` batches.
@@ -60,7 +75,7 @@ class Stepper:
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
             with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
                 class_logits = model(batch.images)  # [B, C]
-            loss = stage.loss(class_logits, batch.label_logits, batch.noisy_class)  # [B]
+            loss = stage.loss(class_logits, batch.label_logits, batch.noisy_class, batch.own)  # [B]
             loss_sum = (loss * batch.weight).sum()
             # The weights move by the gradient of the weighted mean over all samples of the group, on all
             # ranks. DDP averages the gradients of the ranks, so each rank divides its sum by the mean of the
@@ -71,9 +86,22 @@ class Stepper:
             weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
             gradients = [weight.grad for weight in weights if weight.grad is not None]
             torch._foreach_div_(gradients, mean_weight())
+        predicted = class_logits.detach()
+        if self.average is not None and stage.decay and stage.moves_labels:
+            predicted = self._taught(self.average, batch)
         if last:
             self.optimizer.step()
-        return _result(batch, stage, class_logits.detach(), loss_sum.detach(), weight_sum)
+            if self.average is not None and stage.decay:
+                self.average.follow(stage.decay)
+        return _result(batch, stage, predicted, loss_sum.detach(), weight_sum)
+
+    @torch.no_grad()
+    def _taught(self, average: Average, batch: Batch) -> Tensor:
+        """What the average of the network predicts.   [B, C]"""
+        images = batch.images if batch.weak_images is None else batch.weak_images
+        with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
+            class_logits: Tensor = average.network(images)
+        return class_logits
 
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
         """Start to add up the ranks' weights; the mean is needed only after the forward pass."""
@@ -111,6 +139,8 @@ def _result(
     counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), num_not_finite])
     predicted = top_predictions(class_logits)
+    if batch.own is not None:
+        readable = torch.zeros_like(readable)  # what is predicted for a mixture says nothing of a sample
     predicted = torch.where(readable[:, None], predicted, torch.nan)
     return StepResult(label_logits, predicted, torch.cat([sums, counts]))
 
@@ -120,6 +150,13 @@ def top_predictions(class_logits: Tensor) -> Tensor:
     log_p = class_logits.float().log_softmax(-1).clamp(min=LEAST_LOG_P)
     top = log_p.topk(min(TOP, log_p.shape[-1]))
     return torch.cat([top.indices.float(), top.values], dim=-1)
+
+
+def forget_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Start again, where the weights are not those that the momentum belongs to."""
+    for state in optimizer.state.values():
+        if (momentum := state.get("momentum_buffer")) is not None:
+            momentum.zero_()
 
 
 class StepGraph:
@@ -139,11 +176,15 @@ class StepGraph:
 
     def __init__(self, stepper: Stepper, odd: Stepper, full_batch: int) -> None:
         """`odd` takes batches that are not full, for which a compiled network would be compiled again."""
-        self.model, self.optimizer = stepper.model, stepper.optimizer
+        self.model, self.optimizer, self.average = stepper.model, stepper.optimizer, stepper.average
         self._stepper, self._odd, self._full_batch = stepper, odd, full_batch
         self._rate = torch.zeros((), device=next(stepper.model.parameters()).device)
         self._kind: tuple[str, float] | None = None  # what differs between recordings; the rate does not
         self._num_taken = 0
+
+    def start(self, stage: Stage) -> None:
+        """Prepare the weights for the first step of a stage."""
+        self._stepper.start(stage)
 
     def step(self, batch: Batch, stage: Stage, nth: int, of: int) -> StepResult:
         """Replay the step on this batch; the next step overwrites its result."""
@@ -156,17 +197,16 @@ class StepGraph:
             return self._stepper.step(batch, stage, nth, of)
         if self._num_taken == PLAIN_STEPS + 1:
             self._record(batch, stage)
-        for still, coming in zip(_tensors(self._batch), _tensors(batch), strict=True):
-            still.copy_(coming, non_blocking=True)
+        coming = _tensors(batch)
+        for name, still in _tensors(self._batch).items():
+            still.copy_(coming[name], non_blocking=True)
         self._rate.fill_(self.optimizer.param_groups[0]["lr"])
         self._graph.replay()
         return self._result
 
     def _record(self, batch: Batch, stage: Stage) -> None:
-        images, label_logits, noisy_class, weight = (tensor.clone() for tensor in _tensors(batch))
-        self._batch = replace(
-            batch, images=images, label_logits=label_logits, noisy_class=noisy_class, weight=weight
-        )
+        copies = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
+        self._batch = replace(batch, **copies)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate  # read at every replay; a plain number would be recorded
@@ -178,5 +218,13 @@ class StepGraph:
             group["lr"] = rate
 
 
-def _tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return batch.images, batch.label_logits, batch.noisy_class, batch.weight
+def _tensors(batch: Batch) -> dict[str, Any]:
+    """What a step reads of a batch, by name."""
+    names = ("images", "label_logits", "noisy_class", "weight", "own", "weak_images")
+    return {name: value for name in names if (value := getattr(batch, name)) is not None}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, without what shares its gradients or compiles it."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(inner, "_orig_mod", inner)

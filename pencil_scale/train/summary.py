@@ -117,7 +117,7 @@ def publish(
     config, storage = plan.config, Storage(plan.config.run.storage)
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
-    kept = saved.best or Kept(saved.progress.epoch, saved.weights, saved.labels)
+    kept = saved.best or Kept(saved.progress.epoch, saved.shown, saved.labels)
     found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds])
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)

@@ -48,7 +48,7 @@ class Watch:
         self.agreed = saved.agreed if saved else None  # the same before labels moved
         self.best = saved.best if saved else None
         if saved and self.best is None and saved.progress.step == 0 and self._seen:
-            self.best = Kept(saved.progress.epoch, saved.weights, saved.labels)
+            self.best = Kept(saved.progress.epoch, saved.shown, saved.labels)
 
     def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, float]:
         """Predict the samples, store the predictions if an epoch is over, and compare with what was given."""

@@ -24,6 +24,7 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+from torch import nn
 
 from pencil_scale.config.settings import Config
 from pencil_scale.features.stream import FeatureStream
@@ -59,6 +60,7 @@ from pencil_scale.train.preparation import (
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
+from pencil_scale.train.step import forget_momentum
 from pencil_scale.train.watch import Watch
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
@@ -163,6 +165,8 @@ class Worker:
         if saved:
             self.model.load_state_dict(saved.weights)
             self.stepper.optimizer.load_state_dict(saved.optimizer)
+            if self.stepper.average is not None and saved.average is not None:
+                self.stepper.average.load(saved.average)
 
         scratch = claim_scratch(config.workers.scratch, "labels")
         opened.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -208,6 +212,7 @@ class Worker:
             max_class_loss=1.0 if job.watched else config.stages.pencil.max_class_loss,
         )
         self.ended_early = False  # because labels may not move
+        self.is_averaged = saved.is_averaged if saved else False  # at the end of the last epoch
         self.leaving = ""  # nodes that are about to be taken away
         self.asked_at = time.monotonic()
         self.saved_in: Path | None = None
@@ -279,15 +284,16 @@ class Worker:
         """Evaluate, study the labels, report to the driver, and save."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
+        self.is_averaged = stage.decay is not None
         for name, clean in self.clean.items():
-            counts = count_right(self.model, clean.batches(), self.preparation)
+            counts = count_right(self._shown(), clean.batches(), self.preparation)
             right, seen = (self.ranks.total(count) for count in counts)
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
         if self.watch is not None:
-            figures |= self.watch.look(self.model, stage.name, epoch)
+            figures |= self.watch.look(self._shown(), stage.name, epoch)
         manifest = self._snapshot()
         if self.watch is not None:
-            self.watch.keep(progress.epoch, self.model, manifest)
+            self.watch.keep(progress.epoch, self._shown(), manifest)
         if self.ranks.rank == 0:
             before = self.figures[-1] if self.figures else {}
             found = self.study.of(manifest, epoch, stage.moves_labels, before)
@@ -322,8 +328,7 @@ class Worker:
         best = watch.start_to_move()
         if best is not None and best.epoch < len(seen):
             self.model.load_state_dict(best.weights)
-            for state in self.stepper.optimizer.state.values():
-                state["momentum_buffer"].zero_()  # it belongs to later weights
+            forget_momentum(self.stepper.optimizer)
         return "ready"
 
     def report(self, kind: str, **what: Any) -> None:
@@ -332,6 +337,11 @@ class Worker:
             self.live.set(what["figures"])
         elif self.ranks.rank == 0:
             self.job.control.report.remote(pickle.dumps({"kind": kind, **what}))
+
+    def _shown(self) -> nn.Module:
+        """What is evaluated, and may be published: the network, or its average."""
+        average = self.stepper.average
+        return average.network if average is not None and self.is_averaged else self.model
 
     def _snapshot(self) -> Manifest:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
@@ -352,7 +362,9 @@ class Worker:
         if self.saved_in is None or not options.in_process:  # in this process, Ray keeps the folder as it is
             self.saved_in = claim_scratch(options.scratch, "checkpoint")
         weights, optimizer = self.model.state_dict(), self.stepper.optimizer.state_dict()
-        saved = Saved(run, weights, optimizer, progress, manifest, self.figures)
+        average = self.stepper.average.network.state_dict() if self.stepper.average else None
+        saved = Saved(run, weights, optimizer, progress, manifest, self.figures, None, None, average)
+        saved = replace(saved, is_averaged=self.is_averaged)
         if self.watch is not None:
             best = self.watch.best
             is_this = best is not None and (best.epoch, 0) == (progress.epoch, progress.step)

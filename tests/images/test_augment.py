@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pencil_scale.config.settings import Images
-from pencil_scale.images.augment import ImageSizeError, _bits, augment, centre, require_sizes
+from pencil_scale.images.augment import (
+    ImageSizeError,
+    _bits,
+    augment,
+    centre,
+    require_sizes,
+    strengthen,
+)
 
 PLAIN = Images(crop=8, pad=0, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -98,3 +105,24 @@ def test_one_image_of_another_size_among_many_is_no_reason_to_refuse() -> None:
     require_sizes(Images(crop=28), {"28x28": 999, "3x3": 1}, max_odd_share=0.01)
     require_sizes(Images(crop=224, resize=256), {"28x28": 9, "3x3": 9}, max_odd_share=0.01)
     require_sizes(Images(crop=224), {}, max_odd_share=0.01)  # indexed before sizes were counted
+
+
+def test_strong_augmentation_depends_on_seed_epoch_and_row_alone() -> None:
+    images, rows = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(12)
+    together = strengthen(images, rows, seed=1, epoch=2)
+    assert together.shape == images.shape
+    assert together.isfinite().all()
+    apart = torch.cat([strengthen(images[n : n + 1], rows[n : n + 1], 1, 2) for n in range(12)])
+    torch.testing.assert_close(apart, together)
+    for seed, epoch in ((2, 2), (1, 3)):
+        assert not torch.equal(strengthen(images, rows, seed, epoch), together)
+
+
+def test_strong_augmentation_moves_and_covers_parts_of_an_image() -> None:
+    bright, rows = torch.ones(400, 3, 32, 32), torch.arange(400)
+    covered = (strengthen(bright, rows, 1, 0) == 0).all(1)
+    share = covered.float().mean((1, 2))
+    assert (share > 0.03).all()  # a corner of the square at least
+    assert 0.1 < share.mean() < 0.4
+    often = covered.float().mean(0)
+    assert 0 < often.min() < often.max() < 1  # any place of some images, no place of all

@@ -199,3 +199,29 @@ def test_a_start_confidence_sets_the_scale() -> None:
     assert label_scale(stage, 1000) == pytest.approx(11.5, abs=0.01)  # ln(99 * 999)
     with pytest.raises(PencilError, match="not above chance for 10 classes"):
         label_scale(schedule("stages.pencil.start_confidence=0.1").stages.pencil, 10)
+
+
+def test_the_rate_of_the_last_stage_can_fall_along_a_cosine() -> None:
+    stages = schedule(f"{CIFAR} stages.finetune.rate=0.2 stages.finetune.schedule=cosine")
+    rates = [stages.stage_at(200 + epoch).learning_rate for epoch in (0, 40, 60, 80, 119)]
+    assert rates == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0], abs=1e-3)
+
+
+def test_rounds_repeat_the_last_two_stages_from_what_was_reached() -> None:
+    lengths = "stages.backbone.epochs=2 stages.pencil.epochs=3 stages.finetune.epochs=1"
+    stages = schedule(f"{lengths} stages.pencil.rounds=2 stages.finetune.average=0.9")
+    found = [stages.stage_at(epoch) for epoch in range(stages.epochs)]
+    assert "".join(stage.name[0] for stage in found) == "bbpppfpppf"
+    starts = [epoch for epoch in range(stages.epochs) if stages.starts_at(epoch)]
+    assert starts == [0, 2, 5, 6, 9]
+    assert [stage.from_average for stage in found] == [False] * 6 + [True] * 3 + [False]
+    assert len(stages.label_rates()) == 6
+    alone = schedule(f"{lengths} stages.pencil.rounds=2 stages.pencil.teacher=0.9")
+    assert not any(alone.stage_at(epoch).from_average for epoch in range(alone.epochs))
+
+
+def test_the_outlook_counts_the_visits_of_all_rounds() -> None:
+    few = "stages.pencil.epochs=5 stages.pencil.lambda=400 stages.pencil.tuned_classes=10"
+    with pytest.raises(PencilError, match="and the stage has 5 epochs"):
+        check_outlook(schedule(few))
+    assert "of 15 visits" in check_outlook(schedule(f"{few} stages.pencil.rounds=3"))

@@ -15,6 +15,7 @@ from pencil_scale.images.augment import centre
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.decisions import decide
 from pencil_scale.method.noise import symmetric_noise
+from pencil_scale.method.schedule import Stage
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.train.checkpoints import Progress
 from pencil_scale.train.loop import Clock
@@ -234,8 +235,8 @@ def ruin(run: SmallRun, epoch: int, nth: int) -> None:
     """Make the images of one batch not finite, as broken hardware does."""
     prepare, prepared = run.prepare, []
 
-    def ruined(batch: Batch, at: int) -> Batch:
-        found = prepare(batch, at)
+    def ruined(batch: Batch, at: int, stage: Stage) -> Batch:
+        found = prepare(batch, at, stage)
         prepared.append(at)
         return replace(found, images=found.images / 0) if prepared.count(epoch) == nth else found
 

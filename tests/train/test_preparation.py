@@ -15,6 +15,7 @@ from PIL import Image
 from pencil_scale.config.loader import load_config
 from pencil_scale.images.decode import decode
 from pencil_scale.labels.owners import Batch
+from pencil_scale.method.schedule import Stage
 from pencil_scale.train.preparation import DECODED_AHEAD, Preparation, claim_scratch, sweep_scratch
 
 SIDE = 16
@@ -53,7 +54,7 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
         assert [problem.split(":")[0] for problem in batch.problems] == [f"row {first_row + 3}"]
         expected = np.stack([decode(png(first_row + n)) for n in range(3)])
         assert np.array_equal(batch.images[:3].permute(0, 2, 3, 1).numpy(), expected)
-        assert preparation.prepare(batch, epoch=0).problems == batch.problems
+        assert preparation.prepare(batch, 0, Stage("backbone", 0.1)).problems == batch.problems
 
 
 def test_an_epoch_left_early_leaves_no_thread_reading(preparation: Preparation) -> None:
@@ -120,3 +121,45 @@ def test_folders_that_are_not_scratch_are_never_swept(tmp_path: Path) -> None:
 
 def test_a_scratch_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
     assert claim_scratch(str(tmp_path / "fast" / "disk"), "labels").is_dir()
+
+
+@pytest.fixture
+def whole() -> tuple[Preparation, Batch]:
+    """Eight images, the third of which could not be read."""
+    config = load_config("configs/cifar10.yaml", ["images.crop=8", "images.pad=0", "images.flip=false"])
+    images = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (8, 3, 8, 8), np.uint8))
+    weight = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
+    preparation = Preparation(config, torch.device("cpu"), lambda row, reason: f"row {row}: {reason}")
+    return preparation, Batch(rows=torch.arange(8), images=images, weight=weight)
+
+
+def test_each_image_is_mixed_with_the_one_before_it_unless_that_could_not_be_read(
+    whole: tuple[Preparation, Batch],
+) -> None:
+    preparation, batch = whole
+    plain = preparation.prepare(batch, 3, Stage("finetune", 0.1))
+    mixed = preparation.prepare(batch, 3, Stage("finetune", 0.1, mixup=1.0))
+    assert plain.own is None
+    assert mixed.own is not None
+    share = mixed.own[0].item()
+    assert 0.5 <= share < 1
+    assert mixed.own[:, 0].tolist() == [share] * 3 + [1.0] + [share] * 4
+    expected = mixed.own[..., None, None] * plain.images
+    expected += (1 - mixed.own[..., None, None]) * plain.images.roll(1, 0)
+    torch.testing.assert_close(mixed.images, expected)
+    assert mixed.weight.tolist() == batch.weight.tolist()  # no sample is lost by being mixed
+    again, later = (preparation.prepare(batch, epoch, Stage("finetune", 0.1, mixup=1.0)) for epoch in (3, 4))
+    assert torch.equal(again.images, mixed.images)
+    assert not torch.equal(later.images, mixed.images)
+
+
+def test_a_teacher_sees_images_as_they_are_without_strong_augmentation(
+    whole: tuple[Preparation, Batch],
+) -> None:
+    preparation, batch = whole
+    taught = Stage("pencil", 0.1, label_rate=1.0, decay=0.9, strong=True)
+    weak = preparation.prepare(batch, 0, Stage("pencil", 0.1, label_rate=1.0)).images
+    found = preparation.prepare(batch, 0, taught)
+    assert torch.equal(found.weak_images, weak)
+    assert not torch.equal(found.images, weak)
+    assert preparation.prepare(batch, 0, Stage("backbone", 0.1, strong=True)).weak_images is None

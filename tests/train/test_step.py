@@ -1,6 +1,7 @@
 """A step moves the weights by the weighted mean of its samples, and counts where the network agrees."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.evidence import TOP, Predictions
-from pencil_scale.method.schedule import Schedule
+from pencil_scale.method.schedule import Schedule, Stage
+from pencil_scale.train.average import Average
 from pencil_scale.train.ranks import Ranks, Tally
 from pencil_scale.train.step import Stepper, top_predictions
 
@@ -130,3 +132,50 @@ def test_a_step_predicts_what_the_network_said_and_nothing_of_an_unreadable_imag
     found = stepper.step(batch, STAGE, 0, 1).predicted
     assert torch.equal(found[[0, 2]], top_predictions(class_logits)[[0, 2]])
     assert found[1].isnan().all()
+
+
+def test_an_average_follows_the_network_and_moves_the_labels_in_its_place() -> None:
+    batch, model = batch_of([1, 1, 1, 1], seed=1), linear()
+    average = Average(model)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), average=average)
+    taught, alone = Stage("pencil", 0.1, label_rate=1.0, decay=0.9), Stage("pencil", 0.1, label_rate=1.0)
+    stepper.start(taught)
+    before = [weight.clone() for weight in model.parameters()]
+    stepper.step(batch, taught, 0, 2)
+    for was, now, mean in zip(before, model.parameters(), average.network.parameters(), strict=True):
+        torch.testing.assert_close(mean, 0.9 * was + 0.1 * now)
+        assert not torch.equal(was, now)
+    with torch.no_grad():
+        predicted = average.network(batch.images)
+    found = stepper.step(batch, taught, 1, 2)
+    assert torch.equal(found.predicted, top_predictions(predicted))
+    expected = alone.move_labels(predicted, batch.label_logits, batch.noisy_class)
+    assert torch.equal(found.label_logits, expected)
+
+
+def test_a_stage_starts_from_new_weights_or_from_the_average_and_without_momentum() -> None:
+    batch, model = batch_of([1, 1, 1, 1], seed=1), linear()
+    optimizer, fresh = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), linear(seed=9).state_dict()
+    stepper = Stepper(model, optimizer, average=Average(model), fresh=fresh)
+    for nth in range(3):
+        stepper.step(batch, Stage("finetune", 0.1, decay=0.5), nth, 3)
+    assert stepper.average is not None
+    mean = [weight.clone() for weight in stepper.average.network.parameters()]
+    stepper.start(Stage("pencil", 0.1, from_average=True))
+    assert all(map(torch.equal, model.parameters(), mean))
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())
+    stepper.start(Stage("finetune", 0.1, restarts=True))
+    assert all(torch.equal(weight, fresh[name]) for name, weight in model.named_parameters())
+    assert all(map(torch.equal, stepper.average.network.parameters(), model.parameters()))
+
+
+def test_a_mixture_is_compared_with_both_labels_and_predicts_no_sample() -> None:
+    batch, model, own = batch_of([1, 1, 1], seed=1), linear(), torch.tensor([[0.7], [0.7], [1.0]])
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.no_grad():
+        log_f = model(batch.images).log_softmax(-1)
+    y = batch.label_logits.softmax(-1)
+    loss = -(own * y * log_f + (1 - own) * y.roll(1, 0) * log_f).sum(-1)
+    found = stepper.step(replace(batch, own=own), Stage("finetune", 0.1), 0, 1)
+    assert found.sums[0].item() == pytest.approx(loss.sum().item())
+    assert found.predicted.isnan().all()  # so what was predicted for the sample itself is kept

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_EPOCHS = sum(EPOCHS.values())
 TAKEN_DOWN = 777
+AVERAGED = ("stages.pencil.teacher=0.9", "stages.finetune.average=0.8")
 STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
 
 
@@ -72,9 +73,9 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     # Epochs long enough that a kill at the end of one lands in the next, not in the next stage.
     data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
-    with data.start() as first:
+    with data.start(*AVERAGED) as first:
         first.wait_until((data.storage / "runs" / "tiny" / "lease").exists, "lease of the run")
-        with data.start() as intruder:  # while the first one still starts its Ray
+        with data.start(*AVERAGED) as intruder:  # while the first one still starts its Ray
             refused = intruder.wait()
         first.wait_for("backbone +epoch 1/")
         first.kill_worker()
@@ -83,7 +84,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         first.wait_for("training with", times=3)
         first.kill()
     data.take_down(TAKEN_DOWN)
-    with data.start("workers.count=3") as second:
+    with data.start("workers.count=3", *AVERAGED) as second:
         second.wait_for("finetune +epoch 5/")
         second.kill_worker()
         code = second.wait()
@@ -168,7 +169,7 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
     battered: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(battered["data"].folder / "config.yaml")
-    assert train.main([config]) == 2
+    assert train.main([config, *AVERAGED]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: run tiny is finished (")
     assert line.endswith("choose another run.name")
@@ -178,6 +179,8 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
 
 ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=0.02")
 ALONE += ("evidence.folds=1", "gate.hold=false")  # so few samples prove nothing
+ALONE += ("stages.pencil.teacher=0.9", "stages.pencil.augment=strong", "stages.finetune.average=0.8")
+ALONE += ("stages.finetune.restart=true", "stages.finetune.mixup=1.0", "stages.finetune.schedule=cosine")
 
 
 @pytest.fixture(scope="module")

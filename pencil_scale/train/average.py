@@ -1,0 +1,54 @@
+"""An average of a network over its steps, which predicts better than the network at any one of them.
+
+average = Average(model)
+average.restart()                   # equal to the network
+average.follow(decay=0.998)         # after every step: 0.998 of itself, 0.002 of the network
+average.network(images)             # in evaluation mode, without gradients
+"""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Average:
+    """Follows the weights and buffers of a network; whole numbers are taken as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.network = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Equal the network as it is now."""
+        for mine, its in self._pairs():
+            mine.copy_(its)
+
+    @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """Move towards the network as it is now, keeping `decay` of what was there."""
+        pairs = self._pairs()
+        numbers = [pair for pair in pairs if pair[0].is_floating_point()]
+        mine, its = ([pair[side] for pair in numbers] for side in (0, 1))
+        torch._foreach_lerp_(mine, its, 1 - decay)
+        for count, newer in (pair for pair in pairs if not pair[0].is_floating_point()):
+            count.copy_(newer)
+
+    @torch.no_grad()
+    def become(self) -> None:
+        """Let the network equal its average."""
+        for mine, its in self._pairs():
+            its.copy_(mine)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Continue from stored weights."""
+        self.network.load_state_dict(weights)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(_tensors(self.network), _tensors(self._model), strict=True))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
