@@ -62,7 +62,10 @@ def network_notes(known: Mapping[str, Any], name: str, held_because: Sequence[st
     reasons = held_because or known.get("held_because") or ()
     found = [f"{what}: {'; '.join(reasons)}."] if reasons else []
     found += ways_on(name, known.get("corrected")) if held_because else []
-    if gate := (known.get("warnings") or {}).get("gate"):  # of a run with gate.hold=false
+    warnings = known.get("warnings") or {}
+    if missing := warnings.get("evidence"):
+        found.append(f"{missing[:1].upper()}{missing[1:].partition('; ')[0]}.")
+    if gate := warnings.get("gate"):  # of a run with gate.hold=false
         found.append(f"These labels would have been held (gate.hold=false): {gate}.")
     return [*found, *(f"{text}." for text in [worse(known)] if text)]
 

@@ -315,6 +315,10 @@ def test_labels_that_were_held_or_got_worse_are_marked() -> None:
     assert (held, ways) == ("These labels are held: x; y.", ways_on("bad"))
     promoted, worse = network_notes(known | {"corrected_label_accuracy": 0.339}, "bad", held_because=())
     assert promoted == "The run found reasons to hold these labels: weak network."
+    blind = {"warnings": {"evidence": "nothing could be measured: too few samples are watched; review"}}
+    assert network_notes(blind, "bad", held_because=()) == [
+        "Nothing could be measured: too few samples are watched."
+    ]
     warned = network_notes({"warnings": {"gate": "at chance"}}, "bad", held_because=())
     assert warned == ["These labels would have been held (gate.hold=false): at chance."]
     assert worse == (
