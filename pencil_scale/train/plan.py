@@ -49,7 +49,7 @@ from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
 from pencil_scale.train.checks import Problems
-from pencil_scale.train.preparation import Preparation, build_network, open_features
+from pencil_scale.train.preparation import Preparation, build_network, has_average, open_features
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 CleanName: TypeAlias = Literal["validation", "test"]
@@ -293,7 +293,8 @@ def count(plan: RunPlan) -> dict[str, Any]:
         "trainings": trainings,
         "steps_per_epoch": -(-plan.num_samples // batch),
         "table_bytes": catalogue.num_rows * (NARROW_BYTES + 4 + 4 * num_classes + 4 * min(TOP, num_classes)),
-        "checkpoint_bytes": 2 * plan.weight_bytes,  # the weights, and their momentum
+        # The weights, their momentum, and their average.
+        "checkpoint_bytes": (2 + has_average(config)) * plan.weight_bytes,
         "read_gb": float(chunks.ok_bytes.sum()) * share * epochs * trainings / 1e9,
         "requests": int((chunks.num_ok > 0).sum()) * epochs * trainings,
     }

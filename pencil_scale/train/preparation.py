@@ -159,18 +159,22 @@ def build_stepper(
         buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
         devices = [device] if device.type == "cuda" else None
         network = DistributedDataParallel(network, device_ids=devices, **buffers)
-    stages = config.stages
     plain = Stepper(
         network,
         optimizer,
         options.precision == "bf16",
         options.accumulation,
-        average=Average(model) if stages.pencil.teacher or stages.finetune.average else None,
-        fresh=copy.deepcopy(model.state_dict()) if stages.finetune.restart else {},
+        average=Average(model) if has_average(config) else None,
+        fresh=copy.deepcopy(model.state_dict()) if config.stages.finetune.restart else {},
     )
     if not options.cuda_graph:
         return plain
     return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
+
+
+def has_average(config: Config) -> bool:
+    """Whether any stage uses an average of the network."""
+    return config.stages.pencil.teacher is not None or config.stages.finetune.average is not None
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,7 @@ def compare_with_outcome(
     }
     state = saved.optimizer.get("state", {}).values()
     momenta = sum(momentum.nbytes for slot in state for momentum in slot.values() if momentum is not None)
+    kept = [*saved.weights.values(), *(saved.average or {}).values()]
     files = [file for part in saved.labels.parts.values() for file in (part.labels, part.ledger)]
     came_to = {
         "samples": round(median(epoch["rows_visited"] for epoch in figures)),
@@ -277,7 +278,7 @@ def compare_with_outcome(
         "trainings": 1 + len(folds),
         "steps_per_epoch": saved.progress.all_steps / len(figures),
         "table_bytes": sum(file.num_bytes for file in files),
-        "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in saved.weights.values()),
+        "checkpoint_bytes": momenta + sum(tensor.nbytes for tensor in kept),
         "images_per_s": median(epoch["images_per_s"] for epoch in figures),
         "hours": spent,
         "cost": price_of(config, spent),
