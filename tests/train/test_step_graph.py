@@ -14,6 +14,7 @@ from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.train.average import Average
 from pencil_scale.train.step import StepGraph, Stepper
 
 STAGES = Stages.model_validate(
@@ -50,7 +51,10 @@ def train(stepper: Stepper | StepGraph, stages: list[Stage]) -> list[Tensor]:
     """The labels and predictions of an epoch of each stage, with a rate that changes at every step."""
     moved = []
     for stage in stages:
+        stepper.start(stage)
         for nth, batch in enumerate(batches("cuda")):
+            if stage.mixup:
+                batch = replace(batch, own=torch.full((len(batch.rows), 1), 1 - 0.5 / (2 + nth)).cuda())
             for group in stepper.optimizer.param_groups:
                 group["lr"] = stage.learning_rate / (1 + nth)
             result = stepper.step(batch, stage, nth, len(SIZES))
@@ -59,7 +63,8 @@ def train(stepper: Stepper | StepGraph, stages: list[Stage]) -> list[Tensor]:
 
 
 def stepper_of(model: nn.Module, bf16: bool) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True), bf16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True)
+    return Stepper(model, optimizer, bf16, average=Average(model))
 
 
 @pytest.fixture
@@ -72,15 +77,23 @@ def repeatable() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_and_labels_end_where_plain_steps_bring_them(repeatable: None, bf16: bool) -> None:
+@pytest.mark.parametrize("more", [{}, {"teacher": 0.9}, {"average": 0.9, "mixup": 1.0}])
+def test_weights_and_labels_end_where_plain_steps_bring_them(
+    repeatable: None, bf16: bool, more: dict[str, float]
+) -> None:
     torch.manual_seed(1)
-    schedule = Schedule(STAGES, Optimizer(tuned_batch=32, batch_per_worker=32), 10, 32)
+    changed = "pencil" if "teacher" in more else "finetune"
+    options = {changed: getattr(STAGES, changed).model_copy(update=more)}
+    optimizer = Optimizer(tuned_batch=32, batch_per_worker=32)
+    schedule = Schedule(STAGES.model_copy(update=options), optimizer, 10, 32)
     stages = [schedule.stage_at(epoch) for epoch in range(4)]
     plain = stepper_of(build_backbone("preact_resnet32", 10).cuda(), bf16)
     other = stepper_of(copy.deepcopy(plain.model), bf16)
     expected = train(plain, stages)
     found = train(StepGraph(other, odd=replace(other), full_batch=32), stages)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    averages = [stepper.average.network.state_dict() for stepper in (other, plain) if stepper.average]
+    torch.testing.assert_close(*averages, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(other.model.state_dict(), plain.model.state_dict(), rtol=1e-3, atol=1e-4)
 
 
