@@ -77,7 +77,7 @@ def unmeasured(found: Assessment) -> str:
     if found.noise is None:
         what = "nothing could be measured: too few samples are watched"
     elif found.gain is None:
-        what = "what the repair gains could not be measured: too few errors are planted"
+        what = "what the repair gains could not be measured: no errors are planted, or too few"
     else:
         return ""
     return f"{what}; review the labels ({program('pipelines.review_report')})"
@@ -174,9 +174,11 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
     if found.labels.noise is None and evidence.watched != 0:
         return f"{changed}: the dataset has too few samples to watch some"
     is_first = found.labels.first_epoch == 1  # and not a night
-    if found.gain is None and is_first and 0 not in (evidence.watched, evidence.planted):
-        return f"{changed}: the dataset has too few samples to plant errors in"
-    return ""
+    if found.gain is not None or not is_first or evidence.watched == 0:
+        return ""
+    if evidence.planted == 0:
+        return f"{changed}: no errors are planted (evidence.planted is 0)"
+    return f"{changed}: the dataset has too few samples to plant errors in"
 
 
 def _patterned(found: Assessment | None) -> str:
@@ -224,16 +226,17 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
     if found <= (least := needed(num_classes, math.sqrt(chance * (1 - chance) / max(num, 1)))):
         return (
             f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
-            f"labels, and with {num_classes} classes more than {least:.3f} is needed; no label was moved"
+            f"labels, and with {num_classes} classes more than {least:.3f} is needed; the pencil stage was "
+            "left out"
         )
     if may_rise or not still_rises(agreements, num, num_classes):
         return ""
     was = max(agreements[: -_late(agreements)])
     return (
         "the network was still learning when labels were about to move: agreement with the watched labels "
-        f"rose from {was:.3f} to {found:.3f} in the last epochs; no label was moved; set a higher "
-        "stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage continues "
-        "until the network stops improving"
+        f"rose from {was:.3f} to {found:.3f} in the last epochs; the pencil stage was left out; set a "
+        "higher stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage "
+        "continues until the network stops improving"
     )
 
 
