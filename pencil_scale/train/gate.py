@@ -164,11 +164,13 @@ def _unsure(found: Assessment | None) -> str:
 
 
 def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence | None) -> str:
-    """Doubt changes that nothing was measured of, unless measuring is switched off or the truth is known.
+    """Doubt changes that nothing was measured of, unless that is switched off or most of the truth is known.
 
     A night that is too small to measure anything follows the rule that an earlier run has fitted.
     """
-    if found is None or evidence is None or not report.num_corrected or report.given_right.of:
+    if found is None or evidence is None or not report.num_corrected:
+        return ""
+    if 2 * report.given_right.of > report.num_rows:
         return ""
     changed = f"{many(report.num_corrected, 'label')} changed, and nothing shows that this is a gain"
     if found.labels.noise is None and evidence.watched != 0:

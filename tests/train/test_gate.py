@@ -263,5 +263,7 @@ def test_changes_are_held_if_they_were_to_be_measured_and_could_not(
     assert judged(figures, same, found=found, evidence=evidence) == ()
     right = {"given": Share(150, 200), "corrected": Share(160, 200)}
     assert judged(figures, report([100, 100], [80, 100], **right), found=found, evidence=evidence) == ()
+    few = {"given": Share(5, 10), "corrected": Share(6, 10)}
+    assert judged(figures, report([100, 100], [80, 100], **few), found=found, evidence=evidence) == reasons
     night = replace(found, labels=replace(labels, first_epoch=9, noise=asdict(noise)))
     assert judged(figures, changed, found=night, evidence=evidence) == ()
