@@ -38,6 +38,7 @@ EVENTS_EVERY_S = 0.25
 WORKERS_EVERY_S = 5.0  # how often the driver asks whether there are workers
 SILENT_S = 30.0  # three beats of a worker, or its start
 RESIZE_VARIABLE, RESIZE_S = "PENCIL_SCALE_RESIZE_S", 60.0  # how often an elastic run considers to grow
+END_S = 10.0  # a controller that was told to end has ended by then
 SAVES = {"saving", "epoch"}  # kinds of events that are followed by a checkpoint
 
 
@@ -79,7 +80,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
     stopping = saving = False
-    with _noted_signals() as arrived:
+    with _noted_signals() as arrived, _controller_ended(fitting, job):
         fitting.start()
         while fitting.is_alive():
             fitting.join(EVENTS_EVERY_S)
@@ -101,6 +102,19 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     if reason := result.return_value.get(REFUSED):
         raise PencilError(reason)
     return result.checkpoint if result.return_value["finished"] else None
+
+
+@contextmanager
+def _controller_ended(fitting: threading.Thread, job: Job) -> Iterator[None]:
+    """Afterwards, end a controller for which the thread still waits: Ray crashes if it ends before the thread."""
+    try:
+        yield
+    finally:
+        give_up_at = time.monotonic() + (0 if job.config.workers.in_process else END_S)
+        while fitting.is_alive() and time.monotonic() < give_up_at:
+            if handle := ray.get(job.control.controller.remote()):
+                ray.kill(pickle.loads(handle))  # its workers end with it
+            fitting.join(EVENTS_EVERY_S)
 
 
 def _unsaved(stop_s: float) -> SystemExit:
@@ -189,6 +203,7 @@ def start_control() -> Any:
             self._notes: dict[str, str] = {}
             self._beat_at = time.monotonic()
             self._places: dict[int, tuple[str, float]] = {}  # of each rank, and when it was last heard
+            self._controller = b""
 
         def beat(self, rank: int, place: str) -> None:
             self._beat_at = time.monotonic()
@@ -209,6 +224,12 @@ def start_control() -> Any:
             events, self._events = self._events, []
             return events
 
+        def note_controller(self, handle: bytes) -> None:
+            self._controller = handle
+
+        def controller(self) -> bytes:
+            return self._controller
+
         def note(self, name: str, text: str) -> None:
             self._notes.setdefault(name, text)
 
@@ -221,13 +242,24 @@ def start_control() -> Any:
 
 
 def _failure_reports(control: Any) -> Any:
-    """Report workers that die: Ray Train's controller, which runs this, replaces them silently."""
+    """Report workers that die: Ray Train's controller, which runs this, replaces them silently.
+
+    The driver has no handle of the controller, so the control is given one where this is unpickled.
+    """
 
     class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
+        def __init__(self) -> None:
+            self._control = control
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self._control = state["_control"]
+            handle = ray.get_runtime_context().current_actor
+            self._control.note_controller.remote(pickle.dumps(handle))
+
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             errors = dict(sorted(worker_exceptions.items()))
             reasons = {f"worker {rank}": reason_of(error) for rank, error in errors.items()}
-            control.report.remote(_failed(reasons, next(iter(errors.values()))))
+            self._control.report.remote(_failed(reasons, next(iter(errors.values()))))
 
     return ReportFailures()
 
