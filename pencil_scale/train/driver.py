@@ -112,8 +112,8 @@ def _controller_ended(fitting: threading.Thread, job: Job) -> Iterator[None]:
     finally:
         give_up_at = time.monotonic() + (0 if job.config.workers.in_process else END_S)
         while fitting.is_alive() and time.monotonic() < give_up_at:
-            if handle := ray.get(job.control.controller.remote()):
-                ray.kill(pickle.loads(handle))  # its workers end with it
+            for handle in ray.get(job.control.actors.remote()):
+                ray.kill(pickle.loads(handle))
             fitting.join(EVENTS_EVERY_S)
 
 
@@ -203,7 +203,7 @@ def start_control() -> Any:
             self._notes: dict[str, str] = {}
             self._beat_at = time.monotonic()
             self._places: dict[int, tuple[str, float]] = {}  # of each rank, and when it was last heard
-            self._controller = b""
+            self._actors: list[bytes] = []
 
         def beat(self, rank: int, place: str) -> None:
             self._beat_at = time.monotonic()
@@ -224,11 +224,11 @@ def start_control() -> Any:
             events, self._events = self._events, []
             return events
 
-        def note_controller(self, handle: bytes) -> None:
-            self._controller = handle
+        def note_actor(self, handle: bytes) -> None:
+            self._actors.append(handle)
 
-        def controller(self) -> bytes:
-            return self._controller
+        def actors(self) -> list[bytes]:
+            return self._actors
 
         def note(self, name: str, text: str) -> None:
             self._notes.setdefault(name, text)
@@ -244,7 +244,7 @@ def start_control() -> Any:
 def _failure_reports(control: Any) -> Any:
     """Report workers that die: Ray Train's controller, which runs this, replaces them silently.
 
-    The driver has no handle of the controller, so the control is given one where this is unpickled.
+    The driver has no handles of the actors of Ray Train: each gives the control its own as it unpickles this.
     """
 
     class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
@@ -254,7 +254,7 @@ def _failure_reports(control: Any) -> Any:
         def __setstate__(self, state: dict[str, Any]) -> None:
             self._control = state["_control"]
             handle = ray.get_runtime_context().current_actor
-            self._control.note_controller.remote(pickle.dumps(handle))
+            self._control.note_actor.remote(pickle.dumps(handle))
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             errors = dict(sorted(worker_exceptions.items()))
