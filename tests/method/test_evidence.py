@@ -84,6 +84,20 @@ def _spread(classes: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return logits
 
 
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_a_weak_network_of_few_classes_is_not_taken_for_wrong_labels(num_classes: int) -> None:
+    # Sure of itself, and yet right in three of four cases at most: what a network learns from 500 photos.
+    random, num = np.random.default_rng(1), 1000
+    true, lead = random.integers(num_classes, size=num), random.exponential(2.3, size=num)
+    is_right = random.random(num) < np.minimum(1 / num_classes + lead / 8, 0.73)
+    logits = np.zeros((num, num_classes))
+    said = np.where(is_right, true, (true + random.integers(1, num_classes, num)) % num_classes)
+    logits[np.arange(num), said] = lead
+    found = fit_noise(Predictions.from_logits(logits), true)
+    assert found.wrong > 0.1  # as it seems
+    assert found.wrong_low == 0
+
+
 def test_no_more_labels_change_than_are_surely_wrong() -> None:
     model, others = fit_noise(*_watched(0.1, 2.0)), crowd(8000, 0.1, 2.0)
     assert (repaired(others, model) != others.given).mean() <= model.wrong_low

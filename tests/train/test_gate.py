@@ -185,7 +185,7 @@ def test_a_repair_is_held_if_it_is_unsure_or_leaves_what_the_surest_predictions_
         return judged(figures, report([1000, 1000]), found=replace(sure, **what))
 
     assert reasons(contradicted=(50, 200)) == ()
-    assert "15% of the labels are probably wrong, but it may be 2% to 25%" in reasons(unsure=True)[0]
+    assert "probably 15%, but it may be 2% to 25%" in reasons(unsure=True)[0]
     assert "contradicts 50% of the watched labels where it is surest" in reasons(contradicted=(100, 200))[0]
     assert reasons(contradicted=(5, 10)) == ()  # too few to tell
 
