@@ -2,6 +2,7 @@
 
     python benchmarks/no_harm.py --digits --seeds 5
     python benchmarks/no_harm.py --parquet cifar10=train.parquet --idx fashion=DIR --jobs 8 --out all.jsonl
+    python benchmarks/no_harm.py --parquet cifar10=train.parquet --classes 1 9 --sizes 400 1000
     python benchmarks/no_harm.py --out all.jsonl --only-show
 
 Each trial draws samples, spoils labels, writes shards, and runs `pipelines.init` and `pencil_scale.train` as
@@ -161,6 +162,14 @@ def confuse(images: Images, rate: float, random: np.random.Generator) -> Classes
     return given
 
 
+def only(images: Images, classes: Sequence[int]) -> Images:
+    """The images of some classes; the dataset is named after them."""
+    here = np.flatnonzero(np.isin(images.classes, classes))
+    numbers = np.searchsorted(sorted(classes), images.classes[here])
+    name = f"{images.name}({','.join(map(str, sorted(classes)))})"
+    return Images(name, [images.files[row] for row in here], numbers, len(classes))
+
+
 def draw(images: Images, size: int, seed: int) -> Images:
     """Some of the images, in random order."""
     some = np.random.default_rng(seed).permutation(len(images.classes))[:size]
@@ -294,6 +303,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--digits", action="store_true", help="the digits of scikit-learn")
     parser.add_argument("--parquet", metavar="NAME=GLOB", action="append", default=[])
     parser.add_argument("--idx", metavar="NAME=FOLDER", action="append", default=[], help="as MNIST")
+    parser.add_argument("--classes", type=int, nargs="+", help="only samples of these classes")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2000])
     parser.add_argument("--noise", nargs="+", default=NOISE)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -317,6 +327,7 @@ def main() -> int:
     sets = [read_digits()] if given.digits else []
     sets += [read_parquet(*one.split("=", 1)) for one in given.parquet]
     sets += [read_idx(*one.split("=", 1)) for one in given.idx]
+    sets = [only(images, given.classes) for images in sets] if given.classes else sets
     by_name = {images.name: images for images in sets}
     state = state_of_the_code()
     done = {Trial(*(one[name] for name in Trial._fields)) for one in results if one.get("code") == state}
