@@ -44,6 +44,7 @@ from pencil_scale.labels.published import find_published
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.automatic import filled
 from pencil_scale.nights.record import NightFiles
+from pencil_scale.review.network import network_notes
 from pencil_scale.review.recalibration import recalibration
 from pencil_scale.storage.cleanup import clean_up
 from pencil_scale.storage.errors import PencilError, many, new_id
@@ -120,6 +121,10 @@ def run(config: Config, force: bool = False) -> Summary:
         )
     for reason in source.published.held_because:
         say(f"WARNING: HELD LABELS ARE EXPORTED (--force): {reason}")
+    name = source.published.name
+    known = storage.read_json(storage.run(name, "summary.json")) or {}
+    for note in network_notes({**known, "held_because": ()}, name, held_because=()):
+        say(f"WARNING: {note}")  # what the run could not measure, or found worse
     if warning := source.pins.void_warning():
         print(f"WARNING: {warning}", flush=True)
     refuse_strangers(folder)  # before a lease is put there

@@ -65,3 +65,13 @@ def test_an_export_after_their_release_says_nothing_of_it(
     assert export(bench, "--force") == 0
     assert "HELD" not in capsys.readouterr().out
     assert json.loads((bench.out / "manifest.json").read_text())["held_because"] == []
+
+
+def test_an_export_repeats_what_the_run_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = two_shards(tmp_path)
+    warnings = {"evidence": "nothing could be measured: too few samples are watched; review the labels"}
+    facts = {"warnings": warnings, "held_because": ["released since"]}
+    Storage(bench.storage).put("runs/t/summary.json", json.dumps(facts).encode())
+    assert export(bench) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert said == ["WARNING: Nothing could be measured: too few samples are watched."]

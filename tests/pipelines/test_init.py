@@ -105,7 +105,11 @@ def test_photos_get_pretrained_weights_and_only_the_head_is_trained(
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("nowhere", "nowhere: no such folder or shard"), ("home", "has one folder per split, not per class")],
+    [
+        ("nowhere", "nowhere: no such folder or shard"),
+        ("home", "has one folder per split, not per class"),
+        ("home/train", "home/train has one folder, cats; expected a folder per class, at least 2"),
+    ],
 )
 def test_a_wrong_folder_is_refused(
     source: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
@@ -115,6 +119,7 @@ def test_a_wrong_folder_is_refused(
         (here / "home" / split / "photos").rename(here / "home" / split / "cats")
     assert init.main([source]) == 2
     assert words in capsys.readouterr().err
+    assert not (here / "runs").exists()
 
 
 def test_an_existing_config_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
