@@ -30,7 +30,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.features.manifest import READY, FeatureManifest
-from pencil_scale.features.stream import FeatureStream
+from pencil_scale.features.stream import FeatureStream, full
 from pencil_scale.features.table import FILE, FeatureTable
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
@@ -142,7 +142,7 @@ def bare(table: FeatureTable, given: torch.Tensor, batch: int, num_epochs: int) 
     layer = torch.nn.Linear(table.manifest.dimension, NUM_CLASSES)
     optimizer = torch.optim.SGD(layer.parameters(), RATE, momentum=0.9, weight_decay=1e-4)
     for first in list(range(0, len(given), batch)) * num_epochs:
-        features = torch.from_numpy(table.features[first : first + batch, 0].astype(np.float32))
+        features = full(torch.from_numpy(table.features[first : first + batch, 0]))
         loss = functional.cross_entropy(layer(features), given[first : first + batch])
         optimizer.zero_grad()
         loss.backward()
@@ -158,7 +158,7 @@ def trainer(
     set_up_process(config, device)
     _, stepper = build_network(config, NUM_CLASSES, device, world=1, table=table)
     options = config.optimizer
-    stream = FeatureStream(StreamSpec.from_config(config, version=1), table)
+    stream = FeatureStream(StreamSpec.from_config(config, version=1), table, in_full=True)
     schedule = Schedule(config.stages, options, NUM_CLASSES, options.batch_per_worker)
     with Owners(LabelTable.restore(labels, folder)) as owners:
         host = Host(Preparation(config, device, stream.read.name_problem), stream)

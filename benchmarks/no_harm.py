@@ -167,7 +167,7 @@ def only(images: Images, classes: Sequence[int]) -> Images:
     here = np.flatnonzero(np.isin(images.classes, classes))
     numbers = np.searchsorted(sorted(classes), images.classes[here])
     name = f"{images.name}({','.join(map(str, sorted(classes)))})"
-    return Images(name, [images.files[row] for row in here], numbers, len(classes))
+    return Images(name, [images.files[row] for row in here.tolist()], numbers, len(classes))
 
 
 def draw(images: Images, size: int, seed: int) -> Images:

@@ -107,9 +107,8 @@ def find_shards(source: str, storage: str) -> str:
         return f"{folder}/*.tar"
     inside = [entry["name"] for entry in files.ls(path, detail=True) if entry["type"] == "directory"]
     if len(inside) == 1:
-        raise PencilError(
-            f"{source} has one folder, {inside[0].rpartition('/')[2]}; expected a folder per class, at least 2"
-        )
+        only = inside[0].rpartition("/")[2]
+        raise PencilError(f"{source} has one folder, {only}; expected a folder per class, at least 2")
     out = Storage(storage).path("shards")
     say(f"{source} has no .tar files; making shards of its class folders in {out}")
     for job in jobs_of(parse_arguments(["folder", source, out])):

@@ -31,7 +31,7 @@ HEAD_RATE, HIGHEST_HEAD_RATE = 0.001 / 16, 0.03
 HEAD_DECAY = (0.1, 100)  # of weights, at most; divided by the samples
 MLP_RATE, MLP_DECAY = 3.0, 0.3  # of a head with a hidden layer, by which those of a linear one are multiplied
 STEPS_PER_EPOCH = 160
-SMALLEST_BATCH, LARGEST_BATCH, FEWEST_PER_WORKER = 16, 2048, 8
+SMALLEST_BATCH, LARGEST_BATCH, LARGEST_OF_HEAD, FEWEST_PER_WORKER = 16, 2048, 4096, 8
 FOLDS, MOST_FOLDED = 4, 10_000  # trainings, and the samples up to which there are that many
 TUNED_CLASSES = 10  # of the trials; the losses are rescaled to the class count of the data
 TRAVEL = 12.0  # of a label's logits over the pencil stage, at pull 1
@@ -189,6 +189,6 @@ def _batch(config: Config, num_samples: int, crop: int) -> int:
     """A power of two that gives about 160 steps per epoch, within what a worker's memory holds."""
     gpu, count = config.workers.gpu, config.workers.count[1]
     most = count * (128 if crop <= SMALL else 64 if gpu else 32)
-    most = LARGEST_BATCH if config.model.head else most
+    most = LARGEST_OF_HEAD if config.model.head else min(most, LARGEST_BATCH)
     batch = 2 ** round(math.log2(max(num_samples, 1) / STEPS_PER_EPOCH))
-    return int(min(max(batch, SMALLEST_BATCH), most, LARGEST_BATCH))
+    return int(min(max(batch, SMALLEST_BATCH), most))

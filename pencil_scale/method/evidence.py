@@ -11,9 +11,9 @@ therefore explains a disagreement by its own errors before it blames the label: 
 found and little changes. A network that was trained for long is too sure of hard samples and right about easy
 ones; no temperature corrects both, and the noise looks smaller than it is, hence the power.
 
-With few classes, a weak network and wrong labels look alike: both leave even sure predictions wrong, and there
-is no third class that a network would hardly confuse with the first two. How many labels are wrong is then
-known within wide bounds only (`doubt`).
+With few classes, a weak network and wrong labels look alike: even sure predictions differ from the labels,
+and there are no classes that a network would hardly confuse. How many labels are wrong is then known within
+wide bounds only (`doubt`).
 
 Noise per class or per pair of classes fits better, and in trials it did harm wherever the network was weak.
 Errors that follow such a pattern are therefore not found by this rule. `contradicted` shows that there may be
@@ -43,8 +43,8 @@ LEAST_REPLACED = 0.01
 ENOUGH_ROWS = 20_000  # more rows would not move the estimate
 INTERVAL = (0.05, 0.95)  # each bound holds with 95 %
 MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the model is not exact
-# Clean labels seemed wrong at up to 1.7, 0.8 and 0.3 times the share that the network itself gets wrong, with 2,
-# 3 and 4 classes, and networks that were right in 50 to 90 % of the cases; with 10 classes not at all.
+# With 2, 3 and 4 classes and networks that were right in 50 to 90 % of the cases, clean labels seemed wrong at
+# up to 1.7, 0.8 and 0.3 times the share that the network itself gets wrong; with 10 classes not at all.
 DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
 Z95 = NormalDist().inv_cdf(0.95)
 

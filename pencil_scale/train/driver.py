@@ -106,7 +106,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
 
 @contextmanager
 def _controller_ended(fitting: threading.Thread, job: Job) -> Iterator[None]:
-    """Afterwards, end a controller for which the thread still waits: Ray crashes if it ends before the thread."""
+    """Afterwards, end a controller that the thread waits for: Ray crashes if it ends before the thread."""
     try:
         yield
     finally:

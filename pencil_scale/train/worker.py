@@ -178,7 +178,8 @@ class Worker:
 
         def stream_of(spec: StreamSpec) -> Stream:
             if features is not None:
-                stream: Stream = FeatureStream(spec, features, rank, world)
+                on_cpu = self.device.type == "cpu"
+                stream: Stream = FeatureStream(spec, features, rank, world, in_full=on_cpu)
             else:
                 stream = Stream(spec, rank, world, in_process=local)
             opened.callback(stream.close)
