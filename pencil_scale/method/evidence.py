@@ -43,7 +43,7 @@ LEAST_REPLACED = 0.01
 ENOUGH_ROWS = 20_000  # more rows would not move the estimate
 INTERVAL = (0.05, 0.95)  # each bound holds with 95 %
 MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the model is not exact
-# With 2, 3 and 4 classes and networks that were right in 50 to 90 % of the cases, clean labels seemed wrong at
+# With 2, 3 and 4 classes and networks that were right in 50 to 90 % of cases, clean labels seemed wrong at
 # up to 1.7, 0.8 and 0.3 times the share that the network itself gets wrong; with 10 classes not at all.
 DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
 Z95 = NormalDist().inv_cdf(0.95)
