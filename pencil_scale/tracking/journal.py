@@ -48,6 +48,10 @@ class AwayError(PencilError):
     """The server or the storage cannot be reached now; the same entries may be accepted later."""
 
 
+class StorageAwayError(AwayError):
+    """It is the storage of the journal."""
+
+
 class Entry(NamedTuple):
     """One thing to deliver, with the bytes that belong to it."""
 
@@ -177,15 +181,15 @@ class Journal:
             with limited_to(0):  # the delivery tries again
                 yield
         except Exception as error:
-            raise AwayError(f"{self.url}: {error}") from error
+            raise StorageAwayError(str(error)) from error
 
 
 class Delivery:
     """A thread that sends the entries of a journal, in order and in batches, and retries.
 
     `send` gets the next entries, sends one or more from the front, and returns their number. If it fails with
-    anything but AwayError, the first entry counts as refused. The log says once that the receiver is
-    unreachable, and once that it is back.
+    anything but AwayError, the first entry counts as refused. The log says once that the receiver or the
+    storage is unreachable, and once that it is back.
     """
 
     def __init__(
@@ -274,13 +278,17 @@ class Delivery:
 
     def _retry(self, call: Callable[[], Any]) -> Any:
         """Call until the receiver and the storage can be reached, or no time remains."""
+        away = self._receiver
         while time.monotonic() < self._deadline:
             try:
                 result = call()
             except AwayError as error:
+                is_storage = isinstance(error, StorageAwayError)
+                away = self._journal.url if is_storage else self._receiver
                 if not self._away:
+                    where = "memory" if is_storage else self._journal.url
                     text = "%s is unreachable (%s): the run continues, entries wait in %s"
-                    log.warning(text, self._receiver, error, self._journal.url)
+                    log.warning(text, away, error, where)
                 self._away = str(error)
                 if not self._waits:
                     raise
@@ -288,7 +296,7 @@ class Delivery:
                 time.sleep(SHORT_S)
             else:
                 if self._away:
-                    log.warning("%s is back: the entries that waited are delivered", self._receiver)
+                    log.warning("%s is back: the entries that waited are delivered", away)
                 self._away = ""
                 return result
         raise AwayError("no time remained")

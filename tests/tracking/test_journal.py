@@ -117,6 +117,27 @@ def test_the_log_says_once_that_the_receiver_is_unreachable_and_once_that_it_is_
     ]
 
 
+def test_a_storage_that_is_unreachable_is_not_taken_for_the_receiver(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, journal = Receiver(), journal_of(tmp_path, range(20), SELDOM_S)
+    journal.flush()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(journal_module.Folder, "names", fail)
+        delivery = delivering(journal, receiver)
+        until(lambda: bool(caplog.records))
+    assert delivery.finish(30)
+    assert receiver.got == list(range(20))
+    assert caplog.messages == [
+        f"{tmp_path} is unreachable (disk gone): the run continues, entries wait in memory",
+        f"{tmp_path} is back: the entries that waited are delivered",
+    ]
+
+
 def test_what_is_refused_is_kept_apart_and_stops_no_other_entry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
