@@ -138,18 +138,21 @@ def store_of(url: str) -> str:
 
 
 def _report(url: str, fault: Exception, left_s: float) -> None:
+    store = store_of(url)
     with _lock:
-        is_new = store_of(url) not in _waiting_since
-        _waiting_since.setdefault(store_of(url), time.monotonic())
+        is_new = store not in _waiting_since
+        _waiting_since.setdefault(store, time.monotonic())
     if is_new:
-        log.warning("%s does not answer (%s): retrying for up to %.0f s", url, _reason(fault), left_s)
+        text = "%s does not answer (%s): retrying for up to %.0f s"
+        log.warning(text, url, _reason(fault), left_s, extra={"waits_for": store})
 
 
 def _answered(store: str) -> None:
     with _lock:
         since = _waiting_since.pop(store, None)
     if since is not None:
-        log.warning("%s answers again after %.0f s", store, time.monotonic() - since)
+        took_s = time.monotonic() - since
+        log.warning("%s answers again after %.0f s", store, took_s, extra={"answers": store})
 
 
 # --- kinds of errors ---------------------------------------------------------------------------------

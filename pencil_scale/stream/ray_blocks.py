@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.live_metrics import count_retries
 from pencil_scale.stream.plan import Piece
-from pencil_scale.stream.ray_tasks import cause_of, cluster_resource
+from pencil_scale.stream.ray_tasks import cause_of, cluster_resource, relay_retries
 from pencil_scale.stream.window_reader import ReadSpec, read_piece
 
 STORE_SHARE = 0.5  # of the object store, for all ranks together
@@ -45,18 +45,20 @@ class Pieces:
         return self._pieces
 
 
-def read_counted(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
-    """Read a piece in a task of Ray, which counts the retries of its process."""
+def read_in_task(spec: ReadSpec, piece: Piece, control: Any) -> Iterator[pa.Table]:
+    """Read a piece in a task of Ray, which counts and reports the retries of its process."""
     count_retries()
+    if control is not None:
+        relay_retries(control)
     return read_piece(spec, piece)
 
 
 class PieceSource(Datasource):
     """Turns the pieces that are read next into read tasks."""
 
-    def __init__(self, pieces: Any, spec: ReadSpec) -> None:
+    def __init__(self, pieces: Any, spec: ReadSpec, control: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pieces, self._spec = pieces, spec
+        self._pieces, self._spec, self._control = pieces, spec, control
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -68,7 +70,8 @@ class PieceSource(Datasource):
         for piece in ray.get(self._pieces.get.remote()):
             num_bytes = None if size is None else piece.num_rows * 3 * size[0] * size[1]
             about = BlockMetadata(piece.num_rows, num_bytes, input_files=None, exec_stats=None)
-            tasks.append(ReadTask(partial(read_counted, self._spec, piece), about, schema=self._spec.schema))
+            read = partial(read_in_task, self._spec, piece, self._control)
+            tasks.append(ReadTask(read, about, schema=self._spec.schema))
         return tasks
 
 
@@ -76,16 +79,22 @@ class RayBlocks:
     """The blocks of one rank, from epoch to epoch; its actors end with the last reference to it."""
 
     def __init__(
-        self, spec: ReadSpec, world: int, worker_cpus: float, for_evaluation: bool, ahead_bytes: int
+        self,
+        spec: ReadSpec,
+        world: int,
+        worker_cpus: float,
+        for_evaluation: bool,
+        ahead_bytes: int,
+        control: Any = None,
     ) -> None:
-        """`worker_cpus` is what each of `world` training processes reserves.
+        """`worker_cpus` is what each of `world` training processes reserves; `control` is told of retries.
 
         About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room.
         """
         self._pieces: Any = Pieces.remote()  # type: ignore[attr-defined]
         free_cpus = cluster_resource("CPU", 1.0) / world - worker_cpus
         dataset = ray.data.read_datasource(
-            PieceSource(self._pieces, spec),
+            PieceSource(self._pieces, spec, control),
             # With one block requested Ray does not cut the blocks of few tasks into hundreds or single rows.
             override_num_blocks=1,
             **_task_options(free_cpus, for_evaluation),

@@ -8,8 +8,12 @@ Two tasks per processor are under way at a time, so the pieces may come from a g
 once per machine, not once per task. A `PencilError` raised in a task is raised here, without Ray's traceback.
 
     raise cause_of(error) from None                  # any error of Ray: ours, if one is inside
+
+    relay_retries(control)                           # to the driver of a run, from any process of it
 """
 
+import logging
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
@@ -17,6 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
 
+from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError, TaskDiedError
 from pencil_scale.storage.urls import without_passwords
 
@@ -64,6 +69,29 @@ def cluster_resource(name: str, unknown: float = 0.0) -> float:
 def num_processors() -> int:
     """Count the processors of the cluster."""
     return max(1, int(cluster_resource("CPU", 1)))
+
+
+class Relay(logging.Handler):
+    """Passes on to the driver what is logged here: Ray would keep it in a file of this node."""
+
+    def __init__(self, control: Any) -> None:
+        super().__init__()
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stores = {name: getattr(record, name, "") for name in ("waits_for", "answers")}
+        event = {"kind": "logged", "text": record.getMessage(), **stores}
+        self._control.report.remote(pickle.dumps(event))
+
+
+def relay_retries(control: Any) -> Relay:
+    """Tell the control of a run when this process waits for a store, from now on."""
+    for handler in retries.log.handlers:
+        if isinstance(handler, Relay):
+            return handler
+    relay = Relay(control)
+    retries.log.addHandler(relay)
+    return relay
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -97,7 +97,14 @@ class StreamSpec:
 class Stream:
     """The images of one rank, epoch after epoch."""
 
-    def __init__(self, spec: StreamSpec, rank: int = 0, world: int = 1, in_process: bool = False) -> None:
+    def __init__(
+        self,
+        spec: StreamSpec,
+        rank: int = 0,
+        world: int = 1,
+        in_process: bool = False,
+        control: Any = None,  # an actor that the readers tell of retries
+    ) -> None:
         self.spec, self.rank, self.world = spec, rank, world
         block_bytes = min(BLOCK_BYTES, max(1 << 20, (spec.window_mb << 20) // 2))
         read = ReadSpec(spec.storage, spec.version, block_bytes, spec.clean_set, spec.resize)
@@ -115,7 +122,8 @@ class Stream:
         if not in_process:
             ahead_bytes = 2 * self.num_rows * self._bytes_per_image // world
             evaluates = not spec.shuffle
-            self._blocks = RayBlocks(self.read, world, spec.worker_cpus, evaluates, ahead_bytes).blocks
+            blocks = RayBlocks(self.read, world, spec.worker_cpus, evaluates, ahead_bytes, control)
+            self._blocks = blocks.blocks
         self._running: Prefetch[Batch] | None = None
         self._coming: Iterator[Batch] = iter(())
         self._next_epoch: int | None = None  # the epoch whose batches come next, if one is being read

@@ -96,6 +96,7 @@ class Narrator:
         self._epoch_s: list[float] = []  # of the last epochs, with their evaluation and saving
         self._epoch_since: float | None = None  # None: the workers resumed in the middle of an epoch
         self._is_first = True  # since the workers started
+        self._waits_for: set[str] = set()  # stores that do not answer
         self.warnings: dict[str, str] = {}
 
     def hear(self, event: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ class Narrator:
     def _started(self, progress: Any, record: list[dict[str, Any]], world: int, **_: Any) -> None:
         at = f"epoch {progress.epoch + 1}, step {progress.step}" if progress.all_steps else "the start"
         self._line(f"training with {many(world, 'worker')} from {at}")
-        self._epochs = list(record)
+        self._epochs, self._waits_for = list(record), set()
         self._epoch_s = [figures["epoch_s"] for figures in record]
         self._epoch_since, self._is_first = None if progress.step else self._clock(), True
         for figures in record:  # which a driver that died may not have reported
@@ -115,7 +116,11 @@ class Narrator:
         self._num_epochs = epochs
         self._line("the network still improves on the watched samples: one more epoch before labels move")
 
-    def _logged(self, text: str, **_: Any) -> None:
+    def _logged(self, text: str, waits_for: str = "", answers: str = "", **_: Any) -> None:
+        """Pass on a line; of all processes that wait for a store, the first to say so is heard."""
+        if waits_for in self._waits_for or (answers and answers not in self._waits_for):
+            return
+        self._waits_for ^= {waits_for or answers} - {""}
         self._line(text)
 
     def _failed(

@@ -7,7 +7,6 @@ labels over the owners' group.
 """
 
 import gc
-import logging
 import math
 import os
 import pickle
@@ -38,6 +37,7 @@ from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.live_metrics import LiveMetrics, count_retries
+from pencil_scale.stream.ray_tasks import relay_retries
 from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
@@ -93,9 +93,7 @@ def train_worker(settings: dict[str, Any]) -> Any:
         return {REFUSED: refused}
     with ExitStack() as opened:
         opened.enter_context(_beating(job.control))
-        relay = Relay(job.control)
-        retries.log.addHandler(relay)
-        opened.callback(retries.log.removeHandler, relay)
+        opened.callback(retries.log.removeHandler, relay_retries(job.control))
         try:
             return Worker(job, opened).run()
         except (OwnersError, retries.UnreachableError, PreemptedError):
@@ -124,17 +122,6 @@ def _beating(control: Any) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-class Relay(logging.Handler):
-    """Passes on to the driver what is logged here: Ray would keep it in a file of this node."""
-
-    def __init__(self, control: Any) -> None:
-        super().__init__()
-        self._control = control
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._control.report.remote(pickle.dumps({"kind": "logged", "text": record.getMessage()}))
 
 
 class Worker:
@@ -181,7 +168,7 @@ class Worker:
                 on_cpu = self.device.type == "cpu"
                 stream: Stream = FeatureStream(spec, features, rank, world, in_full=on_cpu)
             else:
-                stream = Stream(spec, rank, world, in_process=local)
+                stream = Stream(spec, rank, world, in_process=local, control=job.control)
             opened.callback(stream.close)
             return stream
 

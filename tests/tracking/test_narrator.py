@@ -138,6 +138,21 @@ def test_a_worker_that_died_is_reported_with_its_reason() -> None:
     assert said == ["worker 1 failed: ActorDiedError: the node is gone"]
 
 
+def test_of_many_processes_that_wait_for_a_store_one_is_heard() -> None:
+    told, lines = narrator()
+    for text, stores in (
+        ("s3://lake/1.tar does not answer", {"waits_for": "s3://lake"}),
+        ("s3://lake/2.tar does not answer", {"waits_for": "s3://lake"}),
+        ("s3://other/1.tar does not answer", {"waits_for": "s3://other"}),
+        ("s3://lake answers again after 3 s", {"answers": "s3://lake"}),
+        ("s3://lake answers again after 4 s", {"answers": "s3://lake"}),
+        ("s3://lake/3.tar does not answer", {"waits_for": "s3://lake"}),
+    ):
+        told.hear({"kind": "logged", "text": text, **stores})
+    heard = [line.split()[0] for line in lines]
+    assert heard == ["s3://lake/1.tar", "s3://other/1.tar", "s3://lake", "s3://lake/3.tar"]
+
+
 def test_moved_labels_are_drawn() -> None:
     tracker = Listener()
     reporting, _ = narrator(tracker)

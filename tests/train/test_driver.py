@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +34,8 @@ class Training:
 def test_a_driver_that_lost_its_lease_ends_with_the_reason_while_training_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, job = Training(), cast(Job, SimpleNamespace(control=None))
+    config = SimpleNamespace(workers=SimpleNamespace(in_process=True))
+    training, job = Training(), cast(Job, SimpleNamespace(control=None, config=config))
     monkeypatch.setattr(driver, "_trainer", lambda _: training)
 
     def events(_: object) -> list[dict[str, Any]]:
@@ -47,6 +49,41 @@ def test_a_driver_that_lost_its_lease_ends_with_the_reason_while_training_still_
         pytest.raises(LeaseLostError, match="the lease was removed while this command was paused"),
     ):
         drive(job, lambda _: None, lease)
+
+
+@ray.remote(num_cpus=0)
+class Controller:
+    """Waits for workers that never end, as Ray Train's would."""
+
+    def __init__(self, callback: object) -> None:
+        self._callback = callback
+
+    def run(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.ray
+def test_a_driver_that_gives_up_ends_the_controller_so_that_nothing_waits_in_ray(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, control = SimpleNamespace(workers=SimpleNamespace(in_process=False)), driver.start_control()
+    job = cast(Job, SimpleNamespace(control=control, config=config))
+
+    def fit() -> None:
+        controller = Controller.remote(driver._failure_reports(control))  # type: ignore[attr-defined]
+        ray.get(controller.run.remote())
+
+    monkeypatch.setattr(driver, "_trainer", lambda _: SimpleNamespace(fit=fit))
+
+    def check() -> None:
+        while not ray.get(control.actors.remote()):
+            time.sleep(0.1)  # the controller starts
+        raise LeaseLostError("another command trains now")
+
+    before = threading.enumerate()
+    with pytest.raises(LeaseLostError):
+        drive(job, lambda _: None, cast(Lease, SimpleNamespace(lost=True, check=check)))
+    assert "ray train" not in [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def test_an_event_that_cannot_be_reported_is_logged_and_the_rest_still_arrives(
