@@ -42,6 +42,7 @@ from pencil_scale.nights.start import (
     adopt,
     clean_accuracy,
     clean_set,
+    inherited,
     night_config,
     prepare,
     resumable,
@@ -213,7 +214,7 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared 
             labels, fresh = prepared.labels, prepared.crawl.fresh["row"].to_numpy()
             what = f"{many(len(prepared.rows), 'row')}, {np.isin(prepared.rows, fresh).sum():,} new"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
-        start = Start(night.id, night.catalogue_version, labels)
+        start = Start(night.id, night.catalogue_version, labels, inherited(storage.url, prepared))
         train(night_config(config, night, prepared), start, alias=None, hold=False)
         return
     say(f"{name} has nothing to train on: model and labels stay those of {night.parent}")

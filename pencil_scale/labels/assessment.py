@@ -14,9 +14,11 @@ class back.
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.
 
+A night may be too small to plant errors in, so that nothing says what its repair gains. If `start` is given,
+the labels that it started from, no label changes then: old ones stay as they were, new ones as given.
+
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
-networks, and stay as decided by the rules that were fitted to those. If nothing could be fitted, the rule of
-the parent stays in force.
+networks, and stay as decided by the rules that were fitted to those.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import LabelRows, PublishedLabels
 from pencil_scale.labels.roles import FEWEST, Roles
-from pencil_scale.labels.start_labels import cross, regive, unplant
+from pencil_scale.labels.start_labels import cross, regive, unmoved, unplant
 from pencil_scale.method.evidence import (
     Gain,
     Judged,
@@ -62,18 +64,23 @@ class Assessment:
 
 
 def assess(
-    manifest: Manifest, catalogue: Catalogue, roles: Roles, folds: Sequence[Manifest] = ()
+    manifest: Manifest,
+    catalogue: Catalogue,
+    roles: Roles,
+    folds: Sequence[Manifest] = (),
+    start: Manifest | None = None,
 ) -> Assessment:
     """Fit the noise, decide all labels, and measure the decisions; `folds` are of further trainings."""
     original = given_classes(catalogue, roles.planted)
+    planted = roles.planted, original
     if folds:
         manifest = cross(manifest, folds)
-        labels = regive(manifest, roles.planted, original)
+        labels = regive(manifest, *planted)
     else:
         labels = unplant(manifest, (roles.planted, roles.planted_class), original)
     seen = _unseen(PublishedLabels(manifest), roles, crossed=bool(folds))
     if seen is None:
-        return Assessment(labels)
+        return Assessment(labels if start is None else regive(unmoved(manifest, start), *planted))
     noise = replace(
         fit_noise(*seen),
         watched_below=float(roles.threshold),
@@ -81,7 +88,7 @@ def assess(
         crossed_until=manifest.newest_epoch if folds else 0,
     )
     known = contradicted(*seen)
-    watched, trained, planted = [np.zeros(0)], [np.zeros(0)], list[Judged]()
+    watched, trained, errors = [np.zeros(0)], [np.zeros(0)], list[Judged]()
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
     for part in PublishedLabels(manifest).batches():
         is_watched = part.role == WATCHED
@@ -92,7 +99,7 @@ def assess(
         trained.append(_judge(part, usable & ~is_apart & (part.role != PLANTED), noise).log_odds)
         here = usable & (part.role == PLANTED)
         rows.append(part.rows.start + np.flatnonzero(here))
-        planted.append(_judge(part, here, noise))
+        errors.append(_judge(part, here, noise))
         power.append(_judge(part, here, replace(noise, replaced=ASSUMED)).log_odds)
     log_odds, found_rows = np.concatenate(trained), np.concatenate(rows)
     # The limits hold for all rows, and for those trained on: a night may watch more rows than it trains on.
@@ -105,9 +112,11 @@ def assess(
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
     if len(found_rows) < FEWEST:
+        if start is not None:
+            return Assessment(regive(unmoved(manifest, start), *planted), noise)
         return Assessment(labels, noise, unsure=unsure, contradicted=known)
-    found = np.concatenate([one.log_odds for one in planted]) > noise.min_log_odds
-    rival = np.concatenate([one.rival for one in planted])
+    found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
+    rival = np.concatenate([one.rival for one in errors])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
     # Planted errors are compared with rows that were predicted as they were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0

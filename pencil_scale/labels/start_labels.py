@@ -177,6 +177,19 @@ def cross(manifest: Manifest, folds: Sequence[Manifest]) -> Manifest:
     return manifest
 
 
+def unmoved(manifest: Manifest, start: Manifest) -> Manifest:
+    """The labels that a run started from; of its own only which rows it trained for the first time."""
+    parts = dict(start.parts)
+    for labels in PublishedLabels(manifest).batches():
+        before, part = PublishedLabels(start).rows(labels.rows), labels.rows.start >> manifest.layout.shift
+        is_new = np.isnan(before.predicted_log_p[:, 0]) & (before.last_epoch == 0)
+        last_epoch = np.where(is_new, labels.last_epoch, before.last_epoch)
+        batch = _ledger(last_epoch, before.predictions())
+        ledger = put_batch(Folder(manifest.store), LEDGER, batch, manifest.run)
+        parts[part] = replace(parts[part], ledger=ledger)
+    return replace(manifest, parts=parts, noise=start.noise, earlier_noise=start.earlier_noise)
+
+
 def _with_predictions(manifest: Manifest, labels: LabelRows, found: Predictions) -> Manifest:
     """Store other predictions of the rows of a part."""
     part = labels.rows.start >> manifest.layout.shift

@@ -205,13 +205,17 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
     return Prepared(parent, crawl, labels, rows, subset, weights)
 
 
+def inherited(storage: str, prepared: Prepared | None) -> dict[str, Any]:
+    """The automatic settings of the network that a night continues, which it hands on to the next night."""
+    record = read_record(storage, prepared.parent.trained_by) if prepared is not None else None
+    known = record.automatic.items() if record else ()
+    return {key: value for key, value in known if key.startswith(("model.", "images."))}
+
+
 def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
     """The config that a night trains with: its own name, rows and weights, and its parent's network."""
     if prepared is not None:
-        record = read_record(config.run.storage, prepared.parent.trained_by)
-        inherited = dict(record.automatic) if record else {}
-        inherited = {key: value for key, value in inherited.items() if key.startswith(("model.", "images."))}
-        config = filled(config, inherited | {"stages.backbone.epochs": 0})
+        config = filled(config, inherited(config.run.storage, prepared) | {"stages.backbone.epochs": 0})
     changes: dict[str, dict[str, Any]] = {"run": {"name": night.name}}
     if prepared is None:
         stages, epochs = ("backbone", "pencil", "finetune"), config.nightly.first_epochs or ()

@@ -80,6 +80,8 @@ def unmeasured(found: Assessment) -> str:
         what = "what the repair gains could not be measured: no errors are planted, or too few"
     else:
         return ""
+    if found.labels.first_epoch > 1:
+        return f"{what}, so old labels stay as they were, and new ones as given"
     return f"{what}; review the labels ({program('pipelines.review_report')})"
 
 
@@ -166,7 +168,7 @@ def _unsure(found: Assessment | None) -> str:
 def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence | None) -> str:
     """Doubt changes that nothing was measured of, unless that is switched off or most of the truth is known.
 
-    A night that is too small to measure anything follows the rule that an earlier run has fitted.
+    A night that is too small to measure anything changes nothing.
     """
     if found is None or evidence is None or not report.num_corrected:
         return ""

@@ -5,8 +5,9 @@ dry_run(config)                        # only says what it will take
 """
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class Start:
     run: str  # the id of the new run
     catalogue_version: int
     labels: Manifest | None  # None: every row starts with its given class
+    inherited: Mapping[str, Any] = field(default_factory=dict)  # automatic settings of the earlier work
 
 
 def train(
@@ -293,7 +295,7 @@ def _new_record(plan: RunPlan, start: Start | None, lease: Lease) -> RunRecord:
         clean={clean_set: spec.version for clean_set, spec in plan.clean.items()},
         labels=storage.path(name),
         weights=_copy_weights(config),
-        automatic=plan.automatic,
+        automatic={**(start.inherited if start else {}), **plan.automatic},
         decoders=decoders(),
         estimate=count(plan),
     )

@@ -16,6 +16,7 @@ from pencil_scale.config.settings import FEATURES, Config
 from pencil_scale.features.head import joined
 from pencil_scale.features.network import load_frozen
 from pencil_scale.labels.assessment import Assessment, assess
+from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.method.backbones import find_head
@@ -118,7 +119,9 @@ def publish(
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}
     kept = saved.best or Kept(saved.progress.epoch, saved.shown, saved.labels)
-    found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds])
+    is_night = kept.labels.first_epoch > 1
+    start = Manifest.load(record.labels) if is_night and config.evidence.watched != 0 else None
+    found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds], start)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss

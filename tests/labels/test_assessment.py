@@ -199,12 +199,24 @@ def night(folder: Path, made: Made, parent: Manifest, skill: float, evidence: Ev
     table, logits = LabelTable.restore(labels, folder), predicted(skill, seed=3)
     for some in (rows, roles.watched):
         table.mark(some, packed(logits[some]), epoch=0)
-    return Made(made.catalogue, made.given, roles, assess(table.snapshot(), made.catalogue, roles))
+    start = labels if evidence.watched != 0 else None
+    found = assess(table.snapshot(), made.catalogue, roles, start=start)
+    return Made(made.catalogue, made.given, roles, found)
 
 
 def decisions(labels: Manifest, rows: np.ndarray) -> dict[str, bytes]:
     decided = PublishedLabels(labels).rows(range(NUM)).decide()
     return {name: values[rows].tobytes() for name, values in vars(decided).items()}
+
+
+def test_a_night_that_cannot_measure_its_gain_changes_no_label(tmp_path: Path) -> None:
+    made = run(tmp_path, noise=0.3, skill=4.0, evidence=FIRST)
+    second = night(tmp_path / "second", made, made.found.labels, 1.0, Evidence(watched=0.3, planted=0))
+    assert second.found.gain is None
+    assert decisions(second.found.labels, np.arange(NUM)) == decisions(made.found.labels, np.arange(NUM))
+    third = night(tmp_path / "third", made, second.found.labels, skill=4.0)
+    assert third.found.gain is not None
+    assert decisions(third.found.labels, VISITED) != decisions(made.found.labels, VISITED)
 
 
 def test_labels_that_a_night_does_not_visit_stay_whatever_it_finds(tmp_path: Path) -> None:
