@@ -98,8 +98,11 @@ def run(config: Config, force: bool = False) -> Summary:
             raise PencilError(
                 f"export.predict: no model {weights} to classify unlabelled samples; set export.predict=false"
             )
-        night = NightFiles(storage.url).record(run)
-        record = read_record(storage.url, night.trained_by if night else run)
+        nights = NightFiles(storage.url)
+        record, night = read_record(storage.url, run), nights.record(run)
+        if record is None and night is not None:  # it had nothing to train on
+            made_by = night if night.trained_by or night.parent is None else nights.must_find(night.parent)
+            record = read_record(storage.url, made_by.trained_by)
         if record and record.settings.get("model.backbone", "").startswith(FEATURES):
             say(f"unlabelled samples are not predicted: the model of {run} takes features, not images")
         else:

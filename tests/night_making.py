@@ -30,7 +30,6 @@ data:
   label: txt
   classes: {folder}/classes.txt
 images: {{crop: 8, pad: 1}}
-model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 16, batch_per_worker: 16}}
 stages:
   backbone: {{epochs: 0, rate: 0.05}}
