@@ -108,8 +108,8 @@ def test_outages_while_shards_are_read_and_checkpoints_saved_do_not_change_the_l
     lake.proxy.down_for(2, Nth(2, "GET", ".tar"))
     lake.proxy.down_for(4, Nth(3, "GET", ".tar"))
     # Longer than the patience of the run: worker or controller fail, or both, and the next attempt resumes.
-    lake.proxy.down_for(10, Nth(2, "PUT", SNAPSHOT))
-    lake.proxy.down_for(10, Nth(7, "PUT", ".arrow"))
+    lake.proxy.down_for(20, Nth(2, "PUT", SNAPSHOT))
+    lake.proxy.down_for(20, Nth(7, "PUT", ".arrow"))
     stormy = lake.train("stormy", "storage.retry_s=5")
     assert len(lake.proxy.outages) == 4
     assert re.search(r"s3://lake/\S+ does not answer .*: retrying for up to 5 s", stormy)
