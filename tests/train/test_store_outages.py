@@ -107,7 +107,7 @@ def test_outages_while_shards_are_read_and_checkpoints_saved_do_not_change_the_l
 
     lake.proxy.down_for(2, Nth(2, "GET", ".tar"))
     lake.proxy.down_for(4, Nth(3, "GET", ".tar"))
-    # Longer than the patience of the run. Whether worker or controller fail, or a last retry succeeds, follows
+    # Longer than the patience of the run. Whether a process fails, or a last retry succeeds, follows
     # from the speed of the machine; the labels must not.
     lake.proxy.down_for(10, Nth(2, "PUT", SNAPSHOT))
     lake.proxy.down_for(10, Nth(7, "PUT", ".arrow"))
