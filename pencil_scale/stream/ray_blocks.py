@@ -87,7 +87,7 @@ class RayBlocks:
         ahead_bytes: int,
         control: Any = None,
     ) -> None:
-        """`worker_cpus` is what each of `world` training processes reserves; `control` is told of retries.
+        """Each of `world` training processes reserves `worker_cpus`. Readers report retries to `control`.
 
         About `ahead_bytes`, but at least a gigabyte, are read ahead, if the object store has room.
         """

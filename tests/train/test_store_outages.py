@@ -107,14 +107,16 @@ def test_outages_while_shards_are_read_and_checkpoints_saved_do_not_change_the_l
 
     lake.proxy.down_for(2, Nth(2, "GET", ".tar"))
     lake.proxy.down_for(4, Nth(3, "GET", ".tar"))
-    # Longer than the patience of the run. Whether a process fails, or a last retry succeeds, follows
-    # from the speed of the machine; the labels must not.
-    lake.proxy.down_for(10, Nth(2, "PUT", SNAPSHOT))
-    lake.proxy.down_for(10, Nth(7, "PUT", ".arrow"))
+    # Longer than the patience of the run: worker or controller fail, or both, and the next attempt resumes.
+    # An access gives up after 5 s and two rounds of botocore's own retries, of up to 5 s each.
+    lake.proxy.down_for(20, Nth(2, "PUT", SNAPSHOT))
+    lake.proxy.down_for(20, Nth(7, "PUT", ".arrow"))
     stormy = lake.train("stormy", "storage.retry_s=5")
     assert len(lake.proxy.outages) == 4
     assert re.search(r"s3://lake/\S+ does not answer .*: retrying for up to 5 s", stormy)
     assert re.search(r"s3://lake answers again after \d+ s", stormy)
+    assert re.search(r"(the controller|worker 0) failed: .*s3://lake/tiny/\S+ unreachable for", stormy)
+    assert re.search(r"training with 1 worker from epoch", stormy)
     lake.require_labels_as_of("quiet", "stormy")
     # Those of the checkpoints, what the run started from, a new one, and one of a checkpoint on its way.
     assert lake.most_tables <= KEEP + 3
