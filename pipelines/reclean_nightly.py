@@ -297,6 +297,7 @@ def print_summary(summary: Summary) -> None:
     for reason in night.reasons if summary.status == "held" else ():
         print(f"HELD: {reason}")
     if summary.status == "held":
+        print(f"these labels are not in use: CURRENT stays {summary.current or 'unset'}")
         print("review it, best with the blind audit of its page: judge 100 to 200 changed samples")
         print(f"to use it all the same: {command('pipelines.promote')} {night.name}")
 

@@ -122,9 +122,9 @@ def watched_share(num_rows: int, num_classes: int) -> float:
     return min(num, max(MOST_WATCHED, MOST_PER_CLASS * num_classes)) / max(num_rows, 1)
 
 
-def planted_share(num_rows: int) -> float:
+def planted_share(num_trained: int) -> float:
     """About 1 % of the labels; more if there are few, as a gain is measured by 30 of them at least."""
-    wanted, least = FEWEST_PLANTED / max(num_rows, 1), 2 * FEWEST / max(num_rows, 1)
+    wanted, least = FEWEST_PLANTED / max(num_trained, 1), 2 * FEWEST / max(num_trained, 1)
     return max(0.01, min(wanted, 0.05), min(least, 0.2))
 
 
@@ -146,7 +146,7 @@ def choose_roles(
     if watched is None:
         watched = watched_share(num_known, catalogue.num_classes) if folds == 1 else 1 / folds
     if planted is None:
-        planted = planted_share(num_rows)
+        planted = planted_share(round(num_rows * (1 - watched)))
     threshold, key = int(watched * ALL), seed
     if parent is not None:
         threshold = min(threshold, int(parent.noise["watched_below"]) if parent.noise else ALL)

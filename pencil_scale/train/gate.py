@@ -158,10 +158,11 @@ def _unsure(found: Assessment | None) -> str:
     if found is None or found.noise is None or not found.unsure:
         return ""
     noise = found.noise
+    more = "more samples" if noise.crossed_until else "more samples or a higher evidence.watched"
     return (
         f"it is too uncertain how many labels are wrong: probably {noise.wrong:.0%}, but it may be "
         f"{noise.wrong_low:.0%} to {noise.wrong_high:.0%}, as a weak network and wrong labels look alike; a "
-        "better network, more samples or a higher evidence.watched would tell"
+        f"better network or {more} would tell"
     )
 
 
@@ -231,16 +232,16 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
         return (
             f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
             f"labels, and with {num_classes} classes more than {least:.3f} is needed; the pencil stage was "
-            "left out"
+            "left out, and these labels rest on the network's predictions alone"
         )
     if may_rise or not still_rises(agreements, num, num_classes):
         return ""
     was = max(agreements[: -_late(agreements)])
     return (
         "the network was still learning when labels were about to move: agreement with the watched labels "
-        f"rose from {was:.3f} to {found:.3f} in the last epochs; the pencil stage was left out; set a "
-        "higher stages.backbone.epochs or rate, or leave stages.backbone.epochs out: an automatic stage "
-        "continues until the network stops improving"
+        f"rose from {was:.3f} to {found:.3f} in the last epochs; the pencil stage was left out, and these "
+        "labels rest on the network's predictions alone; set a higher stages.backbone.epochs or rate, or "
+        "leave stages.backbone.epochs out: an automatic stage continues until the network stops improving"
     )
 
 

@@ -73,7 +73,8 @@ class Summary:
         """A fact, with its interval if it has one."""
         spell = "{:+.4f}".format if name in SIGNED else _spelled
         ends = [spell(self.facts[end]) for end in (f"{name}_low", f"{name}_high") if end in self.facts]
-        return spell(self.facts[name]) + (f"   ({' to '.join(ends)})" if ends else "")
+        among = f" of {self.facts[f'{name}_of']:,}" if f"{name}_of" in self.facts else ""
+        return spell(self.facts[name]) + (f"   ({' to '.join(ends)}{among})" if ends else among)
 
     @property
     def held(self) -> bool:
@@ -201,6 +202,7 @@ def _evidence(found: Assessment, num_rows: int) -> dict[str, float]:
     if found.noise is not None:
         wrong = {"": found.noise.wrong, "_low": found.noise.wrong_low, "_high": found.noise.wrong_high}
         facts |= {f"wrong_labels{bound}": round(share * num_rows) for bound, share in wrong.items()}
+        facts["wrong_labels_of"] = num_rows
     if found.gain is not None:
         facts |= {"gain": found.gain.gain, "gain_low": found.gain.low, "gain_high": found.gain.high}
         facts |= {"planted_found": found.gain.found, "planted_restored": found.gain.restored}

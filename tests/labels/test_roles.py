@@ -213,8 +213,16 @@ def test_shares_of_zero_choose_nothing(catalogue: Catalogue) -> None:
     assert (len(roles.watched), len(roles.planted)) == (0, 0)
     assert planted_share(10**6) == 0.01
     assert planted_share(1200) == 0.05
-    assert planted_share(400) * 400 == 60  # so that 30 of them are left, whatever is watched
+    assert planted_share(400) * 400 == 60  # of which 30 are needed
     assert planted_share(100) == 0.2
+
+
+def test_cross_fitting_leaves_enough_errors_to_measure_a_gain(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.shard("a.tar", samples(range(700)))
+    catalogue = bench.index().catalogue
+    for seed in range(1, 21):
+        assert choose_roles(catalogue, None, NONE, Evidence(folds=2), seed).unmeasured == ""
 
 
 def test_half_of_the_watched_samples_judge() -> None:
