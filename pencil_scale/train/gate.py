@@ -187,12 +187,18 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
 
 
 def _patterned(found: Assessment | None) -> str:
-    """Doubt a repair that leaves labels which the surest predictions contradict."""
+    """Doubt a network whose surest predictions contradict more labels than random errors explain.
+
+    A repair passes if it is a gain even without that share of its changes.
+    """
     if found is None or found.noise is None or not found.contradicted[1]:
         return ""
     num, of = found.contradicted
     share = num / of
     if share - found.noise.wrong_high <= MOST_PATTERNED + 2 * math.sqrt(share * (1 - share) / of):
+        return ""
+    unexplained = 1 - found.noise.wrong_high / share
+    if found.gain is not None and found.gain.low > unexplained * found.gain.changed > 0:
         return ""
     return (
         f"the network contradicts {share:.0%} of the watched labels where it is surest, and random errors "
