@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Form = Literal["released", "printed"]
+MANY_CLASSES = 16  # as many numbers as a processor computes at once
 LONGEST_OUTLOOK = 20_000  # visits; no training run is longer
 SURE = 0.99
 
@@ -32,28 +33,39 @@ def initial_logits(noisy_class: Tensor, num_classes: int, scale: float = 10.0) -
     return functional.one_hot(noisy_class.long(), num_classes).float() * scale
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """The logarithms of the probabilities of all classes.   [B, C]
+
+    PyTorch's own is slow on a CPU if the classes are fewer than the numbers that are computed at once.
+    """
+    if logits.is_cuda or logits.shape[-1] >= MANY_CLASSES:
+        return logits.log_softmax(-1)
+    shifted = logits - logits.detach().amax(-1, keepdim=True)
+    return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+
 def classification_loss(class_logits: Tensor, label_logits: Tensor) -> Tensor:
     """KL(f || y_d) / c, in this order: KL(y_d || f) corrects labels badly.   [B]"""
-    log_f = _full(class_logits).log_softmax(-1)
-    log_y = _full(label_logits).log_softmax(-1)
+    log_f = log_softmax(_full(class_logits))
+    log_y = log_softmax(_full(label_logits))
     return (log_f.exp() * (log_f - log_y)).mean(-1)
 
 
 def compatibility_loss(label_logits: Tensor, noisy_class: Tensor, form: Form = "released") -> Tensor:
     """How far the label has moved from its given class.   [B]"""
-    return _compatibility(_full(label_logits).log_softmax(-1), noisy_class, form)
+    return _compatibility(log_softmax(_full(label_logits)), noisy_class, form)
 
 
 def _compatibility(log_y: Tensor, noisy_class: Tensor, form: Form) -> Tensor:
     _require_known(form)
     if form == "released":
-        log_y = log_y.exp().log_softmax(-1)
+        log_y = log_softmax(log_y.exp())
     return -log_y.gather(-1, noisy_class.long().unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_loss(class_logits: Tensor) -> Tensor:
     """H(f) / c: pushes the network towards confident predictions.   [B]"""
-    log_f = _full(class_logits).log_softmax(-1)
+    log_f = log_softmax(_full(class_logits))
     return -(log_f.exp() * log_f).mean(-1)
 
 
@@ -66,8 +78,8 @@ def pencil_loss(
     form: Form = "released",
 ) -> Tensor:
     """The weighted sum of the three that the pencil stage minimises.   [B]"""
-    log_f = _full(class_logits).log_softmax(-1)
-    log_y = _full(label_logits).log_softmax(-1)
+    log_f = log_softmax(_full(class_logits))
+    log_y = log_softmax(_full(label_logits))
     # Classification and entropy in one pass: on a head's small outputs these passes are what a step costs.
     both = (log_f.exp() * ((1 - beta) * log_f - log_y)).mean(-1)
     return both + alpha * _compatibility(log_y, noisy_class, form)
@@ -75,9 +87,9 @@ def pencil_loss(
 
 def mixed_loss(class_logits: Tensor, label_logits: Tensor, own: Tensor) -> Tensor:
     """Cross entropy of mixtures: each sample's own share of it, the rest of the sample before it.   [B]"""
-    y = _full(label_logits).softmax(-1)
+    y = log_softmax(_full(label_logits)).exp()
     y = own * y + (1 - own) * y.roll(1, 0)
-    return -(y * _full(class_logits).log_softmax(-1)).sum(-1)
+    return -(y * log_softmax(_full(class_logits))).sum(-1)
 
 
 def move_labels(
@@ -94,8 +106,8 @@ def move_labels(
     compatibility loss. With label_rate = lambda/(B*c) and pull = alpha*c the batch and the class count drop
     out: a sample's step does not depend on the rest of its batch.
     """
-    f = _full(class_logits.detach()).softmax(-1)
-    y = _full(label_logits).softmax(-1)
+    f = log_softmax(_full(class_logits.detach())).exp()
+    y = log_softmax(_full(label_logits)).exp()
     given = functional.one_hot(noisy_class.long(), y.shape[-1]).to(y.dtype)
     return _full(label_logits) - label_rate * (y - f + pull * _compatibility_gradient(y, given, form))
 
@@ -106,7 +118,7 @@ def _compatibility_gradient(y: Tensor, given: Tensor, form: Form) -> Tensor:
     if form == "printed":
         return y - given
     # Two softmaxes in a row: dL_o/dy_d = softmax(y_d) - onehot, then back through y_d = softmax(logits).
-    upstream = y.softmax(-1) - given
+    upstream = log_softmax(y).exp() - given
     return y * (upstream - (upstream * y).sum(-1, keepdim=True))
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.evidence import TOP
+from pencil_scale.method.pencil import log_softmax
 from pencil_scale.method.schedule import Stage
 from pencil_scale.train.average import Average
 
@@ -135,10 +136,10 @@ def _result(
 
     classes = torch.arange(class_logits.shape[-1], device=class_logits.device)
     given = (batch.noisy_class[:, None] == classes) & readable[:, None]  # [B, C]
-    agrees = class_logits.argmax(-1) == batch.noisy_class
+    predicted = top_predictions(class_logits)
+    agrees = predicted[:, 0] == batch.noisy_class
     counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), num_not_finite])
-    predicted = top_predictions(class_logits)
     if batch.own is not None:
         readable = torch.zeros_like(readable)  # what is predicted for a mixture says nothing of a sample
     predicted = torch.where(readable[:, None], predicted, torch.nan)
@@ -147,7 +148,7 @@ def _result(
 
 def top_predictions(class_logits: Tensor) -> Tensor:
     """The most likely classes, and their log-probabilities: float32 [B, 2 K]."""
-    log_p = class_logits.float().log_softmax(-1).clamp(min=LEAST_LOG_P)
+    log_p = log_softmax(class_logits.float()).clamp(min=LEAST_LOG_P)
     top = log_p.topk(min(TOP, log_p.shape[-1]))
     return torch.cat([top.indices.float(), top.values], dim=-1)
 
