@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from pencil_scale.images.decode import decode
-from pencil_scale.images.gpu_decode import decode_on_gpu, fits_nvjpeg
+from pencil_scale.images.gpu_decode import decode_on_gpu, fits_nvjpeg, scaled
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -72,6 +73,16 @@ def test_only_plain_upright_complete_jpegs_go_to_nvjpeg() -> None:
     fit = [fits_nvjpeg(data) for data in mixed_batch()]
     assert fit[:4] == [True] * 4
     assert fit[4:11] == [False, False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("size", [(533, 400), (40, 300), (64, 64), (65, 7), (1, 1)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+def test_images_are_scaled_as_pytorch_scales_them(size: tuple[int, int], device: str) -> None:
+    images = torch.randint(256, (3, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    images[1] = 255
+    expected = interpolate(images.float(), size=(64, 64), mode="bilinear", antialias=True)
+    found = scaled(images.to(device), 64).cpu().float()
+    assert (found - expected).abs().max() < (0.51 if device == "cpu" else 0.75)
 
 
 def test_an_empty_batch_stays_empty() -> None:
