@@ -94,7 +94,7 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> None:
     # Ray, torch and MLflow take seconds to import; --help and a broken config answer at once.
     from pipelines.night_outputs import holds_export, shown_again, track_current
 
-    before = nights.current()
+    before, night = nights.current(), nights.save(night, promoted=True)
     night = shown_again(config, nights, night)
     # A night that was killed before its last step would otherwise take CURRENT back when it resumes.
     for other in nights.nights():

@@ -27,7 +27,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import now
 from pencil_scale.labels.published import held_names
 from pencil_scale.labels.run_record import read_record, results_of
-from pencil_scale.nights.crawl import class_mapping
+from pencil_scale.nights.crawl import class_mapping, first_classes
 from pencil_scale.nights.record import (
     CARRIED,
     Night,
@@ -43,6 +43,7 @@ from pencil_scale.nights.start import (
     clean_accuracy,
     clean_set,
     inherited,
+    keep_undecided,
     night_config,
     prepare,
     resumable,
@@ -170,6 +171,8 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
     # If nothing was to train, the model and the clean set of its accuracy are those of the parent.
     clean = clean_set(storage.url, run.clean) if run else parent.clean if parent else ""
     findings = _check(config, storage, name, prepared, run is not None, clean)
+    if prepared is not None and (run is None or run_facts(storage.url, name).get("unmoved")):
+        keep_undecided(nights, night, prepared)
     catalogue = Catalogue.open(storage.url, night.catalogue_version)
     since = None  # the labels to compare with: the parent's, or those carried over to a new class list
     if prepared is not None:
@@ -213,7 +216,12 @@ def _learn(config: Config, nights: NightFiles, night: Night, prepared: Prepared 
         if prepared is not None:
             labels, fresh = prepared.labels, prepared.crawl.fresh["row"].to_numpy()
             what = f"{many(len(prepared.rows), 'row')}, {np.isin(prepared.rows, fresh).sum():,} new"
+            if left := np.isin(prepared.rows, np.setdiff1d(prepared.undecided, fresh)).sum():
+                what += f", {left:,} left undecided by earlier nights"
         say(f"{name} starts from {night.parent or 'nothing'} and trains on {what}")
+        if prepared is not None and prepared.only_learns:
+            names = ", ".join(first_classes(prepared.crawl))
+            say(f"{name} has the first samples of {names}: it learns them, and the next night decides labels")
         start = Start(night.id, night.catalogue_version, labels, inherited(storage.url, prepared))
         train(night_config(config, night, prepared), start, alias=None, hold=False)
         return

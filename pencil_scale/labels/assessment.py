@@ -15,7 +15,8 @@ If a run trained several times, `assess(manifest, catalogue, roles, folds)` take
 network that was never trained on the sample, and fits the noise to all samples.
 
 A night may be too small to plant errors in, so that nothing says what its repair gains. If `start` is given,
-the labels that it started from, no label changes then: old ones stay as they were, new ones as given.
+the labels that it started from, no label changes then: old ones stay as they were, new ones as given. The
+next night decides them.
 
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
 networks, and stay as decided by the rules that were fitted to those.
@@ -61,6 +62,7 @@ class Assessment:
     power: float | None = None  # share of the planted errors found if 10 % of the labels had been replaced
     unsure: bool = False  # far fewer labels are surely wrong than are likely wrong
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
+    unmoved: bool = False  # the labels are those of the start
 
 
 def assess(
@@ -69,8 +71,12 @@ def assess(
     roles: Roles,
     folds: Sequence[Manifest] = (),
     start: Manifest | None = None,
+    moves: bool = True,
 ) -> Assessment:
-    """Fit the noise, decide all labels, and measure the decisions; `folds` are of further trainings."""
+    """Fit the noise, decide all labels, and measure the decisions; `folds` are of further trainings.
+
+    A night that does not move labels, because it only learns, leaves them as they were.
+    """
     original = given_classes(catalogue, roles.planted)
     planted = roles.planted, original
     if folds:
@@ -79,8 +85,10 @@ def assess(
     else:
         labels = unplant(manifest, (roles.planted, roles.planted_class), original)
     seen = _unseen(PublishedLabels(manifest), roles, crossed=bool(folds))
+    if start is not None and (seen is None or not moves):
+        return Assessment(regive(unmoved(manifest, start), *planted), unmoved=True)
     if seen is None:
-        return Assessment(labels if start is None else regive(unmoved(manifest, start), *planted))
+        return Assessment(labels)
     noise = replace(
         fit_noise(*seen),
         watched_below=float(roles.threshold),
@@ -113,7 +121,7 @@ def assess(
     labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
     if len(found_rows) < FEWEST:
         if start is not None:
-            return Assessment(regive(unmoved(manifest, start), *planted), noise)
+            return Assessment(regive(unmoved(manifest, start), *planted), noise, unmoved=True)
         return Assessment(labels, noise, unsure=unsure, contradicted=known)
     found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in errors])

@@ -221,8 +221,17 @@ def find_published(storage: str, named: str, held: bool = False) -> Published:
             f"{url}: the labels of this run are held: {why_held(storage, record)}. To export them "
             f"as they are: `{command('pipelines.export_labels')} export.labels={name} --force`"
         )
-    manifest.require_whole()
+    night = files.read_json(files.night(name, "night.json")) if "/" not in named else None
     reasons = tuple(record.held_because if record else ()) or ("the record of the run gives no reason",)
+    if night is not None and night["status"] == "held" and not night.get("promoted"):
+        is_held, reasons = True, tuple(night["reasons"])
+        if not held:
+            raise PencilError(
+                f"{url}: this night is held: {'; '.join(reasons)}. Look at it, and promote it if it is good: "
+                f"`{command('pipelines.promote')} {name}`. To export its labels as they are: "
+                f"`{command('pipelines.export_labels')} export.labels={name} --force`"
+            )
+    manifest.require_whole()
     history = files.path(files.history(manifest.run))
     return Published(name, url, manifest, history, reasons if is_held else ())
 

@@ -99,6 +99,7 @@ def grow(
         stop = min((first // STRETCH + 1) * STRETCH, catalogue.num_rows)
         rows = catalogue.read(first, stop, ["noisy_class", "sample_key"])
         classes = rows["noisy_class"].fill_null(-1).to_numpy().copy()
+        classes[classes >= catalogue.num_classes] = -1  # vanished before the class list was shortened
         role = _roles(range(first, stop), planted, watched)
         if planted is not None:
             classes[role == PLANTED] = planted[1][_within(planted[0], range(first, stop))]
@@ -213,7 +214,10 @@ def pin(manifest: Manifest, pins: Pinned) -> Manifest:
 
 
 def set_roles(manifest: Manifest, planted: Planted | None, watched: Int64s | None) -> Manifest:
-    """Plant errors, and watch rows; all other rows but the pinned ones are free. Row numbers rise."""
+    """Plant errors, and watch rows; all other rows but the pinned ones are free. Row numbers rise.
+
+    A row that is not watched any more was last predicted by the network before, and stays as that decided.
+    """
     if planted is not None:
         manifest = _set(manifest, *planted, lambda labels, slots, to: ~labels.pinned[slots], PLANTED)
     store, parts = Folder(manifest.store), dict(manifest.parts)
@@ -222,6 +226,11 @@ def set_roles(manifest: Manifest, planted: Planted | None, watched: Int64s | Non
         if (role != labels.role).any():
             batch = _labels(labels.rows, labels.sample_key, labels.noisy_class, role, labels.logits)
             parts[part] = replace(parts[part], labels=put_batch(store, LABELS, batch, manifest.run))
+        left = (labels.role == WATCHED) & (role != WATCHED) & (labels.last_epoch == 0)
+        if left.any():
+            last_epoch = np.where(left, manifest.first_epoch - 1, labels.last_epoch)
+            ledger = put_batch(store, LEDGER, _ledger(last_epoch, labels.predictions()), manifest.run)
+            parts[part] = replace(parts[part], ledger=ledger)
     return replace(manifest, parts=parts)
 
 

@@ -170,6 +170,8 @@ def _choose_training(config: Config, facts: Facts, crop: int, take: Take) -> Non
     elif config.model.weights is not None:
         budgets, rate, weight_decay = PRETRAINED, min(PRETRAINED_RATE * batch, HIGHEST_RATE), 1e-4
     take("optimizer.weight_decay", weight_decay)
+    if facts.continues and config.stages.pencil.epochs == 0:  # then this stage alone has to train
+        budgets = budgets | {"finetune": budgets["pencil"]}
     steps = math.ceil(max(facts.num_samples, 1) / actual)
     rate = float(f"{rate:.2g}")
     epochs = {}

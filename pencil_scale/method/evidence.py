@@ -225,12 +225,14 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
     Wrong labels are found and restored as often as planted ones. Every other change costs a right label. With
     e the share of wrong labels the net gain is e * (restored + found) - changed. A planted error cannot be
     restored to its true class if its original label was wrong as well, hence the division by 1 - e. Where no
-    label changed, nothing is gained, whatever a planted error shows.
+    label changed, nothing is gained, whatever a planted error shows; and no more wrong labels can have been
+    found than labels changed, which limits e.
     """
-    wrong, num = noise.wrong, max(len(found), 1)
+    num = max(len(found), 1)
     share_found, share_restored = float(found.sum() / num), float(restored.sum() / num)
     if changed == 0:
         return Gain(0.0, 0.0, 0.0, share_found, share_restored, changed, len(found))
+    wrong = min(noise.wrong, changed / max(share_found, changed))
     fixed = min(share_restored / (1 - wrong), share_found)
     gain = wrong * (fixed + share_found) - changed
     # A planted error counts 2 if fixed, 1 if only changed, 0 if not found.
@@ -240,7 +242,7 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
     return Gain(
         float(gain),
         float(gain - error),
-        float(gain + error),
+        float(min(gain + error, changed)),
         share_found,
         share_restored,
         changed,

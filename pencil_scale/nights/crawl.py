@@ -5,7 +5,7 @@ first time. Besides these a night trains on some old rows, in proportion, so tha
 crawl and not with the archive.
 
     crawl = find_crawl(before, after, mapping)            # two versions of the catalogue
-    rows = crawl.fresh["row"], old_rows(crawl, num=5000, key=mixed_key(seed, night))
+    rows = crawl.fresh["row"], old_rows(crawl, num=5000, key=mixed_key(seed, night), others=watched)
     labels = carry_over(labels_of_the_parent, crawl, pins, run_id, scratch)
 
 Labels are carried over: every known row keeps its logits bit for bit, whatever shard it is in now. New rows
@@ -80,19 +80,22 @@ def find_crawl(before: Catalogue, after: Catalogue, mapping: Sequence[Sequence[i
     for number, olds in enumerate(mapping):
         new_class[list(olds)] = number
     regiven, again = [after.read(0, 0, COLUMNS)], []
-    figures = {"new_samples": after.num_rows - before.num_rows}
-    figures |= {"regiven_samples": 0, "vanished_samples": 0, "returned_samples": 0}
+    figures = dict.fromkeys(["new_samples", "regiven_samples", "vanished_samples", "returned_samples"], 0)
     for rows in after.rewritten_rows(before):  # one segment at a time
         was, now = (one.read(rows.start, rows.stop, COLUMNS) for one in (before, after))
         gone, was_gone = _has(now, "vanished"), _has(was, "vanished")
         figures["vanished_samples"] += int((gone & ~was_gone).sum())
         figures["returned_samples"] += int((was_gone & ~gone).sum())
-        differs = (given_classes(now) != new_class[given_classes(was)]) & ~gone
+        was_class = given_classes(was)
+        was_class = np.where(was_class < before.num_classes, was_class, -1)  # of an older, longer class list
+        differs = (given_classes(now) != new_class[was_class]) & ~gone
         figures["regiven_samples"] += int(differs.sum())
         usable_now = _has(now, "ok") & ~(_has(was, "ok") | was_gone)
         regiven.append(now.filter(pa.array(differs)))
         again.append(now.filter(pa.array(differs | usable_now)))
-    starting = pa.concat_tables([*again, after.read(before.num_rows, after.num_rows, COLUMNS)])
+    added = after.read(before.num_rows, after.num_rows, COLUMNS)
+    figures["new_samples"] = int((~_has(added, "vanished")).sum())  # others came and went with a held night
+    starting = pa.concat_tables([*again, added])
     ok_classes = given_classes(starting)[_has(starting, "ok")]
     counts = np.bincount(ok_classes, minlength=after.num_classes + 1)
     counts[-1] = _has(starting, *WITHOUT_LABEL).sum()
@@ -107,10 +110,25 @@ def archive_counts(crawl: Crawl) -> npt.NDArray[np.float64]:
     return np.array([*counts, sum(statuses.get(status, 0) for status in WITHOUT_LABEL)])
 
 
-def old_rows(crawl: Crawl, num: int, key: int, watched: Int64s | None = None) -> pa.Table:
+def first_classes(crawl: Crawl) -> list[str]:
+    """The classes of which the network has not seen a sample, and this crawl brings some."""
+    first = (crawl.given_counts > 0) & ~(archive_counts(crawl) > 0)
+    return [crawl.after.class_names[number] for number in np.flatnonzero(first[:-1]).tolist()]
+
+
+def members_of(catalogue: Catalogue, rows: Int64s) -> pa.Table:
+    """Those of these rows that are ok, in the columns of a subset."""
+    tables = [MEMBERS.empty_table()]
+    for first in (np.unique(rows // CHUNK_ROWS) * CHUNK_ROWS).tolist():
+        some = catalogue.read(first, min(first + CHUNK_ROWS, catalogue.num_rows), COLUMNS)
+        tables.append(_members(some.filter(pc.is_in(some["row"], pa.array(rows)))))
+    return pa.concat_tables(tables)
+
+
+def old_rows(crawl: Crawl, num: int, key: int, others: Int64s) -> pa.Table:
     """Draw ok rows that were known before, different ones for each key, from as few chunks as possible.
 
-    Watched rows are never drawn.
+    Neither new nor other rows, such as watched ones, are drawn.
     """
     after, num_known = crawl.after, crawl.before.num_rows
     chunks = np.arange(-(-num_known // CHUNK_ROWS))
@@ -121,8 +139,7 @@ def old_rows(crawl: Crawl, num: int, key: int, watched: Int64s | None = None) ->
     for first in sorted((CHUNK_ROWS * order[:enough]).tolist() if num else []):
         tables.append(_members(after.read(first, min(first + CHUNK_ROWS, num_known), COLUMNS)))
     table = pa.concat_tables(tables)
-    table = without(table, crawl.fresh["row"].to_numpy())
-    table = table if watched is None else without(table, watched)
+    table = without(table, np.concatenate([crawl.fresh["row"].to_numpy(), others]))
     drawn = shuffled(table["row"].to_numpy(), key)[:num]
     return table.filter(pc.is_in(table["row"], pa.array(drawn)))
 

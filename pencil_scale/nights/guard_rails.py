@@ -60,7 +60,7 @@ class Findings:
 def count_moves(
     carried: Manifest, labels: Manifest, trained: Int64s, fresh: Int64s
 ) -> tuple[dict[str, int], Counter[tuple[int, int]]]:
-    """Compare the labels that a night started and ended with; `fresh` rows are new or start again.
+    """Compare the labels that a night started and ended with; `fresh` rows are new, start again, or wait.
 
     Return the figures, and how many old labels went from one class to another. Pinned rows do not count.
     """
@@ -147,8 +147,7 @@ def check_night(
 ) -> Findings:
     """Compare a night with its parent; `clean` names the set on which accuracy was measured."""
     parent, crawl = prepared.parent, prepared.crawl
-    fresh = crawl.fresh["row"].to_numpy()
-    moved, between = count_moves(prepared.labels, labels, prepared.rows, fresh)
+    moved, between = count_moves(prepared.labels, labels, prepared.rows, prepared.to_decide)
     figures: dict[str, float] = {**_shard_counts(crawl), **crawl.figures, **moved}
     if accuracy is not None:
         figures["clean_accuracy"] = accuracy

@@ -37,6 +37,7 @@ from pencil_scale.storage.urls import filesystem_of
 
 CURRENT, NIGHT, LEASE = "CURRENT", "night.json", "lease"
 CARRIED = "carried.json"  # the labels a night starts with
+UNDECIDED = "undecided.npy"  # rows whose labels a night left as given, for the next night to decide
 FORMAT = 2
 
 
@@ -52,6 +53,7 @@ class Night:
     settings: Mapping[str, str] = field(default_factory=dict)  # of its config
     status: Literal["started", "refused", "passed", "held", "abandoned"] = "started"
     reasons: tuple[str, ...] = ()  # why it was refused, or is held
+    promoted: bool = False  # by a person
     closed: bool = False  # CURRENT has moved to it, or will never move to it; or it was abandoned
     class_names: tuple[str, ...] = ()
     labels: str = ""

@@ -31,8 +31,17 @@ from pencil_scale.labels.report import START, history_file, study_labels
 from pencil_scale.labels.roles import choose_roles
 from pencil_scale.labels.run_record import FREE, read_record, why_held
 from pencil_scale.method.automatic import filled
-from pencil_scale.nights.crawl import Crawl, carry_over, class_mapping, find_crawl, old_rows, without
-from pencil_scale.nights.record import CARRIED, Night, NightFiles, remove_made
+from pencil_scale.nights.crawl import (
+    Crawl,
+    carry_over,
+    class_mapping,
+    find_crawl,
+    first_classes,
+    members_of,
+    old_rows,
+    without,
+)
+from pencil_scale.nights.record import CARRIED, UNDECIDED, Night, NightFiles, remove_made
 from pencil_scale.storage.errors import DamagedError, PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -174,12 +183,23 @@ class Prepared:
     crawl: Crawl
     labels: Manifest
     rows: npt.NDArray[np.int64]  # to train on, in ascending order
+    undecided: npt.NDArray[np.int64]  # old rows whose labels earlier nights left as given
     subset: str  # the same rows, as the trainer takes them
     weights: str
 
     @property
     def same_classes(self) -> bool:
         return self.parent.class_names == self.crawl.after.class_names
+
+    @property
+    def only_learns(self) -> bool:
+        """Whether no label may change, because the network has to learn a class first."""
+        return bool(first_classes(self.crawl))
+
+    @property
+    def to_decide(self) -> npt.NDArray[np.int64]:
+        """The rows that are new or start again, and those that earlier nights left undecided."""
+        return np.union1d(self.crawl.fresh["row"].to_numpy(), self.undecided)
 
 
 def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None:
@@ -199,10 +219,11 @@ def prepare(config: Config, nights: NightFiles, night: Night) -> Prepared | None
     crawl = find_crawl(before, after, mapping)
     labels = Manifest.find(nights.path(night.name, CARRIED)) or _carry(config, nights, night, old, crawl)
     subset = nights.path(night.name, ROWS)
-    rows = _rows(config, night, crawl, labels, subset)
+    undecided = _undecided(nights, parent)
+    rows = _rows(config, night, crawl, labels, undecided, subset)
     rows = np.setdiff1d(rows, newly_excluded(after, config.data.exclude))  # excluded since it started
     weights = _weights(parent, crawl, Folder(nights.path(night.name)))
-    return Prepared(parent, crawl, labels, rows, subset, weights)
+    return Prepared(parent, crawl, labels, rows, undecided, subset, weights)
 
 
 def inherited(storage: str, prepared: Prepared | None) -> dict[str, Any]:
@@ -212,11 +233,32 @@ def inherited(storage: str, prepared: Prepared | None) -> dict[str, Any]:
     return {key: value for key, value in known if key.startswith(("model.", "images."))}
 
 
+def _undecided(nights: NightFiles, parent: Night) -> npt.NDArray[np.int64]:
+    home, _, name = nights.path(parent.name, UNDECIDED).rpartition("/")
+    found = Folder(home).find(name)
+    rows: npt.NDArray[np.int64] = NO_ROWS if found is None else np.load(io.BytesIO(found))
+    return rows
+
+
+def keep_undecided(nights: NightFiles, night: Night, prepared: Prepared) -> None:
+    """Keep which rows a night left as given, for the next night."""
+    file = io.BytesIO()
+    np.save(file, prepared.to_decide)
+    nights.put(Storage(nights.storage).night(night.name, UNDECIDED), file.getvalue())
+
+
 def night_config(config: Config, night: Night, prepared: Prepared | None) -> Config:
     """The config that a night trains with: its own name, rows and weights, and its parent's network."""
+    changes: dict[str, dict[str, Any]] = {"run": {"name": night.name}}
     if prepared is not None:
         config = filled(config, inherited(config.run.storage, prepared) | {"stages.backbone.epochs": 0})
-    changes: dict[str, dict[str, Any]] = {"run": {"name": night.name}}
+        if prepared.only_learns:
+            pencil, finetune = config.stages.pencil, config.stages.finetune
+            both = None if None in (pencil.epochs, finetune.epochs) else pencil.epochs + finetune.epochs
+            changes["stages"] = {
+                "pencil": pencil.model_copy(update={"epochs": 0}),
+                "finetune": finetune.model_copy(update={"epochs": both}),
+            }
     if prepared is None:
         stages, epochs = ("backbone", "pencil", "finetune"), config.nightly.first_epochs or ()
         changes["stages"] = {
@@ -229,15 +271,24 @@ def night_config(config: Config, night: Night, prepared: Prepared | None) -> Con
     return config.model_copy(update=sections)
 
 
-def _rows(config: Config, night: Night, crawl: Crawl, labels: Manifest, folder: str) -> npt.NDArray[np.int64]:
+def _rows(
+    config: Config,
+    night: Night,
+    crawl: Crawl,
+    labels: Manifest,
+    undecided: npt.NDArray[np.int64],
+    folder: str,
+) -> npt.NDArray[np.int64]:
     """Draw the rows to train on, and keep them as a subset; none if nothing is new but watched samples."""
     words, after = read_words(folder), crawl.after
     if words is None:
         pins = read_pins(config.run.storage).resolve(after.class_names, config.nightly.remap)
         roles = choose_roles(after, NO_ROWS, pins.rows, config.evidence, config.run.seed, labels)
-        fresh = without(crawl.fresh, roles.watched)
+        left = without(members_of(after, undecided), crawl.fresh["row"].to_numpy())
+        fresh = without(pa.concat_tables([crawl.fresh, left]), roles.watched)
         num_old = round(config.nightly.old_per_new * len(fresh))
-        drawn = old_rows(crawl, num_old, mixed_key(config.run.seed, night.number), roles.watched)
+        others = np.concatenate([roles.watched, undecided])
+        drawn = old_rows(crawl, num_old, mixed_key(config.run.seed, night.number), others)
         members = pa.concat_tables([fresh, drawn]).sort_by("row")
         counts = np.bincount(members["class"].to_numpy(), minlength=after.num_classes).tolist()
         how = {"seed": config.run.seed, "night": night.number, "new": len(fresh), "old": len(drawn)}

@@ -77,11 +77,11 @@ def unmeasured(found: Assessment) -> str:
     if found.noise is None:
         what = "nothing could be measured: too few samples are watched"
     elif found.gain is None:
-        what = "what the repair gains could not be measured: no errors are planted, or too few"
+        what = "what the repair gains could not be measured: too few errors are planted, or none"
     else:
         return ""
-    if found.labels.first_epoch > 1:
-        return f"{what}, so old labels stay as they were, and new ones as given"
+    if found.unmoved:
+        return f"{what}, so old labels stay as they were, and new ones as given until the next night"
     return f"{what}; review the labels ({program('pipelines.review_report')})"
 
 
@@ -171,7 +171,7 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
 
     A night that is too small to measure anything changes nothing.
     """
-    if found is None or evidence is None or not report.num_corrected:
+    if found is None or found.unmoved or evidence is None or not report.num_corrected:
         return ""
     if 2 * report.given_right.of > report.num_rows:
         return ""

@@ -122,7 +122,9 @@ def publish(
     kept = saved.best or Kept(saved.progress.epoch, saved.shown, saved.labels)
     is_night = kept.labels.first_epoch > 1
     start = Manifest.load(record.labels) if is_night and config.evidence.watched != 0 else None
-    found = assess(kept.labels, plan.catalogue, plan.roles, [fold.labels for fold in folds], start)
+    only_learns = is_night and config.stages.pencil.epochs == 0
+    moved = [fold.labels for fold in folds]
+    found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, moves=not only_learns)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
@@ -133,7 +135,7 @@ def publish(
         warnings = {**warnings, GATE: "; ".join(doubts)}
         tracker.set_tag(f"warning.{GATE}", warnings[GATE])
         doubts = ()
-    if missing := "" if config.evidence.watched == 0 else unmeasured(found):
+    if missing := "" if config.evidence.watched == 0 or only_learns else unmeasured(found):
         warnings = {**warnings, EVIDENCE: missing}
         tracker.set_tag(f"warning.{EVIDENCE}", missing)
     held = hold and bool(doubts)
@@ -146,6 +148,7 @@ def publish(
         "corrected": report.num_corrected,
         "watched": len(plan.roles.watched),
         "planted": len(plan.roles.planted),
+        "unmoved": found.unmoved or only_learns,
         **_evidence(found, report.num_rows),
         "run": record.name,
         "warnings": warnings,

@@ -187,3 +187,10 @@ def test_nothing_is_gained_where_no_label_changed() -> None:
     found = net_gain(np.ones(50, bool), np.ones(50, bool), 0.0, 1000, noise)
     assert (found.low, found.gain, found.high) == (0, 0, 0)
     assert found.found == 1
+
+
+def test_no_more_is_gained_than_labels_changed_however_many_seem_wrong() -> None:
+    noise = NoiseModel(1.0, 0.3, wrong=0.29, wrong_low=0.16, wrong_high=0.4)
+    flags = np.arange(60) < 30
+    found = net_gain(flags, flags, 0.1, 700, noise)  # half of 0.29 would have been found, and 0.1 changed
+    assert found.low < found.gain == pytest.approx(0.1) == found.high

@@ -23,9 +23,26 @@ from pencil_scale.labels.published import PublishedLabels, published_url
 from pencil_scale.labels.roles import choose_roles
 from pencil_scale.labels.run_record import RunRecord, write_record
 from pencil_scale.labels.start_labels import pin, regive, remap, set_roles, start_labels
-from pencil_scale.nights.crawl import Crawl, archive_counts, carry_over, class_mapping, find_crawl, old_rows
+from pencil_scale.nights.crawl import (
+    Crawl,
+    archive_counts,
+    carry_over,
+    class_mapping,
+    find_crawl,
+    first_classes,
+    old_rows,
+)
 from pencil_scale.nights.record import Night
-from pencil_scale.nights.start import NO_ROWS, Prepared, adopt, clean_set, prepare, remapped_head
+from pencil_scale.nights.start import (
+    NO_ROWS,
+    Prepared,
+    adopt,
+    clean_set,
+    keep_undecided,
+    night_config,
+    prepare,
+    remapped_head,
+)
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 
@@ -91,6 +108,56 @@ def test_a_vanished_sample_is_counted_and_keeps_its_row_until_it_returns(bench: 
     }
 
 
+def test_samples_that_came_and_went_with_a_held_night_are_not_new_and_their_class_may_be_unknown(
+    bench: Nights,
+) -> None:
+    bench.shard("a.tar", samples(range(3)))
+    before = bench.version()
+    path = bench.shard("b.tar", samples(range(3, 6)))
+    (bench.folder / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
+    bench.shard("c.tar", sample(6, label=3))
+    longer = bench.version()
+    (bench.folder / "c.tar").unlink()
+    path.unlink()
+    (bench.folder / "classes.txt").write_text("ant\nbee\ncat\n")
+    after = bench.version()
+    crawl = find_crawl(before, after, SAME)
+    assert (after.num_rows, crawl.figures["new_samples"]) == (7, 0)
+    labels = carry_over(bench.labels(before), crawl, read_pins(bench.storage).resolve(after.class_names), "a")
+    assert PublishedLabels(labels).rows(range(7)).noisy_class.tolist()[-1] == -1
+    assert find_crawl(after, longer, [*SAME, []]).regiven["row"].to_pylist() == [6]
+
+
+def test_a_night_with_the_first_samples_of_a_class_moves_no_labels_and_the_next_decides_them(
+    bench: Nights,
+) -> None:
+    watching(bench)
+    Folder(f"{bench.storage}/models").put("first.pt", _saved({"0.weight": torch.eye(3)}))
+    (bench.folder / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
+    bench.shard("b.tar", samples(range(200, 230)) + sample(230, label=3) + sample(231, label=3))
+    epochs = ["stages.pencil.epochs=5", "stages.finetune.epochs=2"]
+    config = load_config(bench.folder / "config.yaml", [*HALF, *epochs])
+    night = started(1, "first", bench.version().version)
+    prepared = prepare(config, bench.nights, night)
+    assert prepared is not None
+    assert first_classes(prepared.crawl) == ["dog"]
+    stages = night_config(config, night, prepared).stages
+    assert (stages.pencil.epochs, stages.finetune.epochs) == (0, 7)
+    keep_undecided(bench.nights, night, prepared)
+    prepared.labels.save(published_url(bench.storage, night.name))
+    labels = published_url(bench.storage, night.name)
+    kept = replace(night, status="passed", labels=labels, model=prepared.weights, trained_by="first")
+    bench.nights.save(replace(kept, class_names=prepared.crawl.after.class_names))
+    bench.shard("c.tar", samples(range(232, 240)))
+    second = prepare(config, bench.nights, started(2, night.name, bench.version().version))
+    assert second is not None
+    assert not second.only_learns
+    assert second.undecided.tolist() == list(range(200, 232))
+    watched = np.setdiff1d(np.arange(200, 240), second.rows)
+    assert 5 < len(watched) < 35  # all others are trained on, as new ones are
+    assert (second.rows < 200).sum() == (second.rows >= 200).sum()
+
+
 def test_labels_that_match_no_class_are_counted_separately(bench: Nights) -> None:
     bench.shard("a.tar", samples(range(6)))
     before = bench.version(label="json:name")
@@ -135,13 +202,13 @@ def test_old_rows_differ_from_night_to_night_but_not_when_a_night_is_repeated(be
     bench.shard("b.tar", samples(range(60, 70)))
     after = bench.version()
     crawl = find_crawl(before, after, SAME)
-    one, again, other = (old_rows(crawl, 20, key)["row"].to_pylist() for key in (1, 1, 2))
+    one, again, other = (old_rows(crawl, 20, key, NO_ROWS)["row"].to_pylist() for key in (1, 1, 2))
     assert one == again
     assert one != other
     assert len(one) == len(set(one)) == 20
     assert max(one + other) < 60
-    assert old_rows(crawl, 500, 1)["row"].to_pylist() == list(range(60))
-    assert len(old_rows(crawl, 0, 1)) == 0
+    assert old_rows(crawl, 500, 1, np.arange(50))["row"].to_pylist() == list(range(50, 60))
+    assert len(old_rows(crawl, 0, 1, NO_ROWS)) == 0
 
 
 # --- labels carried over -----------------------------------------------------------------------------
@@ -256,6 +323,12 @@ def test_a_watched_sample_that_was_taken_down_is_watched_no_more(bench: Nights) 
     labels = set_roles(night.labels, None, tonight.watched)
     assert PublishedLabels(labels).rows(range(200)).role[watched[0]] == FREE
     assert watched[0] not in night.rows
+    newer = replace(labels, noise={**NOISE, "replaced": 0.0, "since": labels.first_epoch})
+    newer = replace(newer, earlier_noise=(labels.noise or {},))
+    parts = PublishedLabels(night.labels).rows(range(200)), PublishedLabels(newer).rows(range(200))
+    was, now = (part.decide().corrected_class for part in parts)
+    assert (was != now)[watched[1:]].any()  # the newer noise model decides those that are still watched
+    assert was[watched[0]] == now[watched[0]]
 
 
 def test_a_night_without_evidence_trains_on_what_was_watched_and_keeps_the_noise(bench: Nights) -> None:

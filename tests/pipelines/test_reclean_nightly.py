@@ -15,7 +15,7 @@ from training_runs import started as started_command
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.columns import FREE, WATCHED
 from pencil_scale.labels.manifest import Manifest, visited
-from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.labels.published import PublishedLabels, find_published
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.nights.guard_rails import Findings
 from pencil_scale.nights.record import Night, NightFiles
@@ -23,7 +23,7 @@ from pencil_scale.nights.start import run_facts
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import LeaseHeldError
 from pencil_scale.subset.files import read_table, read_words
-from pipelines import night_outputs, promote, reclean_nightly
+from pipelines import export_labels, night_outputs, promote, reclean_nightly
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -104,6 +104,9 @@ def week(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Week:
     crawl.add(3, renamed={"yellow": "golden"})
     week.night("poisoned")
     week.night("still poisoned")
+    named = ["export.labels=night-0003", f"export.folder={crawl.folder}/exported"]
+    week.codes["exported"] = export_labels.main([str(crawl.config), *named])
+    week.codes["exported by force"] = export_labels.main([str(crawl.config), *named, "--force"])
     week.promote("released", "night-0003")
     crawl.add(4)
     killed_in_training(week)
@@ -176,6 +179,11 @@ def test_a_poisoned_night_is_held_with_its_reason_and_current_stays(week: Week) 
 
 def test_a_held_night_is_not_trained_again_but_the_exit_code_stays_3(week: Week) -> None:
     assert (week.codes["still poisoned"], week.current["still poisoned"]) == (3, "night-0002")
+
+
+def test_the_labels_of_a_held_night_are_exported_by_force_only(week: Week) -> None:
+    assert (week.codes["exported"], week.codes["exported by force"]) == (2, 0)
+    assert find_published(week.crawl.nights.storage, "night-0003").held_because == ()  # it was promoted
 
 
 def test_a_held_night_that_is_promoted_is_the_parent_of_the_next(week: Week) -> None:
