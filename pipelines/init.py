@@ -187,7 +187,7 @@ def _model_lines(found: Survey) -> list[str]:
     if file.exists() or _is_reachable(url):
         return ["model:", f"  backbone: {backbone}", f"  weights: imagenet   # {PHOTOS_NEED_WEIGHTS}", head]
     if all(map(find_spec, LITE0)):
-        return ["model:", f"  backbone: {LITE0_FACTORY}   # {PHOTOS_NEED_WEIGHTS}; it has some", head]
+        return ["model:", f"  backbone: {LITE0_FACTORY}   # has weights: {PHOTOS_NEED_WEIGHTS}", head]
     say(
         f"WARNING: {PHOTOS_NEED_WEIGHTS}, and {url} is unreachable; place it as {file}, or install "
         "pencil_scale[photos] for a network that brings its weights, and run this again"

@@ -76,7 +76,7 @@ def _spelled(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(_spelled(item, () if item is NoneType else metadata) for item in arguments)
     if _is_section(annotation):
         return "section with keys"
-    bounds = [(word, getattr(item, name, None)) for item in metadata for name, word in LIMITS.items()]
+    bounds = [(word, getattr(item, name, None)) for name, word in LIMITS.items() for item in metadata]
     return " ".join(
         [PLAIN[annotation], *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)]
     )

@@ -18,6 +18,7 @@ from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
 # What may differ when a run is resumed: how it is executed, not what it computes.
+MOST_AUDITED = 100  # changed samples, which can all be judged
 FREE = (
     "storage.",
     "workers.",
@@ -124,7 +125,7 @@ def why_held(storage: str, record: RunRecord) -> str:
     files = Storage(storage)
     facts = files.read_json(files.run(record.name, "summary.json")) or {}
     reasons = "; ".join(record.held_because) or "its record gives no reason"
-    return f"{reasons}. {' '.join(ways_on(record.name, facts.get('corrected')))}"
+    return f"{reasons}. {' '.join(ways_on(record.name, facts.get('corrected')))}".removesuffix(".")
 
 
 def ways_on(name: str, num_changed: int | None = None) -> list[str]:
@@ -137,10 +138,12 @@ def ways_on(name: str, num_changed: int | None = None) -> list[str]:
         "larger images (images.resize), more epochs, no numbers of your own under optimizer and stages."
     )
     if num_changed == 0:
-        return [train, f"No label changed, so there is nothing to release; the {page} ranks them by doubt."]
+        given = "No label changed: to release them would publish the labels as given"
+        return [train, f"{given}. The {page} ranks them by doubt."]
+    some = "100 to 200" if num_changed is None or num_changed > MOST_AUDITED else "the"
     return [
         train,
-        "To find out how good these labels are, judge 100 to 200 changed samples in the blind audit of the "
+        f"To find out how good these labels are, judge {some} changed samples in the blind audit of the "
         f"{page}, the only test without assumptions.",
         f"If the audit finds them good, release them: `{promote} {name}`",
     ]

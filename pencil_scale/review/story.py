@@ -212,6 +212,9 @@ def _result(published: Published, row: int, calibration: Calibration | None) -> 
     elif label.has_evidence[0] or (calibration is not None and is_visited):
         how = f"right with a probability of {found.confidence[0]:.2f}{by}"
         how += ": watched, predicted by a network that was never trained on it" if label.is_unseen[0] else ""
+        likely = int(label.predicted_class[0, 0])
+        if found.confidence[0] < 0.5 and likely != found.corrected_class[0]:
+            how += f"; {names[likely]} is more likely, but no more labels change than are surely wrong"
     elif not is_visited:
         how = "as given: no run trained on the sample"
     yield f"  result     {names[found.corrected_class[0]]}, {how}"

@@ -182,7 +182,7 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
     if found.gain is not None or not is_first or evidence.watched == 0:
         return ""
     if evidence.planted == 0:
-        return f"{changed}: no errors are planted (evidence.planted is 0)"
+        return f"{changed}: no errors are planted (evidence.planted is 0; leave it out)"
     return f"{changed}: the dataset has too few samples to plant errors in"
 
 

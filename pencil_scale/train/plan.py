@@ -197,6 +197,8 @@ def _evidence_lines(evidence: Evidence, roles: Roles) -> Iterator[str]:
         part = f"{PARTS.get(trainings, f'1/{trainings}')} of the samples"
         yield f"evidence: {trainings} trainings, each watching another {part} (evidence.folds=1 trains once)"
     missing = f"; too few to measure {roles.unmeasured}" if roles.unmeasured else ""
+    if evidence.planted == 0 and len(roles.watched):
+        missing = "; without any, what the repair gains is not measured (evidence.planted is 0)"
     yield (
         f"evidence: {len(roles.watched):,} samples are watched and not trained on, "
         f"{len(roles.planted):,} labels are wrong on purpose while the run trains{missing}"

@@ -73,6 +73,7 @@ class Summary:
         """A fact, with its interval if it has one."""
         spell = "{:+.4f}".format if name in SIGNED else _spelled
         ends = [spell(self.facts[end]) for end in (f"{name}_low", f"{name}_high") if end in self.facts]
+        ends = [] if len(set(ends)) == 1 else ends  # nothing changed
         among = f" of {self.facts[f'{name}_of']:,}" if f"{name}_of" in self.facts else ""
         return spell(self.facts[name]) + (f"   ({' to '.join(ends)}{among})" if ends else among)
 

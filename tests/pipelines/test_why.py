@@ -66,7 +66,7 @@ def test_a_sample_is_followed_over_epochs_and_nights_to_its_pin_and_export(
     planted = replace(Roles.none(), planted=np.array([1]), planted_class=np.array([0], np.int32))
     Storage(bench.storage).put("runs/night-0002/roles.npz", planted.encode())
     keys = ["export.labels=night-0002", "export.predict=false", f"export.folder={bench.folder}/out"]
-    export_labels.run(load_config(bench.config, keys))
+    export_labels.run(load_config(bench.config, keys), force=True)
     (bench.folder / "d.csv").write_text("sample_id,class,by,note\n000001,ant,ada,seen twice\n")
     pin_labels.run(load_config(bench.config, [f"pin.file={bench.folder}/d.csv", "pin.by=ada"]))
     lines = bench.why("000001", capsys)

@@ -243,7 +243,7 @@ def test_what_could_not_be_measured_is_said_in_one_line() -> None:
         (Evidence(), "nothing", "the dataset has too few samples to watch some"),
         (Evidence(planted=0), "nothing", "the dataset has too few samples to watch some"),
         (Evidence(), "noise", "the dataset has too few samples to plant errors in"),
-        (Evidence(planted=0), "noise", "no errors are planted (evidence.planted is 0)"),
+        (Evidence(planted=0), "noise", "no errors are planted (evidence.planted is 0; leave it out)"),
         (Evidence(watched=0), "nothing", ""),  # as the paper's configs ask for
         (Evidence(), "gain", ""),
     ],
