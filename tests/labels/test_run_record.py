@@ -94,9 +94,7 @@ def test_a_held_run_is_refused_with_its_reasons_and_what_to_do(storage: str) -> 
         find_record(storage, "night", SETTINGS)
     assert "promote CONFIG night`" in str(refused.value)
     Storage(storage).put_json("runs/night/summary.json", {"corrected": 0})
-    with pytest.raises(
-        PencilError, match="No label changed: to release them would publish the"
-    ):
+    with pytest.raises(PencilError, match="No label changed: to release them would publish the"):
         find_record(storage, "night", SETTINGS)
 
 
