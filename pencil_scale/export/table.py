@@ -31,8 +31,8 @@ PERSON, LABELS, WATCHED, MODEL, GIVEN = "person", "labels", "watched", "model", 
 LEARNED = (LABELS, WATCHED)
 JUDGED = (PERSON, *LEARNED)  # may contradict the given label
 LAST_CHANGE = (
-    "epoch of the run, counted from 0 (the console counts from 1), in which the label last changed its "
-    "class; null: it never changed, was never trained on, or no history was kept"
+    "epoch of the run, counted from 0 (the console counts from 1), in which the learned label last changed "
+    "its class; null: it never changed, was never trained on, or no history was kept"
 )
 MARGIN = (
     "confidence minus the probability, or share, of the next best class, from 0 to 1; 0: a tie, or the label "
