@@ -46,7 +46,7 @@ class Story:
     def ways(self) -> list[str]:
         """What a person can do, with the config as it was typed."""
         with typed(self.config):
-            return ways_on("tiny")
+            return ways_on("tiny", self.summaries["held"]["corrected"])
 
     def train(self, step: str) -> None:
         with self.data.start(*HOPELESS) as command:
