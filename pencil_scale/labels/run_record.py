@@ -17,8 +17,8 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
 
-# What may differ when a run is resumed: how it is executed, not what it computes.
 MOST_AUDITED = 100  # changed samples, which can all be judged
+# What may differ when a run is resumed: how it is executed, not what it computes.
 FREE = (
     "storage.",
     "workers.",
