@@ -16,7 +16,8 @@ network that was never trained on the sample, and fits the noise to all samples.
 
 A night may be too small to plant errors in, so that nothing says what its repair gains. If `start` is given,
 the labels that it started from, no label changes then: old ones stay as they were, new ones as given. The
-next night decides them.
+next night decides them. Labels that earlier nights decided stay in any case, and the noise is that of new
+samples: the gain is measured against given labels, and old ones have been repaired.
 
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
 networks, and stay as decided by the rules that were fitted to those.
@@ -24,6 +25,7 @@ networks, and stay as decided by the rules that were fitted to those.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +33,9 @@ import numpy.typing as npt
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.labels.published import LabelRows, PublishedLabels, is_decided
 from pencil_scale.labels.roles import FEWEST, Roles
-from pencil_scale.labels.start_labels import cross, regive, unmoved, unplant
+from pencil_scale.labels.start_labels import cross, keep_decided, regive, unmoved, unplant
 from pencil_scale.method.evidence import (
     Gain,
     Judged,
@@ -84,7 +86,7 @@ def assess(
         labels = regive(manifest, *planted)
     else:
         labels = unplant(manifest, (roles.planted, roles.planted_class), original)
-    seen = _unseen(PublishedLabels(manifest), roles, crossed=bool(folds))
+    seen = _unseen(PublishedLabels(manifest), roles, start, crossed=bool(folds))
     if start is not None and (seen is None or not moves):
         return Assessment(regive(unmoved(manifest, start), *planted), unmoved=True)
     if seen is None:
@@ -100,8 +102,9 @@ def assess(
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
     for part in PublishedLabels(manifest).batches():
         is_watched = part.role == WATCHED
-        usable = _predicted(part) & (part.noisy_class >= 0) & (part.role != PINNED)
+        usable = is_decided(part) & (part.noisy_class >= 0) & (part.role != PINNED)
         usable &= is_watched | (part.last_epoch >= manifest.first_epoch)
+        usable &= _undecided(start, part)
         is_apart = is_watched & (not folds)  # the others were predicted by a network that had seen them
         watched.append(_judge(part, usable & is_apart, noise).log_odds)
         trained.append(_judge(part, usable & ~is_apart & (part.role != PLANTED), noise).log_odds)
@@ -119,9 +122,11 @@ def assess(
     noise = replace(noise, min_log_odds=bars[unsure])
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
+    if start is not None and (len(found_rows) < FEWEST or unsure):
+        return Assessment(regive(unmoved(manifest, start), *planted), noise, unmoved=True)
+    if start is not None:
+        labels = keep_decided(labels, start)
     if len(found_rows) < FEWEST:
-        if start is not None:
-            return Assessment(regive(unmoved(manifest, start), *planted), noise, unmoved=True)
         return Assessment(labels, noise, unsure=unsure, contradicted=known)
     found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in errors])
@@ -132,21 +137,24 @@ def assess(
     return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()), unsure, known)
 
 
-def _unseen(labels: PublishedLabels, roles: Roles, crossed: bool) -> tuple[Predictions, Int64s] | None:
+def _undecided(start: Manifest | None, part: LabelRows) -> Any:
+    """The rows of a part that no earlier night has decided; all of them if there was none."""
+    return True if start is None else ~is_decided(PublishedLabels(start).rows(part.rows))
+
+
+def _unseen(
+    labels: PublishedLabels, roles: Roles, start: Manifest | None, crossed: bool
+) -> tuple[Predictions, Int64s] | None:
     """Predictions by networks that were never trained on a sample, and given classes; None if too few."""
     found, given = list[Predictions](), list[Int64s]()
     for part in labels.batches() if crossed else labels.parts_with(roles.watched):
         here = (part.role == WATCHED) | ((part.role == FREE) & crossed)
-        here &= _predicted(part) & (part.noisy_class >= 0)
+        here &= is_decided(part) & (part.noisy_class >= 0) & _undecided(start, part)
         found.append(part.predictions(here))
         given.append(part.noisy_class[here].astype(np.int64))
     if sum(map(len, given)) < FEWEST:
         return None
     return Predictions.join(found), np.concatenate(given)
-
-
-def _predicted(part: LabelRows) -> Mask:
-    return ~np.isnan(part.predicted_log_p[:, 0])
 
 
 def _judge(part: LabelRows, here: Mask, noise: NoiseModel) -> Judged:

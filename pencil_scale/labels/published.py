@@ -10,7 +10,7 @@ gets an error that says why they are held.
     labels = PublishedLabels(published.manifest)
     labels.rows(range(0, 100)).decide()             # the class of each row, how sure, changed or not
     labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, role, predictions()
-    labels.last_epoch(range(0, 100))                # int32 [100]; 0: never trained on
+    labels.last_epoch(range(0, 100))                # int32 [100]; 0 or less: never trained on
     for some in labels.batches():                   # every row, one label part at a time
         ...
 """
@@ -111,18 +111,19 @@ class LabelRows:
         """Whether the label is decided by a network that was never trained on the sample."""
         found = np.zeros(len(self.rows), np.bool_)
         for noise, some in self.by_noise():
-            found |= some & ((self.last_epoch == 0) | (self.last_epoch <= noise.crossed_until))
+            found |= some & (self.last_epoch <= noise.crossed_until)
         return found
 
     def by_noise(self) -> Iterator[tuple[NoiseModel, npt.NDArray[np.bool_]]]:
         """Each noise model, with the rows that it decides: those that its own network predicted last.
 
-        So a label that a night does not visit stays as it is, whatever that night finds. Rows that were never
-        trained on are predicted by the newest network.
+        So a label that a night does not decide stays as it is, whatever that night finds. The last epoch of a
+        row that was never trained on is that of its prediction, negated; 0: the newest network predicted it.
         """
         known = ~np.isnan(self.predicted_log_p[:, 0]) & (self.noisy_class != UNLABELLED) & ~self.pinned
         newest = len(self.noise) - 1
-        number = np.searchsorted([model.since for model in self.noise], self.last_epoch, side="right") - 1
+        since = [model.since for model in self.noise]
+        number = np.searchsorted(since, abs(self.last_epoch), side="right") - 1
         number[self.last_epoch == 0] = newest
         for nth, model in enumerate(self.noise):
             some = known & (number == nth)
@@ -150,6 +151,12 @@ class LabelRows:
             noisy_class=given.astype(np.int32),
             predicted_class=order.classes(self.predicted_class),
         )
+
+
+def is_decided(labels: LabelRows) -> npt.NDArray[np.bool_]:
+    """Which rows were predicted by a run that could decide them."""
+    decided: npt.NDArray[np.bool_] = ~np.isnan(labels.predicted_log_p[:, 0])
+    return decided
 
 
 class PublishedLabels:
@@ -184,7 +191,7 @@ class PublishedLabels:
             yield LabelRows.of(self._layout.rows_of(part).start, labels, ledger, self.manifest)
 
     def last_epoch(self, rows: range | None = None) -> npt.NDArray[np.int32]:
-        """Read the last epoch of the table's life in which each row was trained on; 0: never."""
+        """Read the last epoch of the table's life in which each row was trained on; 0 or less: never."""
         found = [batch["last_epoch"].to_numpy() for _, batch in self._read(rows, LEDGER)]
         return np.concatenate([np.zeros(0, np.int32), *found])
 

@@ -34,7 +34,7 @@ from pencil_scale.catalogue.duplicates import hashes_of
 from pencil_scale.config.settings import Evidence
 from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.manifest import Manifest
-from pencil_scale.labels.published import PublishedLabels
+from pencil_scale.labels.published import PublishedLabels, is_decided
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import UInt64s, hashes
 
@@ -146,7 +146,8 @@ def choose_roles(
     if watched is None:
         watched = watched_share(num_known, catalogue.num_classes) if folds == 1 else 1 / folds
     if planted is None:
-        planted = planted_share(round(num_rows * (1 - watched)))
+        num_trained = num_rows * (1 - watched)
+        planted = planted_share(round(num_trained if parent is None else num_trained / 2))  # half are new
     threshold, key = int(watched * ALL), seed
     if parent is not None:
         threshold = min(threshold, int(parent.noise["watched_below"]) if parent.noise else ALL)
@@ -165,7 +166,7 @@ def choose_roles(
         return Roles.none()
     if not _select_enough(found["row"]) or len(errors) < FEWEST:
         errors = errors[:0]
-    wrong = _wrong_classes(errors, catalogue.num_classes, key, parent)
+    wrong = _wrong_classes(errors, catalogue.num_classes, key)
     watched_rows, watched_bytes = found["row"].copy(), found["num_bytes"].copy()
     crossed = others["row"].copy(), others["num_bytes"].copy(), window[window > 0]
     return Roles(watched_rows, watched_bytes, errors["row"].copy(), wrong, threshold, *crossed)
@@ -195,6 +196,7 @@ def _candidates(
         # Another hash of the same content, so the two choices are independent.
         here = watches & _below(some["content"], threshold)
         plants = trains & ~here & _below(hashes(some["content"], key), planted_below)
+        plants &= _undecided(parent, some["row"])
         watched.append(some[watches])
         planted.append(some[plants])
         copies.append(some["content"][low & seen])
@@ -220,25 +222,19 @@ def _trained(parent: Manifest | None, rows: Int64s) -> Mask:
     return seen
 
 
-def _wrong_classes(
-    errors: Samples, num_classes: int, key: int, parent: Manifest | None
-) -> npt.NDArray[np.int32]:
-    """A random wrong class for each row.
+def _undecided(parent: Manifest | None, rows: Int64s) -> Mask:
+    """Which of these consecutive rows no earlier run could decide."""
+    undecided = np.ones(len(rows), np.bool_)
+    if parent is not None and len(rows):
+        known = PublishedLabels(parent).rows(range(int(rows[0]), int(rows[-1]) + 1))
+        undecided[: len(known.rows)] = ~is_decided(known)
+    return undecided
 
-    If earlier predictions are known, half of them get the class that is most likely confused with theirs. A
-    label that looks wrong does not, since that class is probably the right one.
-    """
-    rows = np.ascontiguousarray(errors["row"])
+
+def _wrong_classes(errors: Samples, num_classes: int, key: int) -> npt.NDArray[np.int32]:
+    """A random wrong class for each row."""
     steps = 1 + hashes(errors["content"], key + 1) % np.uint64(max(num_classes - 1, 1))
     wrong: npt.NDArray[np.int32] = ((errors["given"] + steps.astype(np.int64)) % num_classes).astype(np.int32)
-    for part in PublishedLabels(parent).parts_with(rows) if parent is not None else ():
-        here = slice(*np.searchsorted(rows, [part.rows.start, part.rows.stop]).tolist())
-        slots = rows[here] - part.rows.start
-        classes = part.predictions(slots).classes
-        place = (classes != errors["given"][here, None]).argmax(axis=1)
-        known = ~np.isnan(part.predicted_log_p[slots, 0]) & ~part.decide().changed[slots]
-        known &= hashes(rows[here], key) % np.uint64(2) == 0
-        wrong[here] = np.where(known, classes[np.arange(len(slots)), place], wrong[here])
     return wrong
 
 

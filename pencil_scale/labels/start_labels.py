@@ -57,7 +57,7 @@ from pencil_scale.labels.manifest import (
     put_batch,
 )
 from pencil_scale.labels.pins import Pinned, require_same_samples
-from pencil_scale.labels.published import LabelRows, PublishedLabels
+from pencil_scale.labels.published import LabelRows, PublishedLabels, is_decided
 from pencil_scale.method.evidence import Predictions
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -191,6 +191,24 @@ def unmoved(manifest: Manifest, start: Manifest) -> Manifest:
     return replace(manifest, parts=parts, noise=start.noise, earlier_noise=start.earlier_noise)
 
 
+def keep_decided(manifest: Manifest, start: Manifest) -> Manifest:
+    """Labels that earlier nights decided stay as they were at the start, and so do their predictions."""
+    parts, store = dict(manifest.parts), Folder(manifest.store)
+    for labels in PublishedLabels(manifest).batches():
+        before, part = PublishedLabels(start).rows(labels.rows), labels.rows.start >> manifest.layout.shift
+        old, found, was = is_decided(before), labels.predictions(), before.predictions()
+        logits = np.where(old[:, None], before.logits, labels.logits)
+        noisy_class = np.where(old, before.noisy_class, labels.noisy_class)
+        batch = _labels(labels.rows, labels.sample_key, noisy_class, labels.role, logits)
+        # Watched rows have been predicted again, but keep what the network before said.
+        last_epoch = np.where(before.last_epoch == 0, 1 - manifest.first_epoch, before.last_epoch)
+        found.classes[old], found.log_p[old] = was.classes[old], was.log_p[old]
+        ledger = _ledger(np.where(old, last_epoch, labels.last_epoch), found)
+        files = put_batch(store, LABELS, batch, manifest.run), put_batch(store, LEDGER, ledger, manifest.run)
+        parts[part] = StoredPart(*files)
+    return replace(manifest, parts=parts)
+
+
 def _with_predictions(manifest: Manifest, labels: LabelRows, found: Predictions) -> Manifest:
     """Store other predictions of the rows of a part."""
     part = labels.rows.start >> manifest.layout.shift
@@ -228,7 +246,7 @@ def set_roles(manifest: Manifest, planted: Planted | None, watched: Int64s | Non
             parts[part] = replace(parts[part], labels=put_batch(store, LABELS, batch, manifest.run))
         left = (labels.role == WATCHED) & (role != WATCHED) & (labels.last_epoch == 0)
         if left.any():
-            last_epoch = np.where(left, manifest.first_epoch - 1, labels.last_epoch)
+            last_epoch = np.where(left, 1 - manifest.first_epoch, labels.last_epoch)
             ledger = put_batch(store, LEDGER, _ledger(last_epoch, labels.predictions()), manifest.run)
             parts[part] = replace(parts[part], ledger=ledger)
     return replace(manifest, parts=parts)

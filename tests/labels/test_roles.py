@@ -160,22 +160,13 @@ def test_a_night_watches_the_whole_catalogue_and_plants_errors_only_where_it_tra
     assert again.planted.tolist() != tonight.planted.tolist()  # not the same ones every night
 
 
-def test_half_of_the_errors_of_a_night_are_what_the_network_confuses(catalogue: Catalogue) -> None:
-    given = catalogue.read(0, 3000, ["noisy_class"])["noisy_class"].to_numpy()
-    logits = np.zeros((3000, 3))
-    logits[np.arange(3000), given] = 3.0
-    logits[np.arange(3000), (given + 1) % 3] = 2.0
-    doubtful = np.arange(0, 3000, 3)  # the network is sure of another class
-    logits[doubtful, (given[doubtful] + 1) % 3] = 9.0
-    parent = choose_roles(catalogue, None, NONE, AUTOMATIC, seed=1)
-    trained = np.setdiff1d(np.arange(3000), parent.watched)
-    labels = continued(catalogue, parent.threshold, trained, packed(logits[trained]))
+def test_a_night_plants_errors_only_in_labels_that_no_run_has_decided(catalogue: Catalogue) -> None:
+    logits = np.eye(3)[np.arange(3000) % 3]
+    decided = np.arange(2000)
+    labels = continued(catalogue, 0, decided, packed(logits[decided]))
     roles = choose_roles(catalogue, None, NONE, Evidence(planted=0.2), seed=1, parent=labels)
-    assert (roles.planted_class != given[roles.planted]).all()
-    likely = roles.planted_class == (given[roles.planted] + 1) % 3
-    is_doubtful = np.isin(roles.planted, doubtful)
-    assert likely[~is_doubtful].mean() == pytest.approx(0.75, abs=0.08)
-    assert likely[is_doubtful].mean() == pytest.approx(0.5, abs=0.1)  # that class may well be the right one
+    assert roles.planted.min() >= 2000
+    assert len(roles.planted) > 100
 
 
 def test_so_few_samples_that_nothing_can_be_measured_get_no_role(tmp_path: Path) -> None:
