@@ -125,8 +125,8 @@ FEATURES = "features:"  # and how many numbers: the name of a network that is on
 
 class Model(Settings):
     backbone: Annotated[Text, AUTOMATIC] = key(
-        "a torchvision classifier, timm:NAME, pooled_convnet, preact_resnet32, cifar_resnet34, "
-        "small_convnet, or package.module:factory",
+        "a torchvision classifier, timm:NAME, pooled_convnet, preact_resnet32, cifar_resnet18, "
+        "cifar_resnet34, small_convnet, or package.module:factory",
         None,
     )
     weights: str | None = key(

@@ -161,9 +161,18 @@ def preact_resnet32(num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
+def cifar_resnet18(num_classes: int) -> nn.Module:
+    """ResNet-18 for 32x32 images."""
+    return _for_small_images(_torchvision().resnet18(num_classes=num_classes))
+
+
 def cifar_resnet34(num_classes: int) -> nn.Module:
-    """ResNet-34 for 32x32 images: a 3x3 stem, and no pooling before the first group."""
-    model: nn.Module = _torchvision().resnet34(num_classes=num_classes)
+    """ResNet-34 for 32x32 images: the paper's network for CIFAR-100."""
+    return _for_small_images(_torchvision().resnet34(num_classes=num_classes))
+
+
+def _for_small_images(model: nn.Module) -> nn.Module:
+    """A 3x3 stem, and no pooling before the first group."""
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -190,6 +199,7 @@ def pooled_convnet(num_classes: int) -> nn.Module:
 OURS: dict[str, Callable[[int], nn.Module]] = {
     "pooled_convnet": pooled_convnet,
     "preact_resnet32": preact_resnet32,
+    "cifar_resnet18": cifar_resnet18,
     "cifar_resnet34": cifar_resnet34,
     "small_convnet": small_convnet,
 }

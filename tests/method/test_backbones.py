@@ -26,8 +26,9 @@ def test_preact_resnet32_has_the_size_of_the_papers() -> None:
 
 
 @pytest.mark.slow
-def test_resnet34_for_cifar_keeps_the_resolution_of_small_images() -> None:
-    model = build_backbone("cifar_resnet34", 100)
+@pytest.mark.parametrize("name", ["cifar_resnet18", "cifar_resnet34"])
+def test_a_resnet_for_cifar_keeps_the_resolution_of_small_images(name: str) -> None:
+    model = build_backbone(name, 100)
     seen: list[torch.Size] = []
     model.get_submodule("layer1").register_forward_hook(lambda _m, _i, out: seen.append(out.shape))
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
