@@ -11,6 +11,11 @@ look before they are published. If the doubt is about one label in a hundred or 
 stay as given, and no review is needed. The same rule judges the planted errors, which then get their original
 class back.
 
+If even the surest predictions contradict more labels than random errors explain (`patterned`), either classes
+are mixed up systematically or the network is sure of its own mistakes, and only a person can tell. If the
+network restores most planted errors, the labels are decided as if its surest predictions were right: these
+changes are a proposal.
+
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.
 
@@ -46,10 +51,13 @@ from pencil_scale.method.evidence import (
     judge,
     limit_changes,
     net_gain,
+    suppose,
+    unexplained,
 )
 
 Mask = npt.NDArray[np.bool_]
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
+HALF = 0.5  # of the planted errors: restored by a network whose changes are worth looking at
 CLEAN = 0.01  # share of doubtful labels that needs no person
 STRETCH = 1 << 18
 
@@ -64,6 +72,7 @@ class Assessment:
     power: float | None = None  # share of the planted errors found if 10 % of the labels had been replaced
     unsure: bool = False  # far fewer labels are surely wrong than are likely wrong
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
+    patterned: bool = False  # random errors do not explain these
     unmoved: bool = False  # the labels are those of the start
 
 
@@ -91,13 +100,49 @@ def assess(
         return Assessment(regive(unmoved(manifest, start), *planted), unmoved=True)
     if seen is None:
         return Assessment(labels)
+    known, fitted = contradicted(*seen), fit_noise(*seen)
+    found = first = _measure(fitted, manifest, roles, original, folds, start)
+    rest = unexplained(fitted, *known)
+    # A repair that is a gain even without that share of its changes needs no person.
+    patterned = rest > 0 and not (first.gain and first.gain.low > rest * first.gain.changed > 0)
+    if patterned:
+        proposal = suppose(*seen, known[0] / known[1])
+        proposed = _measure(proposal, manifest, roles, original, folds, start)
+        if proposed.gain and proposed.gain.restored > HALF:
+            found = replace(proposed, gain=None)  # planted errors do not show what it gains
+    if start is not None and (found.power is None or found.unsure):
+        return Assessment(regive(unmoved(manifest, start), *planted), first.noise, unmoved=True)
+    earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
+    labels = replace(labels, noise=asdict(found.noise), earlier_noise=earlier)
+    if start is not None:
+        labels = keep_decided(labels, start)
+    return Assessment(labels, first.noise, found.gain, found.power, found.unsure, known, patterned)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a noise model changes, and what planted errors say about that; None if there are too few."""
+
+    noise: NoiseModel  # with the bar above which a label changes
+    unsure: bool
+    gain: Gain | None = None
+    power: float | None = None
+
+
+def _measure(
+    noise: NoiseModel,
+    manifest: Manifest,
+    roles: Roles,
+    original: npt.NDArray[np.int32],
+    folds: Sequence[Manifest],
+    start: Manifest | None,
+) -> Measured:
     noise = replace(
-        fit_noise(*seen),
+        noise,
         watched_below=float(roles.threshold),
         since=manifest.first_epoch,
         crossed_until=manifest.newest_epoch if folds else 0,
     )
-    known = contradicted(*seen)
     watched, trained, errors = [np.zeros(0)], [np.zeros(0)], list[Judged]()
     rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
     for part in PublishedLabels(manifest).batches():
@@ -120,21 +165,15 @@ def assess(
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
     unsure = bool(surely < likely / 2 and likely > CLEAN * len(both[1]))
     noise = replace(noise, min_log_odds=bars[unsure])
-    earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
-    labels = replace(labels, noise=asdict(noise), earlier_noise=earlier)
-    if start is not None and (len(found_rows) < FEWEST or unsure):
-        return Assessment(regive(unmoved(manifest, start), *planted), noise, unmoved=True)
-    if start is not None:
-        labels = keep_decided(labels, start)
     if len(found_rows) < FEWEST:
-        return Assessment(labels, noise, unsure=unsure, contradicted=known)
+        return Measured(noise, unsure)
     found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in errors])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
     # Planted errors are compared with rows that were predicted as they were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
-    return Assessment(labels, noise, gain, float((np.concatenate(power) > 0).mean()), unsure, known)
+    return Measured(noise, unsure, gain, float((np.concatenate(power) > 0).mean()))
 
 
 def _undecided(start: Manifest | None, part: LabelRows) -> Any:

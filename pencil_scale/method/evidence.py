@@ -4,6 +4,7 @@
     judged = judge(predictions, given, noise)               # of any samples
     noise = limit_changes(noise, judged.log_odds, noise.wrong_low)     # no more than are surely wrong
     gain = net_gain(found, restored, changed_share, num_rows, noise)
+    suppose(watched_predictions, given, share)              # the model if this share of the labels were wrong
 
 The model has three numbers. A label is replaced by a random class with probability `replaced`; the true class
 has the probability that the network gives it, after a calibration by temperature and power. An unsure network
@@ -16,8 +17,9 @@ and there are no classes that a network would hardly confuse. How many labels ar
 wide bounds only (`doubt`).
 
 Noise per class or per pair of classes fits better, and in trials it did harm wherever the network was weak.
-Errors that follow such a pattern are therefore not found by this rule. `contradicted` shows that there may be
-some.
+Errors that follow such a pattern are therefore not found by this rule. `contradicted` and `unexplained` show
+that there may be some. An overfitted network is as sure of its mistakes on clean labels, so what it
+contradicts can only be proposed to a person.
 """
 
 from collections.abc import Sequence
@@ -37,11 +39,13 @@ NEVER = -60_000.0  # the log-probability of a class that cannot be; the ledger k
 TOP = 6  # most likely classes kept of a prediction
 TEMPERATURES = np.geomspace(0.3, 30.0, 40)
 POWERS = (1.0, 1.4, 2.0)
+CALIBRATIONS = list(product(TEMPERATURES.tolist(), POWERS))
 PIVOT = 5.0  # a difference of log-probabilities at which the power changes nothing
 REPLACED = np.concatenate([np.linspace(0, 0.1, 41), np.linspace(0.11, 0.95, 85)])
 LEAST_REPLACED = 0.01
 ENOUGH_ROWS = 20_000  # more rows would not move the estimate
 INTERVAL = (0.05, 0.95)  # each bound holds with 95 %
+MOST_SURE_ERRORS = 0.03  # share of its surest predictions that a network may get wrong
 MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the model is not exact
 # With 2, 3 and 4 classes and networks that were right in 50 to 90 % of cases, clean labels seemed wrong at
 # up to 1.7, 0.8 and 0.3 times the share that the network itself gets wrong; with 10 classes not at all.
@@ -132,22 +136,17 @@ def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
     if len(given) > ENOUGH_ROWS:
         some = np.linspace(0, len(given) - 1, ENOUGH_ROWS).astype(np.int64)
         predictions, given = predictions.take(some), given[some]
-    even, calibrations = 1 / predictions.num_classes, list(product(TEMPERATURES, POWERS))
-    likelihood = np.empty((len(calibrations), len(REPLACED)))
-    for row, calibration in enumerate(calibrations):
-        on_given = predictions.of_class(given, *predictions.calibrated(*calibration))
-        for column, replaced in enumerate(REPLACED):
-            likelihood[row, column] = np.log((1 - replaced) * on_given + replaced * even + 1e-12).sum()
+    even, likelihood = 1 / predictions.num_classes, _likelihood(predictions, given, REPLACED)
     weights = np.exp(np.logaddexp.reduce(likelihood, axis=0) - likelihood.max()) * np.gradient(REPLACED)
     weights /= weights.sum()
     replaced, below = float(weights @ REPLACED), weights.cumsum()
     low, high = (float(REPLACED[np.searchsorted(below, share)]) for share in INTERVAL)
-    temperature, power = calibrations[int(likelihood[:, np.searchsorted(REPLACED, replaced)].argmax())]
+    temperature, power = CALIBRATIONS[int(likelihood[:, np.searchsorted(REPLACED, replaced)].argmax())]
     is_other = 1 - even  # a random class may be the true one
     right = float(predictions.calibrated(temperature, power)[0][:, 0].mean())
     doubt = (1 - right) * DOUBT_OF_TWO * DOUBT_PER_CLASS ** (predictions.num_classes - 2)
     return NoiseModel(
-        temperature=float(temperature),
+        temperature=temperature,
         power=power,
         replaced=replaced,
         doubt=doubt,
@@ -155,6 +154,24 @@ def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
         wrong_low=max(0.0, low * is_other - MODEL_ERROR - doubt),
         wrong_high=high * is_other,
     )
+
+
+def suppose(predictions: Predictions, given: Classes, wrong: float) -> NoiseModel:
+    """Calibrate as if this share of the labels were wrong."""
+    replaced = min(wrong / (1 - 1 / predictions.num_classes), float(REPLACED[-1]))
+    best = _likelihood(predictions, given, np.array([replaced])).argmax()
+    temperature, power = CALIBRATIONS[int(best)]
+    return NoiseModel(temperature, replaced, wrong, wrong, wrong, power=power)
+
+
+def _likelihood(predictions: Predictions, given: Classes, replaced: Floats) -> Floats:
+    """The log-likelihood of the labels for each calibration and share of replaced labels."""
+    even, found = 1 / predictions.num_classes, np.empty((len(CALIBRATIONS), len(replaced)))
+    for row, calibration in enumerate(CALIBRATIONS):
+        on_given = predictions.of_class(given, *predictions.calibrated(*calibration))
+        for column, share in enumerate(replaced):
+            found[row, column] = np.log((1 - share) * on_given + share * even + 1e-12).sum()
+    return found
 
 
 @dataclass(frozen=True)
@@ -204,6 +221,14 @@ def contradicted(predictions: Predictions, given: Classes) -> tuple[int, int]:
         surest = some[np.argsort(sure[some], kind="stable")][: -(-len(some) // 5)]
         num, of = num + int((given[surest] != number).sum()), of + len(surest)
     return num, of
+
+
+def unexplained(noise: NoiseModel, num: int, of: int) -> float:
+    """What part of `contradicted` labels random errors do not explain; 0 if it may be chance."""
+    share = num / max(of, 1)
+    if share - noise.wrong_high <= MOST_SURE_ERRORS + 2 * np.sqrt(share * (1 - share) / max(of, 1)):
+        return 0.0
+    return 1 - noise.wrong_high / share
 
 
 @dataclass(frozen=True)

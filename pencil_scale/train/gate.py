@@ -31,7 +31,6 @@ SURELY = 3.0  # standard deviations of chance to exceed
 SHOWN = 3  # classes named in a reason
 LEAST_POWER = 0.2
 UNLIKELY = 0.01
-MOST_PATTERNED = 0.03  # share of the surest predictions that may err
 
 Epoch = Mapping[str, Any]  # its figures
 
@@ -52,14 +51,13 @@ def judge(
     and the planted errors say. A missing figure is a reason only if `evidence`, the settings, asks
     for it.
     """
-    patterned = _patterned(found)
     reasons = [
         _guesses(figures, report),
         _guesses_clean(figures[-1], len(class_names), num_clean),
         _shrunken(report, class_names, max_class_loss),
         _declined(figures[-1]),
-        patterned,
-        _no_gain(found, patterned),
+        _patterned(found),
+        _no_gain(found),
         _unsure(found),
         _unproven(found, report, evidence),
     ]
@@ -76,7 +74,7 @@ def unmeasured(found: Assessment) -> str:
     """Say in one line what could not be measured; nothing if everything was."""
     if found.noise is None:
         what = "nothing could be measured: too few samples are watched"
-    elif found.gain is None:
+    elif found.gain is None and not found.patterned:
         what = "what the repair gains could not be measured: too few errors are planted, or none"
     else:
         return ""
@@ -128,17 +126,17 @@ def _at_chance(what: str, found: float, num_classes: int, deviation: float) -> s
     )
 
 
-def _no_gain(found: Assessment | None, patterned: str) -> str:
+def _no_gain(found: Assessment | None) -> str:
     """Doubt a repair that is not clearly a gain, and one by a network that could not have found errors.
 
     Errors that follow a pattern make a network look weak, so they are the reason then.
     """
-    if found is None or found.gain is None or found.power is None:
+    if found is None or found.gain is None or found.power is None or found.patterned:
         return ""
     gain, power = found.gain, found.power
     measured = f"{gain.found:.0%} of {gain.num_planted:,} errors planted on purpose were found"
     if gain.changed == 0:
-        if power >= LEAST_POWER or patterned:
+        if power >= LEAST_POWER:
             return ""  # there was nothing to repair, as far as random errors go
         return (
             f"no label changed, and the network is too weak to find wrong ones: it would find {power:.0%} of "
@@ -171,7 +169,7 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
 
     A night that is too small to measure anything changes nothing.
     """
-    if found is None or found.unmoved or evidence is None or not report.num_corrected:
+    if found is None or found.unmoved or found.patterned or evidence is None or not report.num_corrected:
         return ""
     if 2 * report.given_right.of > report.num_rows:
         return ""
@@ -187,21 +185,12 @@ def _unproven(found: Assessment | None, report: LabelReport, evidence: Evidence 
 
 
 def _patterned(found: Assessment | None) -> str:
-    """Doubt a network whose surest predictions contradict more labels than random errors explain.
-
-    A repair passes if it is a gain even without that share of its changes.
-    """
-    if found is None or found.noise is None or not found.contradicted[1]:
+    """Doubt a network whose surest predictions contradict more labels than random errors explain."""
+    if found is None or found.noise is None or not found.patterned:
         return ""
     num, of = found.contradicted
-    share = num / of
-    if share - found.noise.wrong_high <= MOST_PATTERNED + 2 * math.sqrt(share * (1 - share) / of):
-        return ""
-    unexplained = 1 - found.noise.wrong_high / share
-    if found.gain is not None and found.gain.low > unexplained * found.gain.changed > 0:
-        return ""
     return (
-        f"the network contradicts {share:.0%} of the watched labels where it is surest, and random errors "
+        f"the network contradicts {num / of:.0%} of the watched labels where it is surest, and random errors "
         f"explain at most {found.noise.wrong_high:.0%}: either classes are mixed up systematically, or the "
         "network is sure of its own mistakes; these cannot be told apart without looking"
     )

@@ -38,27 +38,34 @@ def run(
     learned: float = 0.0,
     rows: range = ALL,
     clean: range = range(0),
+    confused: bool = False,
 ) -> Made:
     """Index noisy samples, give them roles, and predict each as a network of this skill would.
 
     `learned` is how far the network has learned the planted errors. Other `rows` wait for a night.
     """
-    given, catalogue = noisy_samples(folder, noise, clean)
+    given, catalogue = noisy_samples(folder, noise, clean, confused)
     roles = choose_roles(catalogue, None, np.zeros(0, np.int64), evidence, seed=1)
     planted = roles.planted, roles.planted_class
     manifest = start_labels(catalogue, str(folder / "store"), 10.0, planted=planted, watched=roles.watched)
     table = LabelTable.restore(manifest, folder / "table")
     logits = predicted(skill)
+    if confused:  # the network has learned that too
+        logits[np.arange(NUM), TRUE] = 0.0
+        logits[np.arange(NUM), (TRUE + 1) % CLASSES] = np.random.default_rng(2).normal(-6, 2, NUM)
+        logits[np.arange(NUM), (TRUE + 2) % CLASSES] = np.random.default_rng(3).normal(-9, 1, NUM)
     logits[roles.planted, roles.planted_class] += learned
     table.mark(np.array(rows), packed(logits[rows]), epoch=0)
     return Made(catalogue, given, roles, assess(table.snapshot(), catalogue, roles))
 
 
-def noisy_samples(folder: Path, noise: float, clean: range = range(0)) -> tuple[np.ndarray, Catalogue]:
-    """Index samples of which some have a wrong class, but none of the clean rows."""
+def noisy_samples(
+    folder: Path, noise: float, clean: range = range(0), confused: bool = False
+) -> tuple[np.ndarray, Catalogue]:
+    """Index samples of which some have a wrong class (`confused`: the next one), but no clean row has."""
     folder.mkdir(exist_ok=True)
     random, bench = np.random.default_rng(1), Bench(folder)
-    wrong = (TRUE + random.integers(1, CLASSES, NUM)) % CLASSES
+    wrong = (TRUE + (1 if confused else random.integers(1, CLASSES, NUM))) % CLASSES
     given = np.where(random.random(NUM) < noise, wrong, TRUE)
     given[clean] = TRUE[clean]
     bench.shard("a.tar", [member for row in range(NUM) for member in sample(row, int(given[row]))])
@@ -133,6 +140,19 @@ def test_clean_labels_stay_as_they_are_and_need_no_person(tmp_path: Path) -> Non
         made = run(tmp_path / str(share), 0.0, skill=2.5, evidence=Evidence(watched=share, planted=0.1))
         assert not made.found.unsure
         assert PublishedLabels(made.found.labels).rows(range(NUM)).decide().num_changed <= 3
+
+
+def test_labels_that_are_mixed_up_systematically_are_proposed_and_their_gain_is_not_claimed(
+    tmp_path: Path,
+) -> None:
+    made = run(tmp_path, 0.3, skill=4.0, evidence=Evidence(watched=0.3, planted=0.1), confused=True)
+    assert made.found.patterned
+    assert made.found.gain is None
+    assert made.found.noise is not None
+    num, of = made.found.contradicted
+    assert made.found.noise.wrong_high < num / of
+    decided = PublishedLabels(made.found.labels).rows(ALL).decide()
+    assert (decided.corrected_class == TRUE).mean() > (made.given == TRUE).mean() + 0.05
 
 
 def crossed(folder: Path, noise: float, skill: float, memorised: float) -> tuple[Made, Assessment]:

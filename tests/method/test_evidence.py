@@ -13,6 +13,8 @@ from pencil_scale.method.evidence import (
     judge,
     limit_changes,
     net_gain,
+    suppose,
+    unexplained,
 )
 
 CLASSES = 10
@@ -180,6 +182,29 @@ def test_errors_that_random_noise_does_not_explain_are_noticed_where_the_network
         )
     ]
     assert shares == pytest.approx([0.0, 0.2, 1 / CLASSES], abs=0.04)
+
+
+def test_what_random_errors_explain_and_what_may_be_chance_is_not_unexplained() -> None:
+    noise = NoiseModel(1.0, 0.2, wrong=0.15, wrong_low=0.02, wrong_high=0.25)
+    assert unexplained(noise, 50, 200) == 0
+    assert unexplained(noise, 5, 10) == 0  # too few to tell
+    assert unexplained(noise, 100, 200) == pytest.approx(0.5)
+    assert unexplained(noise, 0, 0) == 0
+
+
+def test_if_some_labels_are_supposed_to_be_wrong_those_change_that_the_network_is_surest_of() -> None:
+    random, rows = np.random.default_rng(5), np.arange(4000)
+    true = random.integers(CLASSES, size=4000)
+    logits = random.normal(-9, 1, (4000, CLASSES))
+    logits[rows, true], rival = 0.0, (true + 1) % CLASSES
+    logits[rows, rival] = random.normal(-6, 2, 4000)  # the network has learned what is confused
+    wrong = random.random(4000) < 0.2
+    predictions, given = Predictions.from_logits(logits), np.where(wrong, rival, true)
+    assert fit_noise(predictions, given).wrong < 0.02
+    judged = judge(predictions, given, suppose(predictions, given, 0.2))
+    changed = judged.log_odds > 0
+    assert changed[wrong].mean() > 0.2
+    assert (judged.rival == true)[changed].mean() > 0.95
 
 
 def test_nothing_is_gained_where_no_label_changed() -> None:
