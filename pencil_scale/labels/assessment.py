@@ -19,10 +19,10 @@ changes are a proposal.
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.
 
-A night may be too small to plant errors in, so that nothing says what its repair gains. If `start` is given,
-the labels that it started from, no label changes then: old ones stay as they were, new ones as given. The
-next night decides them. Labels that earlier nights decided stay in any case, and the noise is that of new
-samples: the gain is measured against given labels, and old ones have been repaired.
+A night may be too small to plant errors in, or to plant so many that they show what its repair gains. If
+`start` is given, the labels that it started from, no label changes then: old ones stay as they were, new ones
+as given. The next night decides them. Labels that earlier nights decided stay in any case, and the noise is
+that of new samples: the gain is measured against given labels, and old ones have been repaired.
 
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
 networks, and stay as decided by the rules that were fitted to those.
@@ -58,6 +58,7 @@ from pencil_scale.method.evidence import (
 Mask = npt.NDArray[np.bool_]
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
 HALF = 0.5  # of the planted errors: restored by a network whose changes are worth looking at
+MANY = 200  # planted errors: with fewer, a night that proves no gain leaves the decision to the next
 CLEAN = 0.01  # share of doubtful labels that needs no person
 STRETCH = 1 << 18
 
@@ -110,7 +111,7 @@ def assess(
         proposed = _measure(proposal, manifest, roles, original, folds, start)
         if proposed.gain and proposed.gain.restored > HALF:
             found = replace(proposed, gain=None)  # planted errors do not show what it gains
-    if start is not None and (found.power is None or found.unsure):
+    if start is not None and (found.power is None or found.unsure or _is_early(found.gain)):
         return Assessment(regive(unmoved(manifest, start), *planted), first.noise, unmoved=True)
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(found.noise), earlier_noise=earlier)
@@ -174,6 +175,11 @@ def _measure(
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
     return Measured(noise, unsure, gain, float((np.concatenate(power) > 0).mean()))
+
+
+def _is_early(gain: Gain | None) -> bool:
+    """Whether a repair is likely to be a gain, and more planted errors may prove it."""
+    return gain is not None and gain.num_planted < MANY and gain.low <= 0 < gain.gain
 
 
 def _undecided(start: Manifest | None, part: LabelRows) -> Any:
