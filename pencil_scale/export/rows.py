@@ -151,7 +151,7 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
     ok = pc.equal(known["status"], "ok").to_numpy()
     speaker = np.full(len(known), None, np.object_)
     speaker[ok] = GIVEN
-    speaker[ok & (labels.last_epoch > 0)] = LABELS
+    speaker[ok & (labels.last_epoch > 0) & ~labels.is_undecided] = LABELS
     speaker[ok & labels.is_unseen] = WATCHED
     if source.model is not None:
         is_newer = rows.start >= manifest.layout.num_rows

@@ -75,6 +75,7 @@ class Assessment:
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
     patterned: bool = False  # random errors do not explain these
     unmoved: bool = False  # the labels are those of the start
+    num_new: int | None = None  # labels that a night decides
 
 
 def assess(
@@ -117,7 +118,10 @@ def assess(
     labels = replace(labels, noise=asdict(found.noise), earlier_noise=earlier)
     if start is not None:
         labels = keep_decided(labels, start)
-    return Assessment(labels, first.noise, found.gain, found.power, found.unsure, known, patterned)
+    num_new = None if start is None else found.num_judged
+    return Assessment(
+        labels, first.noise, found.gain, found.power, found.unsure, known, patterned, num_new=num_new
+    )
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class Measured:
     """What a noise model changes, and what planted errors say about that; None if there are too few."""
 
     noise: NoiseModel  # with the bar above which a label changes
+    num_judged: int
     unsure: bool
     gain: Gain | None = None
     power: float | None = None
@@ -165,16 +170,16 @@ def _measure(
     bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
     unsure = bool(surely < likely / 2 and likely > CLEAN * len(both[1]))
-    noise = replace(noise, min_log_odds=bars[unsure])
+    noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + len(found_rows)
     if len(found_rows) < FEWEST:
-        return Measured(noise, unsure)
+        return Measured(noise, num_judged, unsure)
     found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
     rival = np.concatenate([one.rival for one in errors])
     restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
     # Planted errors are compared with rows that were predicted as they were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
     gain = net_gain(found, restored, changed, len(log_odds), noise)
-    return Measured(noise, unsure, gain, float((np.concatenate(power) > 0).mean()))
+    return Measured(noise, num_judged, unsure, gain, float((np.concatenate(power) > 0).mean()))
 
 
 def _is_early(gain: Gain | None) -> bool:

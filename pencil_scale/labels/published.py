@@ -99,6 +99,12 @@ class LabelRows:
         return found
 
     @property
+    def is_undecided(self) -> npt.NDArray[np.bool_]:
+        """Whether the label is as given until a night has enough evidence to decide it."""
+        as_given: npt.NDArray[np.bool_] = self.logits.argmax(1) == self.noisy_class
+        return as_given & ~is_decided(self) & ~self.pinned & bool(self.noise)
+
+    @property
     def has_evidence(self) -> npt.NDArray[np.bool_]:
         """Whether the label is decided by its prediction."""
         found = np.zeros(len(self.rows), np.bool_)

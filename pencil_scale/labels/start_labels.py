@@ -164,6 +164,15 @@ def unplant(manifest: Manifest, planted: Planted, classes: Classes) -> Manifest:
     return manifest
 
 
+def forget(manifest: Manifest, rows: Int64s) -> Manifest:
+    """Drop the predictions of rows, in rising order: what they decided was another given label."""
+    for labels in PublishedLabels(manifest).parts_with(rows):
+        found = labels.predictions()
+        found.log_p[rows[_within(rows, labels.rows)] - labels.rows.start] = np.nan
+        manifest = _with_predictions(manifest, labels, found)
+    return manifest
+
+
 def cross(manifest: Manifest, folds: Sequence[Manifest]) -> Manifest:
     """Take each row's prediction from the training that watched it; a row that none watched has none."""
     for labels in PublishedLabels(manifest).batches():

@@ -30,7 +30,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.schema import CHUNK_ROWS, FOR_THE_MODEL
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import Pinned
-from pencil_scale.labels.start_labels import grow, pin, regive, release, remap
+from pencil_scale.labels.start_labels import forget, grow, pin, regive, release, remap
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.stream.plan import shuffled
@@ -173,7 +173,8 @@ def carry_over(parent: Manifest, crawl: Crawl, pins: Pinned, run: str) -> Manife
         # The only step that reads every label: a new class list changes the width of all of them.
         labels, freed = remap(labels, crawl.mapping, after.class_names)
         labels = regive(labels, freed, _given(after, freed))
-    labels = regive(grow(labels, after), crawl.regiven["row"].to_numpy(), given_classes(crawl.regiven))
+    regiven = crawl.regiven["row"].to_numpy()
+    labels = forget(regive(grow(labels, after), regiven, given_classes(crawl.regiven)), regiven)
     void = np.sort(pins.void["row"].to_numpy())
     return release(pin(labels, pins), void, _given(after, void))
 

@@ -194,6 +194,9 @@ def _result(published: Published, row: int, calibration: Calibration | None) -> 
         # The logits of such a row are all equal, and do not say anything about its class.
         yield "  result     no class: none was given, and no run trained on the sample"
         return
+    if label.is_undecided[0]:
+        yield f"  result     {names[label.noisy_class[0]]}, as given: no night has decided it yet"
+        return
     traces = read_traces(published, np.array([row]))
     steps = zip(traces.epochs, traces.classes[0].tolist(), traces.confidence[0].tolist(), strict=True)
     for number, some in groupby(steps, key=lambda step: step[1]):

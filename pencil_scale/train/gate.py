@@ -72,14 +72,17 @@ def judge(
 
 def unmeasured(found: Assessment) -> str:
     """Say in one line what could not be measured; nothing if everything was."""
+    if found.unmoved:
+        return (
+            "too few samples are undecided to measure what their repair gains, so old labels stay as they "
+            "were, and new ones as given until the next night"
+        )
     if found.noise is None:
         what = "nothing could be measured: too few samples are watched"
     elif found.gain is None and not found.patterned:
         what = "what the repair gains could not be measured: too few errors are planted, or none"
     else:
         return ""
-    if found.unmoved:
-        return f"{what}, so old labels stay as they were, and new ones as given until the next night"
     return f"{what}; review the labels ({program('pipelines.review_report')})"
 
 

@@ -150,7 +150,7 @@ def publish(
         "watched": len(plan.roles.watched),
         "planted": len(plan.roles.planted),
         "unmoved": found.unmoved or only_learns,
-        **_evidence(found, report.num_rows),
+        **_evidence(found, report.num_rows if found.num_new is None else found.num_new),
         "run": record.name,
         "warnings": warnings,
         "model": storage.path(storage.model(record.name)),

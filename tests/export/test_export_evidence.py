@@ -53,7 +53,7 @@ def test_predictions_decide_every_label_but_those_of_people(bench: ExportBench) 
         ("bee", "person", True),
         ("cat", "watched", True),
         ("cat", "labels", False),
-        ("ant", "labels", False),
+        ("ant", "given", False),
         ("bee", "given", False),
     ]
 
@@ -81,7 +81,7 @@ def test_duckdb_reads_every_file_of_an_export(bench: ExportBench) -> None:
     bench.export()
     for files in ("table/*.parquet", "doubts/*.parquet", "sidecars/*/*.parquet"):
         rows = duckdb.sql(f"select * from '{bench.out}/{files}' order by row").fetchall()
-        assert len(rows) == (6 if files.startswith("doubts") else 8)
+        assert len(rows) == (5 if files.startswith("doubts") else 8)
         shares = duckdb.sql(f"select label_score, confidence, margin, top_shares from '{bench.out}/{files}'")
         assert list(map(str, shares.types)) == ["FLOAT", "FLOAT", "FLOAT", "FLOAT[]"]
 
@@ -92,7 +92,7 @@ def test_the_top_classes_are_those_of_the_prediction(bench: ExportBench) -> None
     assert exported[4]["top_labels"] == [2, 1]
     assert exported[4]["top_shares"] == pytest.approx([0.95, 0.03], abs=1e-3)
     assert exported[0]["top_labels"] == [2, 0]  # the label stays, though another class is more likely
-    assert (exported[6]["top_labels"][0], exported[7]["top_labels"]) == (0, None)
+    assert exported[6]["top_labels"] is None
 
 
 def test_a_pin_made_since_wins_over_the_prediction(bench: ExportBench) -> None:
@@ -107,6 +107,14 @@ def test_a_subset_of_corrected_classes_follows_the_predictions(bench: ExportBenc
     labels = Manifest.load(published_url(bench.storage, "t"))
     rule = Rule(Catalogue.open(bench.storage), 1, labels, corrected=True)
     assert count(rule, range(8)).tolist() == [2, 2, 4]
+
+
+def test_a_label_that_no_night_has_decided_is_as_given_and_has_no_score(bench: ExportBench) -> None:
+    bench.export()
+    undecided = bench.table()[6]
+    assert (undecided["label_score"], undecided["confidence"]) == (None, None)
+    told = "\n".join(tell(Storage(bench.storage), "000006", None, []))
+    assert "ant, as given: no night has decided it yet" in told
 
 
 def test_the_story_of_a_watched_sample_says_that_it_was_not_trained_on(bench: ExportBench) -> None:

@@ -256,6 +256,7 @@ def test_a_night_repairs_what_is_new_with_its_own_noise_and_leaves_the_rest(tmp_
     assert gain.gain == pytest.approx(repaired, abs=0.08)
     assert labels.earlier_noise == (first.noise,)
     assert set(second.roles.planted.tolist()) <= set(NEW)
+    assert second.found.num_new == len(NEW)
 
     third = night(tmp_path / "third", made, labels, skill=0.2)  # nothing is new, and the network guesses
     assert third.found.unmoved

@@ -1,6 +1,6 @@
 """The table keeps the prediction of each row's last visit; watched rows are predicted, never trained on."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from pencil_scale.labels.columns import FREE, PINNED, PLANTED, WATCHED, Int64s, 
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.pins import PINS, Pinned
 from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.labels.start_labels import append, regive, remap, set_roles, start_labels
+from pencil_scale.labels.start_labels import append, forget, regive, remap, set_roles, start_labels
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.decisions import decide
 from pencil_scale.method.evidence import TOP, NoiseModel, judge
@@ -130,6 +130,17 @@ def test_a_regiven_row_is_free_and_keeps_its_prediction(table: LabelTable) -> No
     assert labels.noisy_class[rows].tolist() == [classes[0], classes[1], 2, -1, classes[4]]
     assert np.array_equal(labels.predicted_class[rows], top)
     assert labels.last_epoch[rows].tolist() == [1, 0, 1, 1, 1]
+
+
+def test_a_row_whose_prediction_is_forgotten_is_undecided_and_trained_before(table: LabelTable) -> None:
+    rows = np.arange(10)
+    table.mark(rows, predicted(rows, NUM_CLASSES), epoch=0)
+    noise = asdict(NoiseModel(1.0, 0.1, 0.1, 0.05, 0.2, since=1))
+    labels = PublishedLabels(replace(forget(table.snapshot(), rows_of(3, 8)), noise=noise)).rows(range(10))
+    assert np.flatnonzero(labels.is_undecided).tolist() == [3, 8]
+    assert np.flatnonzero(~labels.has_evidence & ~labels.pinned).tolist() == [3, 8]
+    assert labels.decide().corrected_class[[3, 8]].tolist() == labels.noisy_class[[3, 8]].tolist()
+    assert (labels.last_epoch[[3, 8]] == 1).all()
 
 
 def test_a_night_keeps_the_predictions_of_rows_it_knows(table: LabelTable) -> None:
