@@ -19,9 +19,9 @@ changes are a proposal.
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples.
 
-A night may be too small to plant errors in, or to plant so many that they show what its repair gains. If
-`start` is given, the labels that it started from, no label changes then: old ones stay as they were, new ones
-as given. The next night decides them. Labels that earlier nights decided stay in any case, and the noise is
+A night may have too few new samples to measure what its repair gains. If `start` is given, the labels that it
+started from, no label changes then: old ones stay as they were, and new ones stay as given until a later
+night decides them. Labels that earlier nights decided stay in any case, and the noise is
 that of new samples: the gain is measured against given labels, and old ones have been repaired.
 
 The rule holds for the rows that this run trained on or watched. All other rows were predicted by earlier
