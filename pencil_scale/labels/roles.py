@@ -2,7 +2,8 @@
 
 Watched samples are never trained on, so the network cannot have memorised their labels: they show how good it
 is and how many labels are wrong. Planted errors are trained on like all other samples: they show how many
-wrong labels the run finds. Neither needs clean data.
+wrong labels the run finds. Neither needs clean data. A first run plants random errors; once confusions have
+been observed, half of a night's errors follow them, since these are harder to find.
 
     roles = choose_roles(catalogue, rows, pinned, config.evidence, seed=1)
     roles = choose_roles(catalogue, rows, pinned, config.evidence, seed=1, parent=carried)    # of a night
@@ -166,7 +167,7 @@ def choose_roles(
         return Roles.none()
     if not _select_enough(found["row"]) or len(errors) < FEWEST:
         errors = errors[:0]
-    wrong = _wrong_classes(errors, catalogue.num_classes, key)
+    wrong = _wrong_classes(errors, catalogue.num_classes, key, _confused(parent, found["row"].copy()))
     watched_rows, watched_bytes = found["row"].copy(), found["num_bytes"].copy()
     crossed = others["row"].copy(), others["num_bytes"].copy(), window[window > 0]
     return Roles(watched_rows, watched_bytes, errors["row"].copy(), wrong, threshold, *crossed)
@@ -231,11 +232,32 @@ def _undecided(parent: Manifest | None, rows: Int64s) -> Mask:
     return undecided
 
 
-def _wrong_classes(errors: Samples, num_classes: int, key: int) -> npt.NDArray[np.int32]:
-    """A random wrong class for each row."""
-    steps = 1 + hashes(errors["content"], key + 1) % np.uint64(max(num_classes - 1, 1))
-    wrong: npt.NDArray[np.int32] = ((errors["given"] + steps.astype(np.int64)) % num_classes).astype(np.int32)
-    return wrong
+def _confused(parent: Manifest | None, watched: Int64s) -> tuple[Int64s, Int64s]:
+    """The classes of watched samples whose labels seem right, and the class that each resembles most."""
+    given, rivals = [NO_ROWS], [NO_ROWS]
+    for part in PublishedLabels(parent).parts_with(watched) if parent is not None else ():
+        slots = watched[slice(*np.searchsorted(watched, [part.rows.start, part.rows.stop]))] - part.rows.start
+        slots = slots[is_decided(part)[slots] & ~part.decide().changed[slots]]
+        given.append(part.noisy_class[slots].astype(np.int64))
+        classes = part.predictions(slots).classes
+        place = (classes != given[-1][:, None]).argmax(axis=1)
+        rivals.append(classes[np.arange(len(slots)), place])
+    return np.concatenate(given), np.concatenate(rivals)
+
+
+def _wrong_classes(
+    errors: Samples, num_classes: int, key: int, confused: tuple[Int64s, Int64s]
+) -> npt.NDArray[np.int32]:
+    """A wrong class for each row: half are random, half follow what is known of confused classes."""
+    drawn = hashes(errors["content"], key + 1)
+    steps = 1 + drawn % np.uint64(max(num_classes - 1, 1))
+    wrong = (errors["given"] + steps.astype(np.int64)) % num_classes
+    given, rivals = confused
+    for number in np.unique(given).tolist():
+        some = rivals[given == number]
+        here = (errors["given"] == number) & (hashes(errors["row"], key) % np.uint64(2) == 0)
+        wrong[here] = some[(drawn[here] % np.uint64(len(some))).astype(np.int64)]
+    return wrong.astype(np.int32)
 
 
 def _content(keys: pa.ChunkedArray, rows: Int64s) -> UInt64s:

@@ -116,9 +116,11 @@ def test_a_threshold_only_falls(catalogue: Catalogue) -> None:
     assert child.watched.tolist() == parent.watched.tolist()
 
 
-def continued(catalogue: Catalogue, threshold: int = 0, trained: Any = (), predicted: Any = None) -> Manifest:
-    """The labels that a night starts from: rows that were trained on, and what the network said of them."""
-    labels = start_labels(catalogue, f"memory://{uuid.uuid4().hex}", 10.0)
+def continued(
+    catalogue: Catalogue, threshold: int = 0, trained: Any = (), predicted: Any = None, watched: Any = None
+) -> Manifest:
+    """The labels that a night starts from: rows that were visited, and what the network said of them."""
+    labels = start_labels(catalogue, f"memory://{uuid.uuid4().hex}", 10.0, watched=watched)
     if len(trained):
         with TemporaryDirectory() as folder:
             table = LabelTable.restore(labels, folder)
@@ -167,6 +169,18 @@ def test_a_night_plants_errors_only_in_labels_that_no_run_has_decided(catalogue:
     roles = choose_roles(catalogue, None, NONE, Evidence(planted=0.2), seed=1, parent=labels)
     assert roles.planted.min() >= 2000
     assert len(roles.planted) > 100
+
+
+def test_half_of_the_errors_of_a_night_follow_observed_confusions(catalogue: Catalogue) -> None:
+    given = np.arange(3000) % 3
+    parent = choose_roles(catalogue, None, NONE, Evidence(watched=0.3), seed=1)
+    seen = np.arange(2000)
+    logits = 5.0 * np.eye(3)[given] + 3.0 * np.eye(3)[(given + 1) % 3]  # each class looks like the next
+    labels = continued(catalogue, parent.threshold, seen, packed(logits[seen]), parent.watched)
+    roles = choose_roles(catalogue, None, NONE, Evidence(planted=0.2), seed=1, parent=labels)
+    steps = (roles.planted_class - given[roles.planted]) % 3
+    assert set(steps.tolist()) == {1, 2}
+    assert (steps == 1).mean() == pytest.approx(0.75, abs=0.07)  # all of one half, and half of the other
 
 
 def test_so_few_samples_that_nothing_can_be_measured_get_no_role(tmp_path: Path) -> None:
