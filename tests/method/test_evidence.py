@@ -100,6 +100,20 @@ def test_a_weak_network_of_few_classes_is_not_taken_for_wrong_labels(num_classes
     assert found.wrong_low == 0
 
 
+def test_what_a_weak_network_surely_mistakes_is_not_taken_for_wrong_labels() -> None:
+    seen, random = crowd(5000, noise=0.02, skill=2.0), np.random.default_rng(2)
+    other = (seen.true + random.integers(1, CLASSES, 5000)) % CLASSES
+    looks = np.where(random.random(5000) < 0.03, other, seen.true)
+    logits = random.normal(size=(5000, CLASSES))
+    logits[np.arange(5000), looks] += 2.0
+    seen = seen._replace(predictions=Predictions.from_logits(2 * logits))
+    assert 0.6 < (seen.predictions.classes[:, 0] == seen.true).mean() < 0.7
+    found = fit_noise(seen.predictions, seen.given)
+    assert found.wrong > 0.03  # more than there are
+    assert found.wrong_low < 0.02
+    assert (repaired(seen, found) == seen.true).mean() >= (seen.given == seen.true).mean()
+
+
 def test_no_more_labels_change_than_are_surely_wrong() -> None:
     model, others = fit_noise(*_watched(0.1, 2.0)), crowd(8000, 0.1, 2.0)
     assert (repaired(others, model) != others.given).mean() <= model.wrong_low
