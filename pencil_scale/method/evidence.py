@@ -50,8 +50,8 @@ MODEL_ERROR = 0.005  # share of labels that may seem wrong only because the mode
 # With 2, 3 and 4 classes and networks that were right in 50 to 90 % of cases, clean labels seemed wrong at
 # up to 1.7, 0.8 and 0.3 times the share that the network itself gets wrong; with 10 classes not at all.
 DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
-# With 10 classes, up to 12 % too many seemed wrong to models that were right in 63 % of cases, and 2 % to those
-# right in 80 %. With this weight, none of 74 repairs of clean or randomly wrong labels did harm.
+# With 10 classes, up to 12 % too many seemed wrong to models that were right in 63 % of cases, and 2 % to
+# those right in 80 %. With this weight, none of 74 repairs of clean or randomly wrong labels did harm.
 DOUBT_OF_WEAK = 0.35
 Z95 = NormalDist().inv_cdf(0.95)
 
