@@ -24,6 +24,7 @@ from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.config.command import run_job, say
 from pencil_scale.config.settings import Config, SubsetJob
 from pencil_scale.labels.published import Published, find_published, require_same_rows
+from pencil_scale.nights.record import labels_in_use
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.storage import Storage
@@ -66,7 +67,7 @@ def run(config: Config) -> Summary:
     catalogue = Catalogue.open(storage.url)
     published = None
     if options.by != "noisy" or options.min_confidence > 0:
-        published = find_published(storage.url, options.labels or config.run.name)
+        published = find_published(storage.url, options.labels or labels_in_use(storage.url, config.run.name))
     rule = _rule(config, catalogue, published)
     here = is_in_memory(storage.url)
     available = _count(rule, here)
@@ -92,9 +93,9 @@ def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> 
     options = config.subset
     excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude)]
     manifest = None if published is None else published.manifest
-    if manifest is not None:
-        named = options.labels or config.run.name
-        ClassOrder.between(manifest.class_names, catalogue.class_names, f"subset.labels: {named}")
+    if published is not None and manifest is not None:
+        what = f"subset.labels: {published.name}"
+        ClassOrder.between(manifest.class_names, catalogue.class_names, what)
         require_same_rows(manifest, catalogue)
     keys, by_corrected = np.unique(np.concatenate(excluded)), options.by == "corrected"
     return Rule(catalogue, config.run.seed, manifest, by_corrected, options.min_confidence, keys)

@@ -43,7 +43,7 @@ from pencil_scale.features.similar import find_results
 from pencil_scale.labels.published import find_published
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.method.automatic import filled
-from pencil_scale.nights.record import NightFiles
+from pencil_scale.nights.record import NightFiles, labels_in_use
 from pencil_scale.review.network import network_notes
 from pencil_scale.review.recalibration import recalibration
 from pencil_scale.storage.cleanup import clean_up
@@ -63,6 +63,7 @@ class Summary:
     """The export as it is published, and what this run did."""
 
     folder: str
+    labels: str  # name of the run or night that they are of
     export: str  # id of this run, part of the names of the files it wrote
     manifest: ExportManifest
     removed: tuple[str, ...]
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config, force: bool = False) -> Summary:
     """Write the table, then the sidecars, then the shards if wanted; publish; remove what is outdated."""
     storage = Storage(config.run.storage)
-    named = config.export.labels or config.run.name
+    named = config.export.labels or labels_in_use(storage.url, config.run.name)
     model = None
     if config.export.predict:
         run = find_published(storage.url, named, held=force).name
@@ -153,7 +154,8 @@ def _write(config: Config, source: Source, folder: str, lease: Lease, here: bool
     clean_up(f"outdated files of {folder}", lambda: Folder(folder).delete_all(removed))
     predicted_by = sum((written.predicted_by for written in table), Counter[str]())
     rewritten = tuple(found for _, found in corrected if found is not None)
-    summary = Summary(folder, export, manifest, removed, dict(sorted(predicted_by.items())), rewritten)
+    name = source.published.name
+    summary = Summary(folder, name, export, manifest, removed, dict(sorted(predicted_by.items())), rewritten)
     print_summary(summary)
     return summary
 
@@ -204,7 +206,8 @@ def _manifest(
 def print_summary(summary: Summary) -> None:
     """Print the summary table."""
     manifest = summary.manifest
-    rows = {"samples": f"{manifest.num_samples:,}", "labels changed": f"{manifest.num_label_issues:,}"}
+    rows = {"labels": summary.labels, "samples": f"{manifest.num_samples:,}"}
+    rows["labels changed"] = f"{manifest.num_label_issues:,}"
     rows |= {f"  predicted by: {name}": f"{num:,}" for name, num in summary.predicted_by.items()}
     rows["table"] = f"{many(len(manifest.table), 'file')}, {summary.num_written('table'):,} written now"
     rows["most doubtful labels"] = manifest.doubts

@@ -33,6 +33,7 @@ from pencil_scale.features.similar import Results, find_results
 from pencil_scale.labels.published import find_published, held_names, published_names
 from pencil_scale.labels.report import Traces, read_traces
 from pencil_scale.labels.run_record import read_record
+from pencil_scale.nights.record import labels_in_use
 from pencil_scale.review.audit import read_audit, reliability, study
 from pencil_scale.review.network import GAIN, network_facts, network_notes
 from pencil_scale.review.page import page_data, review_page, samples_of
@@ -76,7 +77,7 @@ def run(config: Config) -> Summary:
         raise PencilError(f"report.page: {config.report.page} is not a page; name a file that ends in .html")
     refuse_lost("report.page", config.report.page)
     storage = Storage(config.run.storage)
-    named = config.report.labels or config.run.name
+    named = config.report.labels or labels_in_use(storage.url, config.run.name)
     source = find_source(
         storage.url, named, config.data.exclude, TOP_K, None, config.nightly.remap, held=True
     )

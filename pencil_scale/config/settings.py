@@ -158,6 +158,7 @@ class Optimizer(Settings):
 
 
 Augment = Literal["weak", "strong"]
+NAMED = "name of a run or night, or URL; null: those of the night in use, or this run's"
 AUGMENT = "weak: crop and mirror; strong: also turn, shear, recolour and cover a part of the image"
 
 
@@ -370,7 +371,7 @@ class SubsetJob(Settings):
     per_class: Count | None = key("samples per class; set this or total", None, unit="samples")
     total: Count | None = key("samples in total, divided equally among the classes", None, unit="samples")
     by: Literal["noisy", "corrected"] = key("balance the given or the repaired classes", "noisy")
-    labels: str | None = key("published labels to use: name of a run, or URL; null: this run's", None)
+    labels: str | None = key(f"published labels to use: {NAMED}", None)
     min_confidence: float = key("take only samples whose label gives their class this share", 0.0, ge=0, lt=1)
     exclude: str | None = key("file of sample ids to leave out, one per line", None)
     on_shortage: Literal["error", "take_all"] = key("what to do if a class has too few samples", "error")
@@ -380,7 +381,7 @@ class SubsetJob(Settings):
 
 
 class ExportJob(Settings):
-    labels: str | None = key("published labels to export: name of a run, or URL; null: this run's", None)
+    labels: str | None = key(f"published labels to export: {NAMED}", None)
     folder: str | None = key("folder of the export; null: <storage>/exports/NAME", None)
     top_k: Count = key("number of classes listed per label distribution", 5, unit="classes")
     predict: bool = key("let the model predict the class of unlabelled samples", True)
@@ -394,7 +395,7 @@ class PinJob(Settings):
 
 
 class ReportJob(Settings):
-    labels: str | None = key("published labels to review: name of a run, or URL; null: this run's", None)
+    labels: str | None = key(f"published labels to review: {NAMED}", None)
     since: str | None = key("earlier labels to compare with: name of a run, or URL", None)
     page: str | None = key("HTML file to write; null: <storage>/reports/NAME.html", None)
     listed: int = key("samples most worth reviewing, for the gallery", 1000, ge=0, le=100_000, unit="samples")

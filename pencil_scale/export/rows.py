@@ -2,7 +2,7 @@
 
 The label of a row comes from the first of these that has one: a person who pinned it; the prediction of a row
 that the run, or one of its trainings, watched; the learned labels, if a run trained on the row; the network,
-for a sample that has no usable label, is held out, or is newer than the labels; the shard.
+for a sample that has no usable label or is held out; the shard.
 
     for table in export_tables(source, range(0, 65_536)):       # one per label part, in row order
         ...
@@ -154,9 +154,7 @@ def _table(source: Source, known: pa.Table, learned: Learned) -> pa.Table:
     speaker[ok & (labels.last_epoch > 0) & ~labels.is_undecided] = LABELS
     speaker[ok & labels.is_unseen] = WATCHED
     if source.model is not None:
-        is_newer = rows.start >= manifest.layout.num_rows
-        statuses = pa.array([*FOR_THE_MODEL, *(["ok"] if is_newer else [])])
-        unlabelled = pc.is_in(known["status"], statuses).to_numpy(zero_copy_only=False)
+        unlabelled = pc.is_in(known["status"], pa.array(FOR_THE_MODEL)).to_numpy(zero_copy_only=False)
         wanted = np.flatnonzero(unlabelled & kept)
         if len(wanted):
             read, found = source.model(source.catalogue, known.take(wanted), logits.shape[1])

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from pencil_scale.export.files import remove_export
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import now
+from pencil_scale.labels.published import held_names, published_names
 from pencil_scale.labels.run_record import read_record
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
@@ -184,6 +185,15 @@ def _encoded(value: Mapping[str, Any]) -> bytes:
 def night_name(number: int) -> str:
     """The name of a night."""
     return f"night-{number:04d}"
+
+
+def labels_in_use(storage: str, run: str) -> str:
+    """The name of the labels that a job uses if it is told none: the run's, or those of the night in use."""
+    nights = NightFiles(storage)
+    current = nights.current()
+    known, night = (*published_names(storage), *held_names(storage)), nights.record(run)
+    is_followed = night is not None and night.number == 0
+    return run if current is None or (run in known and not is_followed) else current.name
 
 
 # --- removing ----------------------------------------------------------------------------------------

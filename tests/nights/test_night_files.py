@@ -13,7 +13,7 @@ from night_making import Nights, started
 from pencil_scale.export.files import MANIFEST, ExportManifest
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights import record
-from pencil_scale.nights.record import Night, night_name, remove_old
+from pencil_scale.nights.record import Night, labels_in_use, night_name, remove_old
 from pencil_scale.nights.start import adopt, resumable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import Folder
@@ -49,6 +49,24 @@ def test_current_moves_to_a_night_only_from_its_parent(bench: Nights) -> None:
     assert (current.name, current.class_names, current.reasons) == ("night-0002", ("a", "b"), ("why",))
     with pytest.raises(PencilError, match="no finished night of this name; kept are night-0001, night-0002"):
         nights.must_find("night-0007")
+
+
+def test_the_labels_in_use_are_those_of_the_night_that_follows_a_run(bench: Nights) -> None:
+    nights = bench.nights
+    for name in ("first", "other", "night-0001", "night-0002"):
+        Folder(nights.storage).put(f"labels/published/{name}.json", b"{}")
+    assert labels_in_use(nights.storage, "first") == "first"
+    nights.save(replace(night(1, None), name="first", number=0))
+    for number, parent in ((1, "first"), (2, "night-0001")):
+        nights.save(night(number, parent))
+    nights.move_current(nights.must_find("night-0002"), expected=None)
+    for run, expected in {
+        "first": "night-0002",  # which nights continue
+        "nightly": "night-0002",  # no run
+        "other": "other",  # another run in the same storage
+        "night-0001": "night-0001",
+    }.items():
+        assert labels_in_use(nights.storage, run) == expected
 
 
 def test_two_nights_started_at_once_get_different_numbers(bench: Nights) -> None:

@@ -133,6 +133,8 @@ def test_the_model_predicts_unlabelled_samples(bench: ExportBench) -> None:
     )
     bench.index()
     bench.publish({})
+    bench.shard("00044.tar", samples([12]))  # labelled, and newer than the labels: it stays as given
+    bench.index()
     torch.manual_seed(0)
     model = build_backbone("small_convnet", 3).eval()
     import fsspec
@@ -141,7 +143,7 @@ def test_the_model_predicts_unlabelled_samples(bench: ExportBench) -> None:
         torch.save(model.state_dict(), file)
     summary = bench.export(predict=True)
     exported = {each["key"]: each for each in bench.sidecar("00043")}
-    assert summary.predicted_by == {"labels": 12, "model": 2, "none": 1}
+    assert summary.predicted_by == {"given": 1, "labels": 12, "model": 2, "none": 1}
     assert exported["y"]["predicted_label"] is None
     assert exported["x"]["given_label"] is None
     assert exported["x"]["label_score"] is None
