@@ -127,7 +127,7 @@ def run(config: Config, force: bool = False) -> Summary:
         say(f"WARNING: HELD LABELS ARE EXPORTED (--force): {reason}")
     name = source.published.name
     known = storage.read_json(storage.run(name, "summary.json")) or {}
-    for note in network_notes({**known, "held_because": ()}, name, held_because=()):
+    for note in () if known.get("unmoved") else network_notes({**known, "held_because": ()}, name, ()):
         say(f"WARNING: {note}")  # what the run could not measure, or found worse
     if warning := source.pins.void_warning():
         print(f"WARNING: {warning}", flush=True)

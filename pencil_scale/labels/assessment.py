@@ -75,7 +75,7 @@ class Assessment:
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
     patterned: bool = False  # random errors do not explain these
     unmoved: bool = False  # the labels are those of the start
-    num_new: int | None = None  # labels that a night decides
+    num_new: int | None = None  # labels that a night has to decide
 
 
 def assess(
@@ -112,13 +112,14 @@ def assess(
         proposed = _measure(proposal, manifest, roles, original, folds, start)
         if proposed.gain and proposed.gain.restored > HALF:
             found = replace(proposed, gain=None)  # planted errors do not show what it gains
+    num_new = None if start is None else found.num_judged
     if start is not None and (found.power is None or found.unsure or _is_early(found.gain)):
-        return Assessment(regive(unmoved(manifest, start), *planted), first.noise, unmoved=True)
+        labels = regive(unmoved(manifest, start), *planted)
+        return Assessment(labels, first.noise, unmoved=True, num_new=num_new)
     earlier = (*manifest.earlier_noise, manifest.noise) if manifest.noise else ()
     labels = replace(labels, noise=asdict(found.noise), earlier_noise=earlier)
     if start is not None:
         labels = keep_decided(labels, start)
-    num_new = None if start is None else found.num_judged
     return Assessment(
         labels, first.noise, found.gain, found.power, found.unsure, known, patterned, num_new=num_new
     )

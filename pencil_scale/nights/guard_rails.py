@@ -31,6 +31,7 @@ FACTS = {  # of figures, in the summary
     "shards": "{new_shards:,} new, {changed_shards:,} changed, {vanished_shards:,} vanished",
     "samples": "{new_samples:,} new, {regiven_samples:,} given another class, {vanished_samples:,} vanished",
     "new labels repaired": "{new_repaired:,} of {new_decided:,} trained on or watched",
+    "undecided": "{undecided:,}, as given until a later night decides them",
     "old labels changed": "{old_changed:,} of {old_decided:,} trained on or watched again",
 }
 Int64s = npt.NDArray[np.int64]
@@ -64,7 +65,7 @@ def count_moves(
 
     Return the figures, and how many old labels went from one class to another. Pinned rows do not count.
     """
-    found = [np.empty((5, 0), np.int64)]
+    found = [np.empty((6, 0), np.int64)]
     written = [part for part in labels.parts if labels.parts[part] != carried.parts[part]]
     some = labels.parts if labels.noise != carried.noise else written
     firsts = np.array([labels.layout.rows_of(part).start for part in some], np.int64)
@@ -74,9 +75,9 @@ def count_moves(
         rows = np.arange(after.rows.start, after.rows.stop)
         was, now = (one.decide().corrected_class for one in (before, after))
         again = np.isin(rows, trained) | (after.role == WATCHED)
-        columns = [before.noisy_class, was, now, np.isin(rows, fresh), again]
+        columns = [before.noisy_class, was, now, np.isin(rows, fresh), again, after.is_undecided]
         found.append(np.stack(columns)[:, ~before.pinned & (again | (was != now))])
-    given, was, now, new, again = np.concatenate(found, axis=1)
+    given, was, now, new, again, undecided = np.concatenate(found, axis=1)
     changed = (new == 0) & (was != now)
     figures = {
         "old_decided": int(((new == 0) & (again == 1)).sum()),
@@ -84,6 +85,7 @@ def count_moves(
         "old_repaired": int(((new == 0) & (again == 1) & (was != given)).sum()),  # before the night
         "new_decided": int(((new == 1) & (again == 1)).sum()),
         "new_repaired": int(((new == 1) & (now != given)).sum()),
+        "undecided": int(((new == 1) & (undecided == 1)).sum()),
     }
     return figures, Counter(zip(was[changed].tolist(), now[changed].tolist(), strict=True))
 

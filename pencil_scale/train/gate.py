@@ -73,9 +73,10 @@ def judge(
 def unmeasured(found: Assessment) -> str:
     """Say in one line what could not be measured; nothing if everything was."""
     if found.unmoved:
+        num = "the" if found.num_new is None else f"{found.num_new:,}"
         return (
-            "too few samples are undecided to measure what their repair gains, so old labels stay as they "
-            "were, and new ones as given until the next night"
+            f"{num} undecided labels are too few to measure what a repair gains: they stay as given until a "
+            "later night has more, and decided labels stay as they were"
         )
     if found.noise is None:
         what = "nothing could be measured: too few samples are watched"

@@ -12,7 +12,7 @@ from night_making import Nights, started
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import NightlyJob
 from pencil_scale.labels.published import published_url
-from pencil_scale.labels.start_labels import set_roles
+from pencil_scale.labels.start_labels import forget, set_roles
 from pencil_scale.nights.guard_rails import Evidence, check_night, count_moves, judge
 from pencil_scale.nights.record import Night
 from pencil_scale.nights.start import prepare
@@ -38,6 +38,7 @@ def test_changes_are_counted_separately_for_old_and_new_rows_and_never_for_pinne
         "old_repaired": 0,
         "new_decided": 1,
         "new_repaired": 1,
+        "undecided": 0,
     }
     assert between == {(0, 1): 1}
 
@@ -52,8 +53,12 @@ def test_watched_rows_count_and_so_does_any_other_old_label_that_changes(bench: 
     table.mark([1, 4], packed(np.eye(3)[[2, 0]] * 9), epoch=0)
     figures, between = count_moves(carried, table.snapshot(), trained=np.array([0]), fresh=np.array([4]))
     assert (figures["old_decided"], figures["old_changed"]) == (2, 1)
-    assert (figures["new_decided"], figures["new_repaired"]) == (1, 1)
+    assert (figures["new_decided"], figures["new_repaired"], figures["undecided"]) == (1, 1, 0)
     assert between == {(1, 2): 1}
+
+    labels = forget(table.snapshot(), np.array([4]))
+    figures, _ = count_moves(carried, labels, trained=np.array([0]), fresh=np.array([4]))
+    assert (figures["new_decided"], figures["new_repaired"], figures["undecided"]) == (1, 0, 1)
 
     # Labels that nothing was learned about change with their noise model.
     sure = replace(carried, noise={**noise, "min_log_odds": -1e9})
@@ -81,6 +86,7 @@ def test_a_night_is_compared_with_its_parent(bench: Nights) -> None:
         "shards": "1 new, 0 changed, 0 vanished",
         "samples": "3 new, 0 given another class, 0 vanished",
         "new labels repaired": "0 of 3 trained on or watched",
+        "undecided": "0, as given until a later night decides them",
         "old labels changed": "0 of 3 trained on or watched again",
         "clean accuracy": "0.8000, 0.9000 the night before",
     }

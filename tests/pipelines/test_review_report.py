@@ -93,7 +93,7 @@ def test_untrained_labels_are_counted_separately_and_never_drawn(bench: ReviewBe
     bench.publish({1: 2}, visited=[0, 1, 2])
     summary = bench.report()
     assert (summary.counts["labels"], summary.counts["untouched"], summary.num_drawn) == (3, 9, 3)
-    assert "Not trained on: 9 usable samples" in bench.page.read_text()
+    assert "Undecided: 9 usable samples" in bench.page.read_text()
 
 
 def test_pinned_labels_are_counted_but_not_shown_for_review(bench: ReviewBench) -> None:
