@@ -125,9 +125,9 @@ def test_a_colour_profile_is_ignored() -> None:
     assert_quarters(decode(encoded(quarters(), "JPEG", quality=95, icc_profile=profile)))
 
 
-@pytest.mark.parametrize("size", [(1600, 1200), (300, 300), (3000, 300), (90, 200)])
+@pytest.mark.parametrize("size", [(1600, 1200), (640, 480), (400, 533), (300, 300), (3000, 300), (90, 200)])
 def test_a_photo_of_any_size_is_scaled_alike(size: tuple[int, int]) -> None:
-    """A JPEG is first decoded at half its size or less: compare with scaling the full photo."""
+    """A large JPEG is first decoded at a part of its size: compare with scaling the full photo."""
     noise = np.random.default_rng(0).normal(0, 1, (75, 100, 3)).cumsum(0).cumsum(1)
     scaled = (127 + 100 * noise / np.abs(noise).max()).astype(np.uint8)
     photo = Image.fromarray(scaled).resize(size, Image.Resampling.BICUBIC)
@@ -136,6 +136,26 @@ def test_a_photo_of_any_size_is_scaled_alike(size: tuple[int, int]) -> None:
         Image.open(io.BytesIO(data)).convert("RGB").resize((256, 256), Image.Resampling.BILINEAR)
     )
     assert np.abs(decode(data, 256).astype(int) - full).mean() < 1.0
+
+
+@pytest.mark.parametrize(
+    ("size", "found"), [((400, 533), (400, 533)), ((640, 480), (400, 300)), ((1600, 1200), (400, 300))]
+)
+def test_a_photo_is_decoded_at_a_part_of_its_size_only_where_that_is_faster(
+    size: tuple[int, int], found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6/8 of 400 x 533 would be enough pixels, but takes longer than all of them."""
+    simplejpeg, sizes = pytest.importorskip("simplejpeg"), []
+    plain = simplejpeg.decode_jpeg
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        pixels = plain(*arguments, **options)
+        sizes.append(pixels.shape[1::-1])
+        return pixels
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", noted)
+    decode(encoded(quarters(*size), "JPEG"), 256)
+    assert sizes == [found]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
