@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0)]
-Decay = Annotated[float, Field(gt=0, lt=1)]
+Between = Annotated[float, Field(gt=0, lt=1)]
 AutoWhole = Annotated[Whole, AUTOMATIC]
 AutoCount = Annotated[Count, AUTOMATIC]
 AutoRate = Annotated[Positive, AUTOMATIC]
@@ -96,7 +96,9 @@ class Data(Settings):
 
 
 class Images(Settings):
-    decode: Literal["cpu", "gpu"] = key("where JPEGs are decoded", "cpu")
+    decode: Literal["cpu", "gpu"] | Between = key(
+        "where JPEGs are decoded; a number: this share of them on the GPU, the others on CPUs", "cpu"
+    )
     resize: Count | None = key("scale images to a square of this side before cropping", None, unit="pixels")
     crop: AutoCount = key(
         "side of the square that the network sees; without it, resize and pad are automatic too",
@@ -112,12 +114,19 @@ class Images(Settings):
     def _crop_fits(self) -> Self:
         if self.crop is None:
             return self
-        if self.decode == "gpu" and self.resize is None:
-            raise ValueError("decode: gpu needs resize, the side to which all images are scaled")
+        if self.decode != "cpu" and self.resize is None:
+            raise ValueError(f"decode: {self.decode} needs resize, the side to which all images are scaled")
         pad = self.pad or 0
         if self.resize is not None and self.crop > self.resize + 2 * pad:
             raise ValueError(f"crop {self.crop} is larger than resize {self.resize} with pad {pad}")
         return self
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of the images that the GPU decodes."""
+        if isinstance(self.decode, float):
+            return self.decode
+        return 1.0 if self.decode == "gpu" else 0.0
 
 
 FEATURES = "features:"  # and how many numbers: the name of a network that is only a head
@@ -189,7 +198,7 @@ class PencilStage(Settings):
     start_confidence: float | None = key(
         "share of the given class in a label at the start; null: the paper's scale of 10", None, gt=0, lt=1
     )
-    teacher: Decay | None = key(
+    teacher: Between | None = key(
         "let an average of the network move the labels, and evaluate it; it keeps this share of itself at "
         "every step, such as 0.998, and sees images weakly augmented; null: the network itself",
         None,
@@ -216,7 +225,7 @@ class FinetuneStage(Settings):
         "of the rate: steps, as drop_after says, or a fall along a cosine from epoch to epoch", "steps"
     )
     restart: bool = key("start from new weights, as at the start of the run; labels stay", False)
-    average: Decay | None = key(
+    average: Between | None = key(
         "evaluate and publish an average of the network; it keeps this share of itself at every step, such "
         "as 0.999; null: the network itself",
         None,

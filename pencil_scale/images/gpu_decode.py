@@ -1,9 +1,10 @@
 """Decoding on the GPU: nvJPEG through torchvision for plain JPEGs, the CPU for everything else.
 
-    images, weight, problems = decode_on_gpu(batch.images, "cuda", resize=256)
+    images, problems = decode_on_gpu(batch.encoded, batch.images, "cuda", resize=256)
     images                      # uint8 [B, 3, 256, 256] on the device, channels_last
-    weight                      # float32 [B] on the host, 0 where an image gave no pixels
     problems                    # {number in the batch: reason}
+
+A part of the batch may be decoded already. The other images are given by their numbers in the batch.
 
 nvJPEG does not handle CMYK, other formats, EXIF orientation or truncated files. Such images are recognised by
 their headers and decoded by `decode.py`, with the same conventions. On a CPU device all images go that way,
@@ -20,24 +21,26 @@ from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.images.inspect import format_of, inspect_image
 
 SCALED_BYTES = 2**26  # of the images that are scaled at once
-Decoded = tuple[Tensor, Tensor, dict[int, str]]
+Decoded = tuple[Tensor, dict[int, str]]
 
 
-def decode_on_gpu(images: list[bytes], device: torch.device | str, resize: int | None) -> Decoded:
-    """Decode a batch and scale every image to a square of `resize` pixels per side."""
-    assert resize is not None  # the config requires it with `decode: gpu`
+def decode_on_gpu(
+    encoded: dict[int, bytes], rest: Tensor, device: torch.device | str, resize: int | None
+) -> Decoded:
+    """Decode images, scale them to squares of `resize` pixels per side, and put them among the rest."""
+    assert resize is not None  # the config requires it where a GPU decodes
     device = torch.device(device)
     if device.type != "cuda":
-        return _batch(images, device, resize)
+        return _batch(encoded, rest, device, resize)
     # nvJPEG writes on its own stream, without waiting for ours, into memory that PyTorch allocated for ours:
     # a running step may still read what was freed there. So decode on a separate stream, which has separate
     # memory, and wait for it.
     decoding = _decoding_stream(device)
     with torch.cuda.stream(decoding):
-        pixels, weight, problems = _batch(images, device, resize)
+        pixels, problems = _batch(encoded, rest, device, resize)
     decoding.synchronize()
     pixels.record_stream(torch.cuda.current_stream(device))
-    return pixels, weight, problems
+    return pixels, problems
 
 
 @lru_cache
@@ -45,15 +48,19 @@ def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _batch(images: list[bytes], device: torch.device, resize: int) -> Decoded:
+def _batch(encoded: dict[int, bytes], rest: Tensor, device: torch.device, resize: int) -> Decoded:
     """Decode on the GPU or the CPU and scale to one size; images that give no pixels stay 0."""
-    plain = [number for number, data in enumerate(images) if device.type == "cuda" and fits_nvjpeg(data)]
-    decoded = dict(zip(plain, _with_nvjpeg([images[number] for number in plain], device), strict=True))
-    pixels = torch.zeros((len(images), resize, resize, 3), dtype=torch.uint8, device=device)
+    plain = [number for number, data in encoded.items() if device.type == "cuda" and fits_nvjpeg(data)]
+    decoded = dict(zip(plain, _with_nvjpeg([encoded[number] for number in plain], device), strict=True))
+    # The rest is copied after that: nvJPEG could get, and overwrite, memory from which a copy still reads.
+    num_images = len(encoded) + len(rest)
+    pixels = torch.zeros((num_images, resize, resize, 3), dtype=torch.uint8, device=device)
     pixels = pixels.permute(0, 3, 1, 2)
+    others = [number for number in range(num_images) if number not in encoded]
+    pixels[others] = rest.to(device, non_blocking=True)
     alike: dict[torch.Size, dict[int, Tensor]] = {}  # images of one size are scaled together
     problems: dict[int, str] = {}
-    for number, data in enumerate(images):
+    for number, data in encoded.items():
         if (image := decoded.get(number)) is not None:
             alike.setdefault(image.shape, {})[number] = image
             continue
@@ -65,9 +72,7 @@ def _batch(images: list[bytes], device: torch.device, resize: int) -> Decoded:
         numbers, num = list(found), max(1, SCALED_BYTES // shape.numel())
         for some in (numbers[first : first + num] for first in range(0, len(numbers), num)):
             pixels[some] = scaled(torch.stack([found[number] for number in some]), resize)
-    weight = torch.ones(len(images))
-    weight[list(problems)] = 0.0
-    return pixels, weight, problems
+    return pixels, problems
 
 
 def scaled(images: Tensor, side: int) -> Tensor:

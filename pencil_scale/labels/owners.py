@@ -51,11 +51,12 @@ class Batch:
     """Some samples on their way through a step; the labels are empty until the owners fill them in."""
 
     rows: Tensor  # int64 [B], on the host
-    images: Any  # what the model takes; passed through
+    images: Any  # what the model takes, without those that are still encoded; passed through
     weight: Tensor  # float32 [B]; 0 where the image could not be read
     label_logits: Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [B, C]
     noisy_class: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # int64 [B]
     problems: tuple[str, ...] = ()  # one line per image that could not be decoded
+    encoded: dict[int, bytes] = field(default_factory=dict)  # images for the GPU to decode, by their number
     own: Tensor | None = None  # share of each image in its mixture with the one before it
     weak_images: Any = None  # the same images, weakly augmented, where a teacher needs them
 

@@ -66,9 +66,9 @@ class PieceSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        size, tasks = self._spec.size, []
+        tasks = []
         for piece in ray.get(self._pieces.get.remote()):
-            num_bytes = None if size is None else piece.num_rows * 3 * size[0] * size[1]
+            num_bytes = None if self._spec.gpu_share else piece.num_rows * self._spec.pixel_bytes
             about = BlockMetadata(piece.num_rows, num_bytes, input_files=None, exec_stats=None)
             read = partial(read_in_task, self._spec, piece, self._control)
             tasks.append(ReadTask(read, about, schema=self._spec.schema))

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from queue import Empty, Queue
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class StreamSpec:
     seed: int = 1
     window_mb: int = 64
     resize: int | None = None
-    decode: Literal["cpu", "gpu"] = "cpu"
+    gpu_share: float = 0.0  # of the images, which stay encoded
     shuffle: bool = True
     subset: Int64s | None = field(default=None, repr=False, compare=False)  # row numbers
     left_out: LeftOut | None = field(default=None, repr=False, compare=False)  # watched, not trained on
@@ -83,14 +84,14 @@ class StreamSpec:
         )
         if clean_set:
             return spec.for_evaluation(config)
-        return replace(spec, decode=config.images.decode, num_epochs=config.stages.num_epochs)
+        return replace(spec, gpu_share=config.images.gpu_share, num_epochs=config.stages.num_epochs)
 
     def for_evaluation(self, config: Config, subset: Int64s | None = None) -> "StreamSpec":
         """The same rows, or others of the same catalogue, in order and in larger batches."""
         most = min(4 * self.batch, CLEAN_PIXELS // config.images.crop**2)
         batch, rows = max(self.batch, most), self.subset if subset is None else subset
         return replace(
-            self, batch=batch, subset=rows, left_out=None, shuffle=False, decode="cpu", num_epochs=0
+            self, batch=batch, subset=rows, left_out=None, shuffle=False, gpu_share=0.0, num_epochs=0
         )
 
 
@@ -114,10 +115,10 @@ class Stream:
             raise PencilError(f"{spec.storage}: no row to read; see the report of index_shards")
         resized = None if spec.resize is None else (spec.resize, spec.resize)
         self.image_size = resized or common_size(read, self._selection)  # height, width
-        self.read = replace(read, size=self.image_size if spec.decode == "cpu" else None)
-        self._bytes_per_image = 3 * self.image_size[0] * self.image_size[1]  # once read
-        if spec.decode == "gpu":
-            self._bytes_per_image = int(self._selection.chunks.ok_bytes.sum()) // self.num_rows
+        self.read = replace(read, size=self.image_size, gpu_share=spec.gpu_share)
+        encoded_bytes = int(self._selection.chunks.ok_bytes.sum()) / self.num_rows
+        share = spec.gpu_share
+        self._bytes_per_image = int(share * encoded_bytes + (1 - share) * self.read.pixel_bytes)  # once read
         self._blocks: Callable[[Sequence[Piece]], Iterator[pa.Table]] = partial(read_pieces, self.read)
         if not in_process:
             ahead_bytes = 2 * self.num_rows * self._bytes_per_image // world
@@ -194,8 +195,8 @@ class Stream:
 def cut_batches(blocks: Iterator[pa.Table], sizes: list[int], spec: ReadSpec) -> Iterator[Batch]:
     """Yield a batch of each size; too few rows, or too many, are an error and never a shorter epoch.
 
-    `images` is uint8 [B, 3, H, W] in `channels_last` layout, or a list of encoded images if the spec has no
-    size. `noisy_class` is the catalogue's: evaluation uses it, and in training the owners replace it.
+    `images` is uint8 [B, 3, H, W] in `channels_last` layout, without those that are in `encoded`.
+    `noisy_class` is the catalogue's: evaluation uses it, and in training the owners replace it.
     """
     ready = spec.schema.empty_table()
     for number, size in enumerate(sizes):
@@ -216,24 +217,27 @@ def _batch(table: pa.Table, spec: ReadSpec) -> Batch:
     reasons = table["problem"].to_pylist()
     return Batch(
         rows=torch.from_numpy(table["row"].to_numpy().copy()),
-        images=_pixels(table["image"], spec.size) if spec.size else table["image"].to_pylist(),
+        images=_pixels(table["pixels"], spec.size),
         weight=torch.from_numpy(np.array([reason is None for reason in reasons], np.float32)),
         noisy_class=torch.from_numpy(table["noisy_class"].to_numpy().copy()),
         problems=tuple(reason for reason in reasons if reason is not None),
+        encoded={n: data for n, data in enumerate(table["encoded"].to_pylist()) if data is not None},
     )
 
 
 def _pixels(column: pa.ChunkedArray, size: tuple[int, int]) -> Tensor:
     """Copy pixels, once, from the blocks into a batch, which is pinned if there is a GPU to copy it to."""
-    shape = (len(column), *size, 3)
-    pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    target, width, done = pixels.numpy().reshape(-1), 3 * size[0] * size[1], 0
-    for array in column.chunks:
-        start, num_bytes = array.offset * width, len(array) * width
-        source = np.frombuffer(array.buffers()[1], np.uint8)
-        target[done : done + num_bytes] = source[start : start + num_bytes]
-        done += num_bytes
-    return pixels.permute(0, 3, 1, 2)
+    found = [np.empty(0, np.uint8), *(_bytes_of(array) for array in column.chunks if len(array))]
+    pixels = torch.empty(sum(map(len, found)), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    np.concatenate(found, out=pixels.numpy())
+    return pixels.view(-1, *size, 3).permute(0, 3, 1, 2)
+
+
+def _bytes_of(array: pa.LargeBinaryArray) -> npt.NDArray[np.uint8]:
+    """All bytes of an array, without a copy."""
+    _, offsets, data = array.buffers()
+    first, last = np.frombuffer(offsets, np.int64)[[array.offset, array.offset + len(array)]]
+    return np.frombuffer(data, np.uint8)[first:last]
 
 
 class Prefetch(Generic[Item]):

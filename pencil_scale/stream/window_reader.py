@@ -4,11 +4,13 @@ A read task looks up the rows of its piece in the catalogue, fetches their bytes
 the epoch and yields one block at a time: it holds about one window of bytes and one block of pixels.
 
     spec = ReadSpec("s3://lake/clothing1m", version=3, block_bytes=32 << 20, size=(256, 256))
-    for table in read_piece(spec, piece):       # row, noisy_class, image, problem
+    for table in read_piece(spec, piece):       # row, noisy_class, pixels, encoded, problem
         ...
 
-An image that does not decode is all zeros, and `problem` names the sample, its shard and the reason. Neither
-torch nor Ray is imported here: this runs in every process that reads, which should start fast and stay small.
+An image that does not decode is all zeros, and `problem` names the sample, its shard and the reason. With
+`gpu_share` some images, always the same ones, have no pixels: they stay `encoded` for a GPU to decode.
+Neither torch nor Ray is imported here: this runs in every process that reads, which should start fast and
+stay small.
 """
 
 from collections import Counter, deque
@@ -28,10 +30,12 @@ from pencil_scale.catalogue.ranges import read_images
 from pencil_scale.catalogue.schema import CHUNK_ROWS
 from pencil_scale.images.decode import UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.hashing import hashes
 from pencil_scale.stream.plan import Int64s, Mask, Piece
 
 NUM_PROBED = 32
 NUM_THREADS = 2
+GPU_KEY = 0x6A706567  # the same in every run
 _open_catalogue = lru_cache(maxsize=4)(Catalogue.open)
 _ONE_READER = Lock()  # a Parquet file must not be read by two threads at once
 
@@ -45,7 +49,8 @@ class ReadSpec:
     block_bytes: int
     clean_set: str = ""
     resize: int | None = None
-    size: tuple[int, int] | None = None  # height and width of every image; None: leave them undecoded
+    size: tuple[int, int] = (0, 0)  # height and width of every image that is decoded
+    gpu_share: float = 0.0  # of the images, which stay encoded
 
     def catalogue(self) -> Catalogue:
         """Open the catalogue, once per process: its manifest names every shard."""
@@ -53,10 +58,14 @@ class ReadSpec:
 
     @property
     def schema(self) -> pa.Schema:
-        pixels = pa.large_binary() if self.size is None else pa.binary(3 * self.size[0] * self.size[1])
-        return pa.schema(
-            [("row", pa.int64()), ("noisy_class", pa.int64()), ("image", pixels), ("problem", pa.string())]
-        )
+        numbers = [("row", pa.int64()), ("noisy_class", pa.int64())]
+        images = [("pixels", pa.large_binary()), ("encoded", pa.large_binary())]
+        return pa.schema([*numbers, *images, ("problem", pa.string())])
+
+    @property
+    def pixel_bytes(self) -> int:
+        """The bytes of one decoded image."""
+        return 3 * self.size[0] * self.size[1]
 
     def name_problem(self, row: int, reason: str) -> str:
         """Say in one line which sample could not be decoded, where it is, and why."""
@@ -137,18 +146,24 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
     known = pa.concat_tables(tables.values())  # in ascending order of rows
     samples = known.take(pa.array(np.searchsorted(known["row"].to_numpy(), rows)))
     images = read_images(catalogue, samples)
-    num_bytes = sum(map(len, images)) if spec.size is None else len(images) * 3 * spec.size[0] * spec.size[1]
-    step = max(1, spec.block_bytes * len(images) // max(1, num_bytes))
+    for_gpu = choose_for_gpu(rows, spec.gpu_share)
+    num_bytes = np.where(for_gpu, [len(data) for data in images], spec.pixel_bytes).sum()
+    step = max(1, spec.block_bytes * len(images) // max(1, int(num_bytes)))
     for start in range(0, len(images), step):
         block = samples.slice(start, step)
-        column, reasons = _column(spec, images[start : start + step])
+        columns, reasons = _columns(spec, images[start : start + step], for_gpu[start : start + step])
         images[start : start + step] = [b""] * len(block)  # releases the bytes
         problems = [
             reason and spec.name_problem(row, reason)
             for row, reason in zip(block["row"].to_pylist(), reasons, strict=True)
         ]
         classes = block["noisy_class"].cast(pa.int64())
-        yield pa.table([block["row"], classes, column, problems], schema=spec.schema)
+        yield pa.table([block["row"], classes, *columns, problems], schema=spec.schema)
+
+
+def choose_for_gpu(rows: Int64s, share: float) -> Mask:
+    """Choose about this share of rows, each by its number alone: the two decoders give unlike pixels."""
+    return np.asarray(hashes(rows, GPU_KEY) >> np.uint64(11) < share * 2**53)  # exact as a float
 
 
 def read_pieces(spec: ReadSpec, pieces: Sequence[Piece]) -> Iterator[pa.Table]:
@@ -184,20 +199,21 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
     return sizes.most_common(1)[0][0]
 
 
-def _column(spec: ReadSpec, images: list[bytes]) -> tuple[pa.Array, list[str | None]]:
-    """Decode the images of a block, unless they are to stay encoded; also return what was wrong with each."""
+def _columns(spec: ReadSpec, images: list[bytes], for_gpu: Mask) -> tuple[list[pa.Array], list[str | None]]:
+    """Decode the images of a block, except those for the GPU; also return what was wrong with each."""
     reasons: list[str | None] = [None] * len(images)
-    if spec.size is None:
-        return pa.array(images, pa.large_binary()), reasons
-    pixels = np.zeros((len(images), *spec.size, 3), np.uint8)
-    for number, data in enumerate(images):
+    pixels = np.zeros((np.count_nonzero(~for_gpu), *spec.size, 3), np.uint8)
+    for target, number in enumerate(np.flatnonzero(~for_gpu)):
         try:
-            image = decode(data, spec.resize)
+            image = decode(images[number], spec.resize)
             if image.shape[:2] != spec.size:
                 found, expected = (f"{size[1]} x {size[0]}" for size in (image.shape, spec.size))
                 raise UndecodableError(f"{found} pixels among images of {expected}; set images.resize")
-            pixels[number] = image
+            pixels[target] = image
         except UndecodableError as problem:
             reasons[number] = str(problem)
-    kind = spec.schema.field("image").type
-    return pa.FixedSizeBinaryArray.from_buffers(kind, len(images), [None, pa.py_buffer(pixels)]), reasons
+    offsets = np.append(0, np.cumsum(~for_gpu) * spec.pixel_bytes)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(pixels)]
+    decoded = pa.Array.from_buffers(pa.large_binary(), len(images), buffers)
+    encoded = pa.array(images, pa.large_binary(), mask=~for_gpu)
+    return [decoded, encoded], reasons

@@ -264,11 +264,14 @@ class Preparation:
 
     def decode(self, batch: Batch) -> Batch:
         """Decode encoded images on the GPU; the weights stay on the host, as a copy waits for the step."""
-        if isinstance(batch.images, torch.Tensor):
+        if not batch.encoded:
             return batch
-        images, weight, problems = decode_on_gpu(batch.images, self.device, self.config.images.resize)
-        named = (self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items())
-        return replace(batch, images=images, weight=weight, problems=tuple(named))
+        resize = self.config.images.resize
+        images, problems = decode_on_gpu(batch.encoded, batch.images, self.device, resize)
+        named = [self.name_problem(int(batch.rows[n]), reason) for n, reason in problems.items()]
+        weight = batch.weight.clone()
+        weight[list(problems)] = 0.0
+        return replace(batch, images=images, weight=weight, problems=(*batch.problems, *named), encoded={})
 
 
 class CleanSet:

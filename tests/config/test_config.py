@@ -91,6 +91,13 @@ def test_lambda_is_a_number_a_line_or_steps(
     assert [found.at(epoch, num_epochs=3) for epoch in range(3)] == values
 
 
+@pytest.mark.parametrize(("decode", "share"), [("cpu", 0.0), ("0.3", 0.3), ("gpu", 1.0)])
+def test_images_are_decoded_on_cpus_the_gpu_or_both(good: Path, decode: str, share: float) -> None:
+    config = load_config(good, [f"images.decode={decode}", "images.resize=256", "images.crop=224"])
+    assert config.images.gpu_share == share
+    assert describe(config)["images.decode"] == decode
+
+
 def test_a_config_cannot_be_changed(good: Path) -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load_config(good).run.seed = 2  # type: ignore[misc]
@@ -129,6 +136,8 @@ BROKEN = {
     "an unknown label source": (GOOD.replace("classes: classes.txt", "{classes: c, label: clz}").replace("data:\n  shards: shards/train-{000..009}.tar\n  ", "data: "), r"data.label: found 'clz'; expected: cls \| txt"),
     "a variable that is not set": (GOOD.replace("resnet18", '"${NOT_SET_ANYWHERE}"'), r"run.yaml:5: model.backbone: the environment variable NOT_SET_ANYWHERE is not set"),
     "a crop larger than the image": (GOOD + "images: {resize: 100, crop: 224}\n", r"run.yaml:15: images: found .*; crop 224 is larger than resize 100"),
+    "decoding more than all": (GOOD + "images: {decode: 1.5}\n", r"run.yaml:15: images.decode: found 1.5; expected: cpu \| gpu \| number above 0 below 1$"),
+    "a share of images without a size": (GOOD + "images: {decode: 0.3, crop: 224}\n", r"decode: 0.3 needs resize, the side to which"),
     "too few numbers": (GOOD + "images: {mean: [0, 1]}\n", r"run.yaml:15: images.mean: found \[0, 1\]; expected: three numbers \[red, green, blue\]$"),
     "too many numbers": (GOOD + "images: {mean: [0, 1, 2, 3]}\n", r"images.mean: found \[0, 1, 2, 3\]; expected: three numbers \[red, green, blue\]$"),
     "two stages of three": (GOOD + "nightly: {first_epochs: [1, 2]}\n", r"found \[1, 2\]; expected: three whole numbers \[backbone, pencil, finetune\]"),

@@ -48,17 +48,21 @@ def mixed_batch() -> list[bytes]:
     return jpegs + odd
 
 
+def decoded(images: list[bytes], device: str, side: int) -> tuple[torch.Tensor, dict[int, str]]:
+    none = torch.empty(0, 3, side, side, dtype=torch.uint8)
+    return decode_on_gpu(dict(enumerate(images)), none, device, side)
+
+
 def assert_as_on_the_cpu(device: str, tolerance: float) -> None:
     images = mixed_batch()
-    pixels, weight, problems = decode_on_gpu(images, device, resize=64)
+    pixels, problems = decoded(images, device, 64)
     assert pixels.shape == (len(images), 3, 64, 64)
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous(memory_format=torch.channels_last)
-    assert weight[10] == 0.0
     assert "no image format" in problems[10]
     assert np.all(pixels[10].cpu().numpy() == 0)
     for number in range(10):
-        assert weight[number] == 1.0
+        assert number not in problems
         expected = decode(images[number], 64).transpose(2, 0, 1).astype(int)
         difference = np.abs(pixels[number].cpu().numpy() - expected)
         # Inverse cosine transforms and chroma upsampling may differ by a few levels between libraries.
@@ -86,9 +90,23 @@ def test_images_are_scaled_as_pytorch_scales_them(size: tuple[int, int], device:
 
 
 def test_an_empty_batch_stays_empty() -> None:
-    pixels, weight, problems = decode_on_gpu([], "cpu", 32)
+    pixels, problems = decoded([], "cpu", 32)
     assert pixels.shape == (0, 3, 32, 32)
-    assert len(weight) == len(problems) == 0
+    assert not problems
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+def test_decoded_images_are_put_among_the_rest_of_their_batch(device: str) -> None:
+    images = mixed_batch()
+    rest = torch.full((3, 3, 64, 64), 7, dtype=torch.uint8)
+    rest += torch.arange(3, dtype=torch.uint8)[:, None, None, None]
+    numbers = [0, 2, 3, *range(6, 6 + len(images) - 3)]  # the rest has numbers 1, 4 and 5
+    encoded = dict(zip(numbers, images, strict=True))
+    pixels, problems = decode_on_gpu(encoded, rest, device, 64)
+    alone, problems_alone = decoded(images, device, 64)
+    assert torch.equal(pixels[[1, 4, 5]].cpu(), rest)
+    assert torch.equal(pixels[numbers], alone)
+    assert problems == {numbers[number]: reason for number, reason in problems_alone.items()}
 
 
 @pytest.mark.gpu
@@ -101,7 +119,7 @@ def test_nvjpeg_gives_what_the_cpu_gives() -> None:
 @needs_cuda
 def test_nvjpeg_does_not_overwrite_what_a_running_step_still_reads() -> None:
     images = [encoded(photo(400, 533, n), quality=92) for n in range(224)]
-    expected = decode_on_gpu(images, "cuda", resize=256)[0]
+    expected = decoded(images, "cuda", 256)[0]
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     sizes = [200_000 * (1 + n % 9) for n in range(len(images))]  # in bytes, like photos of different sizes
     for _ in range(5):
@@ -111,6 +129,6 @@ def test_nvjpeg_does_not_overwrite_what_a_running_step_still_reads() -> None:
             product = product @ matrix
         totals = torch.stack([one.sum() for one in ones])
         del ones
-        pixels = decode_on_gpu(images, "cuda", resize=256)[0]
+        pixels = decoded(images, "cuda", 256)[0]
         assert totals.tolist() == sizes
         assert torch.equal(pixels, expected)

@@ -3,6 +3,7 @@
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from stream_making import (
 )
 from tar_making import python_tar
 
+from pencil_scale.config.loader import load_config
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Prefetch, Stream
-from pencil_scale.stream.window_reader import read_piece, read_pieces
+from pencil_scale.stream.stream import FEWEST_AHEAD, MOST_AHEAD, Prefetch, Stream, StreamSpec
+from pencil_scale.stream.window_reader import choose_for_gpu, read_piece, read_pieces
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,11 @@ def test_a_rank_without_rows_gets_empty_batches_and_evaluation_leaves_them_out(s
     assert [len(batch.rows) for batch in evaluation.batches(0)] == [1]
 
 
+def test_a_rank_that_never_gets_a_row_gets_an_empty_batch(shards: Shards) -> None:
+    (batch,) = Stream(shards.spec(subset=np.arange(1)), 1, 2, in_process=True).batches(0)
+    assert batch.images.shape == (0, 3, 4, 4)
+
+
 def test_visited_rows_are_left_out_and_the_others_keep_their_order(shards: Shards) -> None:
     stream = Stream(shards.spec(), in_process=True)
     complete = rows_of(list(stream.batches(1)))
@@ -88,9 +95,51 @@ def test_evaluation_reads_the_rows_in_order(shards: Shards) -> None:
 
 
 def test_images_for_the_gpu_stay_encoded(shards: Shards) -> None:
-    stream = Stream(shards.spec(decode="gpu"), in_process=True)
+    stream = Stream(shards.spec(gpu_share=1.0), in_process=True)
     for batch in stream.batches(0):
-        assert batch.images == [image(row) for row in batch.rows.tolist()]
+        assert batch.encoded == dict(enumerate(map(image, batch.rows.tolist())))
+        assert batch.images.shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize(("world", "batch"), [(1, 64), (2, 64), (3, 7)])
+def test_a_share_of_the_images_stays_encoded_chosen_by_their_rows_alone(
+    shards: Shards, world: int, batch: int
+) -> None:
+    spec, left = shards.spec(gpu_share=0.3, batch=batch), []
+    for rank, epoch in [(rank, epoch) for rank in range(world) for epoch in (0, 5)]:
+        stream = Stream(spec, rank, world, in_process=True)
+        batches = list(stream.batches(epoch))
+        assert np.array_equal(rows_of(batches), planned(stream, epoch))
+        for found in batches:
+            rows = found.rows.tolist()
+            assert found.encoded == {number: image(rows[number]) for number in found.encoded}
+            others = np.delete(np.arange(len(rows)), list(found.encoded))
+            own = replace(found, rows=found.rows[others], noisy_class=found.noisy_class[others])
+            assert_own_pixels(replace(own, weight=found.weight[others]))
+            left += [rows[number] for number in found.encoded]
+    chosen = np.flatnonzero(choose_for_gpu(np.arange(NUM_ROWS), 0.3))
+    assert sorted(left) == np.repeat(chosen, 2).tolist()  # in both epochs
+    assert 120 < len(chosen) < 180
+
+
+def test_a_larger_share_keeps_the_images_of_a_smaller_one() -> None:
+    rows = np.arange(100_000)
+    smaller, larger = choose_for_gpu(rows, 0.2), choose_for_gpu(rows, 0.6)
+    assert abs(smaller.mean() - 0.2) < 0.005
+    assert abs(larger.mean() - 0.6) < 0.005
+    assert not np.any(smaller & ~larger)
+    assert choose_for_gpu(rows, 1.0).all()
+    assert not choose_for_gpu(rows, 0.0).any()
+
+
+@pytest.mark.parametrize("decode", ["cpu", "0.3", "gpu"])
+def test_evaluation_decodes_all_images_on_the_cpu_and_training_as_the_config_says(decode: str) -> None:
+    overrides = [f"images.decode={decode}", "images.resize=32", "images.crop=28"]
+    config = load_config("configs/cifar10.yaml", overrides)
+    training = StreamSpec.from_config(config, version=1)
+    assert training.gpu_share == {"cpu": 0.0, "0.3": 0.3, "gpu": 1.0}[decode]
+    assert training.for_evaluation(config).gpu_share == 0.0
+    assert StreamSpec.from_config(config, version=1, clean_set="test").gpu_share == 0.0
 
 
 def test_images_of_many_sizes_are_resized_to_one(tmp_path: Path) -> None:

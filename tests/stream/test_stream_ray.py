@@ -67,6 +67,21 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("gpu_share", [0.3, 1.0])
+def test_through_ray_the_same_images_stay_encoded(
+    ray_session: None, shards: Shards, gpu_share: float
+) -> None:
+    spec = shards.spec(gpu_share=gpu_share)
+    read = Stream(spec)
+    alone = list(Stream(spec, in_process=True).batches(0))
+    for found, expected in zip(read.batches(0), alone, strict=True):
+        assert found.rows.tolist() == expected.rows.tolist()
+        assert found.encoded == expected.encoded
+        assert np.array_equal(found.images.numpy(), expected.images.numpy())
+    read.close()
+
+
+@pytest.mark.ray
 def test_through_ray_reading_works_if_the_workers_leave_less_than_one_processor(
     ray_session: None, shards: Shards
 ) -> None:

@@ -42,12 +42,14 @@ def test_every_problem_is_reported_in_one_go_and_nothing_is_written(
     assert files_of(bench.storage) == before
 
 
-def test_settings_for_a_gpu_without_one_are_named_with_what_to_set(tmp_path: Path, bench: Bench) -> None:
+@pytest.mark.parametrize("decode", ["gpu", "0.3"])
+def test_settings_for_a_gpu_without_one_are_named_with_what_to_set(bench: Bench, decode: str) -> None:
     problems = Problems()
-    wrong = ["optimizer.compile=default", "images.decode=gpu", "images.resize=4", "images.crop=4"]
+    wrong = ["optimizer.compile=default", f"images.decode={decode}", "images.resize=4", "images.crop=4"]
     wrong += ["tracking.uri=http://tracking:5000"]
     check_settings(load_config(bench.folder / "config.yaml", wrong), problems)
-    with pytest.raises(Exception, match=r"optimizer.compile=default, images.decode=gpu is for GPUs; set "):
+    expected = f"optimizer.compile=default, images.decode={decode} is for GPUs; set "
+    with pytest.raises(Exception, match=expected):
         problems.require_none()
     problems = Problems()
     check_settings(load_config(bench.folder / "config.yaml", [*wrong, "workers.gpu=true"]), problems)

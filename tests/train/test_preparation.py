@@ -30,7 +30,9 @@ def png(seed: int) -> bytes:
 
 def encoded(first_row: int, images: list[bytes]) -> Batch:
     rows = torch.arange(first_row, first_row + len(images))
-    return Batch(rows=rows, images=images, weight=torch.ones(len(images)), noisy_class=rows * 0)
+    none = torch.empty(0, 3, SIDE, SIDE, dtype=torch.uint8)
+    weight = torch.ones(len(images))
+    return Batch(rows=rows, images=none, weight=weight, noisy_class=rows * 0, encoded=dict(enumerate(images)))
 
 
 def stock(num: int) -> Iterator[Batch]:
@@ -55,6 +57,24 @@ def test_batches_decoded_ahead_come_in_their_order_with_their_problems(preparati
         expected = np.stack([decode(png(first_row + n)) for n in range(3)])
         assert np.array_equal(batch.images[:3].permute(0, 2, 3, 1).numpy(), expected)
         assert preparation.prepare(batch, 0, Stage("backbone", 0.1)).problems == batch.problems
+
+
+def test_problems_of_both_decoders_are_named_and_have_weight_0(preparation: Preparation) -> None:
+    """The readers decoded rows 1 and 4, and could not read row 4; of the others row 3 is no image."""
+    pixels = np.stack([decode(png(1)), np.zeros((SIDE, SIDE, 3), np.uint8)])
+    mixed = Batch(
+        rows=torch.arange(5),
+        images=torch.from_numpy(pixels).permute(0, 3, 1, 2),
+        weight=torch.tensor([1.0, 1, 1, 1, 0]),
+        problems=("row 4: damaged",),
+        encoded={0: png(0), 2: png(2), 3: b"no image"},
+    )
+    (found,) = preparation.ahead(iter([mixed]))
+    assert found.weight.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert [problem.split(":")[0] for problem in found.problems] == ["row 4", "row 3"]
+    assert np.array_equal(found.images[:3].permute(0, 2, 3, 1), np.stack([decode(png(n)) for n in range(3)]))
+    assert not found.images[3:].any()
+    assert not found.encoded
 
 
 def test_an_epoch_left_early_leaves_no_thread_reading(preparation: Preparation) -> None:
