@@ -169,12 +169,17 @@ class Optimizer(Settings):
 Augment = Literal["weak", "strong"]
 NAMED = "name of a run or night, or URL; null: those of the night in use, or this run's"
 AUGMENT = "weak: crop and mirror; strong: also turn, shear, recolour and cover a part of the image"
+MIXUP = (
+    "blend each image, and its label, with another one, in shares drawn from a Beta distribution with this "
+    "parameter, such as 1.0; 0: never"
+)
 
 
 class BackboneStage(Settings):
     epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
     rate: AutoRate = key("learning rate at tuned_batch (constant and high)", None)
     augment: Augment = key(AUGMENT, "weak")
+    mixup: Amount = key(MIXUP, 0.0)
 
 
 class PencilStage(Settings):
@@ -204,6 +209,7 @@ class PencilStage(Settings):
         None,
     )
     augment: Augment = key(AUGMENT, "weak")
+    mixup: Amount = key(f"{MIXUP}; it needs a teacher, which sees the images as they are", 0.0)
     rounds: Count = key(
         "how often this stage and the next are passed through; a further round starts from the labels and "
         "the network, or its average, that the round before ended with",
@@ -214,6 +220,12 @@ class PencilStage(Settings):
     )
     allow_fixed_labels: bool = key("train even if no label can change with these settings", False)
     allow_fast_labels: bool = key("train even if a label can change within one or two visits", False)
+
+    @model_validator(mode="after")
+    def _mixtures_move_no_label(self) -> Self:
+        if self.mixup and self.teacher is None:
+            raise ValueError("mixup: needs teacher, such as 0.998: predictions of mixtures move no label")
+        return self
 
 
 class FinetuneStage(Settings):
@@ -231,11 +243,7 @@ class FinetuneStage(Settings):
         None,
     )
     augment: Augment = key(AUGMENT, "weak")
-    mixup: Amount = key(
-        "blend each image, and its label, with another one, in shares drawn from a Beta distribution with "
-        "this parameter, such as 1.0; 0: never",
-        0.0,
-    )
+    mixup: Amount = key(MIXUP, 0.0)
 
 
 class Stages(Settings):

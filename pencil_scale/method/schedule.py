@@ -18,7 +18,14 @@ from torch.nn.functional import cross_entropy
 
 from pencil_scale.config.settings import Optimizer, Stages
 from pencil_scale.config.values import Curve
-from pencil_scale.method.pencil import Form, classification_loss, mixed_loss, move_labels, pencil_loss
+from pencil_scale.method.pencil import (
+    Form,
+    classification_loss,
+    initial_logits,
+    mixed_loss,
+    move_labels,
+    pencil_loss,
+)
 
 StageName = Literal["backbone", "pencil", "finetune"]
 
@@ -52,6 +59,8 @@ class Stage:
 
         `own` is the share of each sample's own image, and label, in a mixture with the sample before it.
         """
+        if self.name == "backbone" and own is not None:
+            label_logits = initial_logits(noisy_class, class_logits.shape[-1])
         if own is not None:
             return mixed_loss(class_logits, label_logits, own)
         if self.name == "backbone":
@@ -108,7 +117,7 @@ class Schedule:
         backbone, pencil = self.stages.backbone, self.stages.pencil
         if epoch < backbone.epochs:
             rate = backbone.rate * self.rate_factor
-            return Stage("backbone", rate, strong=backbone.augment == "strong")
+            return Stage("backbone", rate, strong=backbone.augment == "strong", mixup=backbone.mixup)
         done, epoch = divmod(epoch - backbone.epochs, pencil.epochs + self.stages.finetune.epochs)
         if epoch < pencil.epochs:
             ended_with = self.stages.finetune.average if self.stages.finetune.epochs else pencil.teacher
@@ -157,4 +166,5 @@ class Schedule:
             form=stage.compatibility,
             decay=stage.teacher,
             strong=stage.augment == "strong",
+            mixup=stage.mixup,
         )

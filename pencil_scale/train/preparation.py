@@ -204,10 +204,11 @@ class Preparation:
         brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         if len(batch.rows) < FEWEST_ROWS:
             return self._padded(brought)
+        if stage.decay and stage.moves_labels and (stage.strong or stage.mixup):
+            brought = replace(brought, weak_images=images)  # for the teacher
         if stage.strong:
-            weak = images if stage.decay and stage.moves_labels else None
             images = strengthen(images, batch.rows, self.config.run.seed, epoch)
-            brought = replace(brought, images=images, weak_images=weak)
+            brought = replace(brought, images=images)
         return self._mixed(brought, epoch, stage.mixup) if stage.mixup else brought
 
     def _mixed(self, batch: Batch, epoch: int, parameter: float) -> Batch:

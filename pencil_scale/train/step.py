@@ -140,7 +140,7 @@ def _result(
     agrees = predicted[:, 0] == batch.noisy_class
     counts = torch.cat([given.sum(0), (given & agrees[:, None]).sum(0)])
     sums = torch.stack([loss_sum.double(), weight_sum.double(), num_not_finite])
-    if batch.own is not None:
+    if batch.own is not None and batch.weak_images is None:
         readable = torch.zeros_like(readable)  # what is predicted for a mixture says nothing of a sample
     predicted = torch.where(readable[:, None], predicted, torch.nan)
     return StepResult(label_logits, predicted, torch.cat([sums, counts]))

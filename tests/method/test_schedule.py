@@ -207,6 +207,23 @@ def test_the_rate_of_the_last_stage_can_fall_along_a_cosine() -> None:
     assert rates == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0], abs=1e-3)
 
 
+def test_mixtures_in_the_first_stage_are_compared_with_given_classes_and_later_with_labels() -> None:
+    mixed = f"{CIFAR} stages.backbone.mixup=1.0 stages.pencil.mixup=0.5 stages.pencil.teacher=0.9"
+    first, second = (schedule(mixed).stage_at(epoch) for epoch in (0, 70))
+    assert (first.mixup, second.mixup) == (1.0, 0.5)
+    class_logits, labels = torch.randn(2, 8, 10, generator=torch.Generator().manual_seed(1))
+    given_class, own = torch.arange(8), torch.full((8, 1), 0.7)
+    log_f, given_alone = class_logits.log_softmax(-1), torch.nn.functional.one_hot(given_class, 10)
+    for stage, y in ((first, given_alone), (second, labels.softmax(-1))):
+        expected = -((0.7 * y + 0.3 * y.roll(1, 0)) * log_f).sum(-1)
+        assert_close(stage.loss(class_logits, labels, given_class, own), expected, atol=0.01, rtol=0)
+
+
+def test_mixtures_without_a_teacher_are_refused_where_labels_move() -> None:
+    with pytest.raises(PencilError, match=r"stages\.pencil: .* mixup: needs teacher"):
+        schedule(f"{CIFAR} stages.pencil.mixup=1.0")
+
+
 def test_rounds_repeat_the_last_two_stages_from_what_was_reached() -> None:
     lengths = "stages.backbone.epochs=2 stages.pencil.epochs=3 stages.finetune.epochs=1"
     stages = schedule(f"{lengths} stages.pencil.rounds=2 stages.finetune.average=0.9")

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,13 +174,14 @@ def test_each_image_is_mixed_with_the_one_before_it_unless_that_could_not_be_rea
     assert not torch.equal(later.images, mixed.images)
 
 
-def test_a_teacher_sees_images_as_they_are_without_strong_augmentation(
-    whole: tuple[Preparation, Batch],
+@pytest.mark.parametrize("changed", [{"strong": True}, {"mixup": 1.0}, {"strong": True, "mixup": 1.0}])
+def test_a_teacher_sees_images_as_they_are_neither_strongly_augmented_nor_mixed(
+    whole: tuple[Preparation, Batch], changed: dict[str, Any]
 ) -> None:
     preparation, batch = whole
-    taught = Stage("pencil", 0.1, label_rate=1.0, decay=0.9, strong=True)
+    taught = Stage("pencil", 0.1, label_rate=1.0, decay=0.9, **changed)
     weak = preparation.prepare(batch, 0, Stage("pencil", 0.1, label_rate=1.0)).images
     found = preparation.prepare(batch, 0, taught)
     assert torch.equal(found.weak_images, weak)
     assert not torch.equal(found.images, weak)
-    assert preparation.prepare(batch, 0, Stage("backbone", 0.1, strong=True)).weak_images is None
+    assert preparation.prepare(batch, 0, Stage("backbone", 0.1, **changed)).weak_images is None

@@ -179,3 +179,16 @@ def test_a_mixture_is_compared_with_both_labels_and_predicts_no_sample() -> None
     found = stepper.step(replace(batch, own=own), Stage("finetune", 0.1), 0, 1)
     assert found.sums[0].item() == pytest.approx(loss.sum().item())
     assert found.predicted.isnan().all()  # so what was predicted for the sample itself is kept
+
+
+def test_a_teacher_that_sees_the_images_unmixed_moves_their_labels() -> None:
+    batch, model, own = batch_of([1, 1, 1], seed=1), linear(), torch.full((3, 1), 0.7)
+    mixed = replace(batch, images=torch.lerp(batch.images.roll(1, 0), batch.images, 0.7), own=own)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), average=Average(model))
+    taught = Stage("pencil", 0.1, label_rate=1.0, decay=0.9, mixup=1.0)
+    with torch.no_grad():
+        predicted = model(batch.images)
+    found = stepper.step(replace(mixed, weak_images=batch.images), taught, 0, 1)
+    assert torch.equal(found.predicted, top_predictions(predicted))
+    expected = taught.move_labels(predicted, batch.label_logits, batch.noisy_class)
+    assert torch.equal(found.label_logits, expected)

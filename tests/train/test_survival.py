@@ -180,6 +180,7 @@ def test_the_name_of_a_finished_run_is_refused_in_one_line(
 ALONE = ("workers.count=1", "run.deterministic=true", "evidence.watched=null", "evidence.planted=0.02")
 ALONE += ("evidence.folds=1", "gate.hold=false")  # so few samples prove nothing
 ALONE += ("stages.pencil.teacher=0.9", "stages.pencil.augment=strong", "stages.finetune.average=0.8")
+ALONE += ("stages.backbone.mixup=0.5", "stages.pencil.mixup=1.0")
 ALONE += ("stages.finetune.restart=true", "stages.finetune.mixup=1.0", "stages.finetune.schedule=cosine")
 
 
