@@ -297,6 +297,9 @@ def print_summary(summary: Summary) -> None:
     night = summary.night
     if summary.status == "nothing new":
         print(f"nothing new since {night.name}; CURRENT is {summary.current}")
+        if summary.current != night.name:
+            again = f"{command('pipelines.promote')} {night.name}"
+            say(f"what came after {summary.current} is added when the crawl changes, or at once by {again}")
         return
     rows = {**summary.facts, "CURRENT": summary.current or "-"}
     print_table(f"{night.name}: {summary.status}", rows)
