@@ -81,7 +81,8 @@ def _lines(storage: Storage, sample_id: str, exclude: str | None, folders: Seque
     yield from _catalogue_lines(storage, catalogue, row)
     urls = dict.fromkeys(Folder(one).url for one in (*map(storage.path, storage.names("exports")), *folders))
     exported = {url: manifest for url in urls if (manifest := read_manifest(url)) is not None}
-    labels = [*_label_lines(storage, number, exported.values())]
+    given = None if row["noisy_class"] is None else catalogue.class_names[row["noisy_class"]]
+    labels = [*_label_lines(storage, number, given, exported.values())]
     yield from labels or ["labels       none published for this sample yet; train first"]
     pins = read_pins(storage.url).table
     pinned = pins.filter(pc.equal(pins["sample_key"], row["sample_key"])).to_pylist()
@@ -142,7 +143,9 @@ def _thumbnail(storage: Storage, catalogue: Catalogue, row: dict[str, Any]) -> s
     return storage.path(name)
 
 
-def _label_lines(storage: Storage, row: int, exports: Iterable[ExportManifest]) -> Iterator[str]:
+def _label_lines(
+    storage: Storage, row: int, given: str | None, exports: Iterable[ExportManifest]
+) -> Iterator[str]:
     """The labels of a row in every run that includes it, then in every night, oldest first.
 
     Probabilities are recalibrated as in the exports of a run.
@@ -174,7 +177,16 @@ def _label_lines(storage: Storage, row: int, exports: Iterable[ExportManifest]) 
         yield from wrap(f"  config     {config or 'not recorded'}", WIDTH, subsequent_indent=" " * 13)
         if run is not None:
             yield from _planted(storage, run, row)
+        yield from _given_then(published, row, given)
         yield from _result(published, row, calibrated.get(published.manifest.run))
+
+
+def _given_then(published: Published, row: int, given: str | None) -> Iterator[str]:
+    """Say which class the row had been given at that time, if it is another one now."""
+    (number,) = PublishedLabels(published.manifest).rows(range(row, row + 1)).noisy_class.tolist()
+    then = None if number == UNLABELLED else published.manifest.class_names[number]
+    if then != given:
+        yield f"  given      {then or 'no class'}, at that time"
 
 
 def _planted(storage: Storage, run: RunRecord, row: int) -> Iterator[str]:

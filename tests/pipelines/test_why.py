@@ -128,6 +128,17 @@ def test_an_untrained_label_and_an_export_without_the_sample_are_reported(
     assert lines[-1] == f"export       {bench.folder}/out: does not contain the sample"
 
 
+def test_a_sample_that_was_given_another_class_since_says_which_it_had(
+    bench: WhyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.publish({})
+    bench.shard("00041.tar", [*sample(0, label=0), *sample(1, label=2), *samples(range(2, 6))])
+    bench.index()
+    lines = bench.why("000001", capsys)
+    assert lines.index("  given      cat") < lines.index("  given      bee, at that time")
+    assert not any("at that time" in line for line in bench.why("000000", capsys))
+
+
 def test_an_untrained_sample_without_a_given_class_has_no_class(
     bench: WhyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
