@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.export.files import read_manifest
+from pencil_scale.labels.pins import now, read_pins
 from pencil_scale.labels.run_record import RunRecord, read_record, write_record
 from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.storage.errors import PencilError
@@ -33,7 +34,7 @@ def show_night(config: Config, name: str, since: str | None = None) -> dict[str,
 
 
 def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
-    """Make an export or a page again that was removed, or made before ids were excluded.
+    """Make an export or a page again that was removed, or made before ids were excluded or labels pinned.
 
     A night whose labels or model are gone is refused.
     """
@@ -45,11 +46,13 @@ def shown_again(config: Config, nights: NightFiles, night: Night) -> Night:
     if not night.number:
         return night  # a training run that nights follow; it made no export itself
     overlay = Catalogue.open(nights.storage).manifest["overlay"]
+    last_pin = max(read_pins(nights.storage).table["at"].to_pylist(), default="")
+    is_newest = night.overlay == overlay and night.finished >= last_pin
     is_exported = night.export is not None and holds_export(night.export, night)
-    if is_exported and night.report is not None and _is_there(night.report) and night.overlay == overlay:
+    if is_newest and is_exported and night.report is not None and _is_there(night.report):
         return night
     print(f"{night.name}: its export or page is gone or outdated, and is made again", flush=True)
-    return nights.save(night, **show_night(config, night.name), overlay=overlay)
+    return nights.save(night, finished=now(), **show_night(config, night.name), overlay=overlay)
 
 
 def holds_export(folder: str, night: Night) -> bool:

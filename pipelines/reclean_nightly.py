@@ -185,11 +185,11 @@ def _make(config: Config, nights: NightFiles, night: Night) -> tuple[Night, Mapp
         labels=storage.path(storage.published(name)),
         model=storage.path(storage.model(name)),
         trained_by=parent.trained_by if parent and not run else name,
+        finished=now(),  # pins that are made from now on may not be in the export
         **show_night(config, name, since),
         figures=findings.figures,
         clean=clean,
         overlay=catalogue.manifest["overlay"],
-        finished=now(),
     )
     return made, findings.facts
 

@@ -20,6 +20,7 @@ from pencil_scale.nights.record import Night, NightFiles, night_name, remove_tak
 from pencil_scale.storage.folder import Folder
 from pencil_scale.storage.lease import Lease
 from pencil_scale.train import summary
+from pipelines import pin_labels
 from pipelines import promote as promoting
 from pipelines.promote import main
 
@@ -103,7 +104,7 @@ def test_a_night_killed_before_its_last_step_does_not_undo_a_rollback(
 
 @pytest.mark.slow
 def test_an_export_and_a_page_that_were_removed_are_made_again_before_current_moves(
-    bench: Nights, nights: NightFiles
+    bench: Nights, nights: NightFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert promote(nights, "night-0001") == 0
     night = nights.current()
@@ -123,6 +124,15 @@ def test_an_export_and_a_page_that_were_removed_are_made_again_before_current_mo
     ids = pq.read_table(f"{back.export}/table")["sample_id"].to_pylist()
     assert ids == ["000000", "000001", "000002", "000004", "000005"]
     assert "000003" not in Path(str(back.report)).read_text()
+    (bench.folder / "d.csv").write_text("sample_id,class\n000001,cat\n")
+    config = str(bench.folder / "config.yaml")
+    assert pin_labels.main([config, f"pin.file={bench.folder}/d.csv", "pin.by=ada"]) == 0
+    for _ in range(2):
+        assert promote(nights, "night-0001") == 0
+        table = pq.read_table(f"{back.export}/table").to_pylist()
+        (pinned,) = [one for one in table if one["predicted_by"] == "person"]
+        assert (pinned["sample_id"], pinned["predicted_class"]) == ("000001", "cat")
+    assert capsys.readouterr().out.count("night-0001: its export or page is gone or outdated") == 3
 
 
 @pytest.mark.slow
