@@ -4,8 +4,8 @@
     python -m pipelines.promote configs/nightly.yaml night-0012
 
 The labels of a held run are published. To any night that is kept, <storage>/nights/CURRENT is moved, and the
-next night starts from it; an export or a page of it that was removed or is outdated is made again first. Both move the
-registered model's alias. The job may be run again. Review the labels first: review_report also
+next night starts from it; an export or a page of it that was removed, or is outdated, is made again first.
+Both move the registered model's alias. The job may be run again. Review the labels first: review_report also
 shows held ones.
 """
 
