@@ -5,6 +5,7 @@ dry_run(config)                        # only says what it will take
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -132,6 +133,12 @@ def dry_run(config: Config) -> dict[str, Any]:
     ensure_ray()
     if missing := what_is_missing(config.workers):
         say(f"workers: {missing}; the estimate is for a cluster that has them")
+    if what_is_missing(config.workers.model_copy(update={"count": (1, 1)})):
+        if not os.environ.get("RAY_ADDRESS"):
+            say("no hours: on this machine there is no room for a worker, so its speed is not measured")
+            say(table(expected := count(plan)))
+            return expected
+        say("waiting until the cluster has room for one worker, to measure its speed")
     expected = estimate(plan, run_trial(plan))
     say(table(expected))
     return expected

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
+from training_runs import TinyData
 
 from pencil_scale.config.settings import Workers
 from pencil_scale.storage.errors import PencilError
+from pencil_scale.train import __main__ as train
 from pencil_scale.train.local_ray import require_room, what_is_missing
 
 pytestmark = pytest.mark.ray
@@ -31,6 +34,17 @@ def test_on_a_cluster_which_may_grow_the_run_prints_what_it_waits_for(
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     require_room(Workers(count=900, gpu=True, cpus=0.001))
     assert "900 need 900 GPUs, 0 are there; the run waits" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_room_for_a_worker_counts_and_waits_for_nothing(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = str(TinyData.make(tmp_path).folder / "config.yaml")
+    assert train.main([config, "workers.cpus=900", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "no hours: on this machine there is no room for a worker" in printed
+    assert "steps per epoch" in printed
 
 
 PRINT_IN_A_TASK = """
