@@ -65,8 +65,10 @@ _locks: dict[Path, int] = {}  # our scratch folders, and the open handles that l
 
 
 def set_up_process(config: Config, device: torch.device) -> None:
-    """Set what is global to the process: seed, thread switching, and fast or repeatable arithmetic."""
+    """Set what is global to the process: seed, threads, and fast or repeatable arithmetic."""
     torch.manual_seed(config.run.seed)
+    if config.model.head and device.type == "cpu":
+        torch.set_num_threads(1)  # its tensors are so small that threads would mostly wait for each other
     # Reading and carrying labels run in threads of this process too: a step must not wait 5 ms for each.
     sys.setswitchinterval(SWITCH_S)
     if config.run.deterministic:
