@@ -92,9 +92,9 @@ def run(config: Config) -> Summary:
 def _rule(config: Config, catalogue: Catalogue, published: Published | None) -> Rule:
     options = config.subset
     excluded = [make_overlay(url).excluded for url in (options.exclude, config.data.exclude)]
-    manifest = None if published is None else published.manifest
-    if published is not None and manifest is not None:
-        what = f"subset.labels: {published.name}"
+    manifest = None
+    if published is not None:
+        manifest, what = published.manifest, f"subset.labels: {published.name}"
         ClassOrder.between(manifest.class_names, catalogue.class_names, what)
         require_same_rows(manifest, catalogue)
     keys, by_corrected = np.unique(np.concatenate(excluded)), options.by == "corrected"

@@ -188,7 +188,7 @@ def night_name(number: int) -> str:
 
 
 def labels_in_use(storage: str, run: str) -> str:
-    """The name of the labels that a job uses if it is told none: the run's, or those of the night in use."""
+    """The labels that a job uses by default: those of the current night if it continues the run."""
     nights = NightFiles(storage)
     current = nights.current()
     known, night = (*published_names(storage), *held_names(storage)), nights.record(run)

@@ -182,7 +182,7 @@ def _label_lines(
 
 
 def _given_then(published: Published, row: int, given: str | None) -> Iterator[str]:
-    """Say which class the row had been given at that time, if it is another one now."""
+    """Name the class that the row was given when these labels were made, if it has changed since."""
     (number,) = PublishedLabels(published.manifest).rows(range(row, row + 1)).noisy_class.tolist()
     then = None if number == UNLABELLED else published.manifest.class_names[number]
     if then != given:

@@ -131,13 +131,14 @@ def dry_run(config: Config) -> dict[str, Any]:
     config = plan.config
     say("\n".join(plan.lines))
     ensure_ray()
+    one_short = what_is_missing(config.workers.model_copy(update={"count": (1, 1)}))
+    if one_short and not os.environ.get("RAY_ADDRESS"):
+        say(f"workers: {one_short}; the speed of a worker cannot be measured on this machine")
+        say(table(expected := count(plan)))
+        return expected
     if missing := what_is_missing(config.workers):
         say(f"workers: {missing}; the estimate is for a cluster that has them")
-    if what_is_missing(config.workers.model_copy(update={"count": (1, 1)})):
-        if not os.environ.get("RAY_ADDRESS"):
-            say("no hours: on this machine there is no room for a worker, so its speed is not measured")
-            say(table(expected := count(plan)))
-            return expected
+    if one_short:
         say("waiting until the cluster has room for one worker, to measure its speed")
     expected = estimate(plan, run_trial(plan))
     say(table(expected))
