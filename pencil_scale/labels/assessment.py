@@ -5,11 +5,11 @@
     found.labels                                  # to publish: decided by evidence, without planted errors
 
 The noise is fitted to all watched samples. One rule, stored in the manifest, then decides all labels, and
-changes no more of them than are surely wrong. With few samples that may be less than half of those that are
-probably wrong. The labels are then repaired up to the probable number and marked `unsure`: a person has to
-look before they are published. If the doubt is about one label in a hundred or fewer, the doubtful labels
-stay as given, and no review is needed. The same rule judges the planted errors, which then get their original
-class back.
+changes no more of them than are surely wrong: the others stay as given, and are the first that a review
+shows. If less than a tenth of those that are probably wrong are surely wrong, the labels are repaired up to
+the probable number and marked `unsure`: a person has to look before they are published. If the doubt is about
+one label in a hundred or fewer, no review is needed. The same rule judges the planted errors, which then get
+their original class back.
 
 If even the surest predictions contradict more labels than random errors explain (`patterned`), either classes
 are mixed up systematically or the network is sure of its own mistakes, and only a person can tell. If the
@@ -60,6 +60,9 @@ ASSUMED = 0.1  # share of replaced labels at which the power of a network is mea
 HALF = 0.5  # of the planted errors: restored by a network whose changes are worth looking at
 MANY = 200  # planted errors: with fewer, a night that proves no gain leaves the decision to the next
 CLEAN = 0.01  # share of doubtful labels that needs no person
+# Of the labels that are likely wrong: with fewer that surely are, a person has to look, or the next night,
+# because what a night decides stays decided.
+SURE, SURE_AT_NIGHT = 0.1, 0.5
 STRETCH = 1 << 18
 
 
@@ -71,7 +74,7 @@ class Assessment:
     noise: NoiseModel | None = None
     gain: Gain | None = None
     power: float | None = None  # share of the planted errors found if 10 % of the labels had been replaced
-    unsure: bool = False  # far fewer labels are surely wrong than are likely wrong
+    unsure: bool = False  # hardly any of the labels that are likely wrong surely are
     contradicted: tuple[int, int] = (0, 0)  # labels of the watched samples that the network is surest of
     patterned: bool = False  # random errors do not explain these
     unmoved: bool = False  # the labels are those of the start
@@ -170,7 +173,7 @@ def _measure(
     limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
     bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
-    unsure = bool(surely < likely / 2 and likely > CLEAN * len(both[1]))
+    unsure = bool(surely < (SURE if start is None else SURE_AT_NIGHT) * likely and likely > CLEAN * len(both[1]))
     noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + len(found_rows)
     if len(found_rows) < FEWEST:
         return Measured(noise, num_judged, unsure)

@@ -156,7 +156,7 @@ def _no_gain(found: Assessment | None) -> str:
 
 
 def _unsure(found: Assessment | None) -> str:
-    """Doubt a repair that changes far more labels than are surely wrong."""
+    """Doubt a repair of labels of which hardly any are surely wrong."""
     if found is None or found.noise is None or not found.unsure:
         return ""
     noise = found.noise

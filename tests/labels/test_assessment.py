@@ -135,6 +135,19 @@ def test_few_watched_samples_leave_the_repair_unsure_but_make_it(tmp_path: Path)
     assert decided.num_changed > 0  # for a person to look at
 
 
+def test_of_labels_that_are_likely_wrong_those_that_surely_are_change(tmp_path: Path) -> None:
+    made = run(tmp_path, 0.1, skill=3.0, evidence=Evidence(watched=0.05, planted=0.1))
+    noise, gain = made.found.noise, made.found.gain
+    assert noise is not None
+    assert gain is not None
+    assert noise.wrong_low < noise.wrong / 2
+    assert not made.found.unsure
+    assert gain.low > 0
+    decided = PublishedLabels(made.found.labels).rows(range(NUM)).decide()
+    assert 0.9 * noise.wrong_low < decided.changed.mean() <= noise.wrong_low
+    assert (decided.corrected_class == TRUE)[decided.changed].mean() > 0.95
+
+
 def test_clean_labels_stay_as_they_are_and_need_no_person(tmp_path: Path) -> None:
     for share in (0.03, 0.1, 0.5):
         made = run(tmp_path / str(share), 0.0, skill=2.5, evidence=Evidence(watched=share, planted=0.1))
