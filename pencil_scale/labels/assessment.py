@@ -173,7 +173,8 @@ def _measure(
     limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
     bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
-    unsure = bool(surely < (SURE if start is None else SURE_AT_NIGHT) * likely and likely > CLEAN * len(both[1]))
+    share = SURE if start is None else SURE_AT_NIGHT
+    unsure = bool(surely < share * likely and likely > CLEAN * len(both[1]))
     noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + len(found_rows)
     if len(found_rows) < FEWEST:
         return Measured(noise, num_judged, unsure)
