@@ -106,7 +106,10 @@ def problems(error: ValidationError, tree: Any, origins: Origins) -> list[str]:
             if at:
                 expected = line or f"expected: {_kind(KEYS[spelt(at)])}"
                 line = f"{spelt(at)}: found {brief(reduce(getitem, at, tree))}; {expected}"
-        lines.append(f"{origin(at, origins)}: {line}")
+        where, key = origin(at, origins), spelt(at)
+        if where == f"override '{key}'":
+            line = line.removeprefix(f"{key}: ")
+        lines.append(f"{where}: {line}")
     return list(dict.fromkeys(lines))
 
 

@@ -181,7 +181,7 @@ def test_an_error_of_a_job_shows_the_variable_instead_of_its_value(
             r"override 'stages.pencl.epochs': unknown key 'stages.pencl'.*'stages.pencil'",
         ),
         ("run.name.first=a", r"'run.name' is a value, not a section"),
-        ("stages.pencil.epochs=two", r"override 'stages.pencil.epochs': stages.pencil.epochs: found 'two'"),
+        ("stages.pencil.epochs=two", r"override 'stages.pencil.epochs': found 'two'"),
         ("data.shards=[a", r"override 'data.shards': broken YAML"),
         ("data.shards=[a, 3]", r"expected: URL or list of URLs"),
         ("workers.count=0", r"found 0; expected: whole number from 1"),
