@@ -204,7 +204,9 @@ def test_a_config_needs_only_a_run_and_data(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, GOOD.partition("model:")[0]))
     assert config.stages.backbone.epochs is None  # until it is filled in
     assert "stages.backbone.epochs: whole number from 0, in epochs, default automatic" in help_page()
-    with pytest.raises(PencilError, match=r"stages.backbone.epochs': found -1; expected: whole number from 0"):
+    with pytest.raises(
+        PencilError, match=r"stages.backbone.epochs': found -1; expected: whole number from 0"
+    ):
         load_config(written(tmp_path, GOOD), ["stages.backbone.epochs=-1"])
 
 
