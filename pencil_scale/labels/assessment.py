@@ -17,7 +17,9 @@ network restores most planted errors, the labels are decided as if its surest pr
 changes are a proposal.
 
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
-network that was never trained on the sample, and fits the noise to all samples.
+network that was never trained on the sample, and fits the noise to all samples. Such predictions do not
+depend on the label, so a wrong class can be tried in place of each one, as if it had been planted: that shows
+far better than some planted errors what the repair gains.
 
 A night may have too few new samples to measure what its repair gains. If `start` is given, the labels that it
 started from, no label changes then: old ones stay as they were, and new ones stay as given until a later
@@ -54,6 +56,7 @@ from pencil_scale.method.evidence import (
     suppose,
     unexplained,
 )
+from pencil_scale.storage.hashing import hashes
 
 Mask = npt.NDArray[np.bool_]
 ASSUMED = 0.1  # share of replaced labels at which the power of a network is measured
@@ -64,6 +67,7 @@ CLEAN = 0.01  # share of doubtful labels that needs no person
 # because what a night decides stays decided.
 SURE, SURE_AT_NIGHT = 0.1, 0.5
 STRETCH = 1 << 18
+TRIED = 17  # key of the classes that are tried in place of the given ones
 
 
 @dataclass(frozen=True)
@@ -153,21 +157,31 @@ def _measure(
         since=manifest.first_epoch,
         crossed_until=manifest.newest_epoch if folds else 0,
     )
-    watched, trained, errors = [np.zeros(0)], [np.zeros(0)], list[Judged]()
-    rows, power = [np.zeros(0, np.int64)], [np.zeros(0)]
+    watched, trained, power = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+    odds, restored, num_planted = [np.zeros(0)], [np.zeros(0, bool)], 0
     for part in PublishedLabels(manifest).batches():
         is_watched = part.role == WATCHED
         usable = is_decided(part) & (part.noisy_class >= 0) & (part.role != PINNED)
         usable &= is_watched | (part.last_epoch >= manifest.first_epoch)
         usable &= _undecided(start, part)
         is_apart = is_watched & (not folds)  # the others were predicted by a network that had seen them
+        others = usable & ~is_apart & (part.role != PLANTED)
         watched.append(_judge(part, usable & is_apart, noise).log_odds)
-        trained.append(_judge(part, usable & ~is_apart & (part.role != PLANTED), noise).log_odds)
+        trained.append(_judge(part, others, noise).log_odds)
         here = usable & (part.role == PLANTED)
-        rows.append(part.rows.start + np.flatnonzero(here))
-        errors.append(_judge(part, here, noise))
-        power.append(_judge(part, here, replace(noise, replaced=ASSUMED)).log_odds)
-    log_odds, found_rows = np.concatenate(trained), np.concatenate(rows)
+        planted = part.rows.start + np.flatnonzero(here)
+        num_planted += len(planted)
+        right_class = original[np.searchsorted(roles.planted, planted)].astype(np.int64)
+        tried = [(here, _given(part, here), right_class)]
+        if folds:  # no network has seen these labels, so any class can be tried in their place
+            tried.append((others, _other_classes(part, others), _given(part, others)))
+        for some, error, right in tried:
+            predictions = part.predictions(some)
+            judged = judge(predictions, error, noise)
+            odds.append(judged.log_odds)
+            restored.append(judged.rival == right)
+            power.append(judge(predictions, error, replace(noise, replaced=ASSUMED)).log_odds)
+    log_odds, errors = np.concatenate(trained), np.concatenate(odds)
     # The limits hold for all rows, and for those trained on: a night may watch more rows than it trains on.
     both = log_odds, np.concatenate([log_odds, *watched])
     limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
@@ -175,15 +189,13 @@ def _measure(
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
     share = SURE if start is None else SURE_AT_NIGHT
     unsure = bool(surely < share * likely and likely > CLEAN * len(both[1]))
-    noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + len(found_rows)
-    if len(found_rows) < FEWEST:
+    noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + num_planted
+    if len(errors) < FEWEST:
         return Measured(noise, num_judged, unsure)
-    found = np.concatenate([one.log_odds for one in errors]) > noise.min_log_odds
-    rival = np.concatenate([one.rival for one in errors])
-    restored = found & (rival == original[np.searchsorted(roles.planted, found_rows)])
-    # Planted errors are compared with rows that were predicted as they were.
+    found = errors > noise.min_log_odds
+    # Deliberate errors are compared with rows that were predicted as they were.
     changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
-    gain = net_gain(found, restored, changed, len(log_odds), noise)
+    gain = net_gain(found, found & np.concatenate(restored), changed, len(log_odds), noise)
     return Measured(noise, num_judged, unsure, gain, float((np.concatenate(power) > 0).mean()))
 
 
@@ -213,8 +225,18 @@ def _unseen(
 
 
 def _judge(part: LabelRows, here: Mask, noise: NoiseModel) -> Judged:
-    given = part.noisy_class[here].astype(np.int64)
-    return judge(part.predictions(here), given, noise)
+    return judge(part.predictions(here), _given(part, here), noise)
+
+
+def _given(part: LabelRows, here: Mask) -> Int64s:
+    return part.noisy_class[here].astype(np.int64)
+
+
+def _other_classes(part: LabelRows, here: Mask) -> Int64s:
+    """A class of each row that is not the given one, the same however the rows are divided into parts."""
+    num_classes = part.logits.shape[1]
+    drawn = hashes(part.rows.start + np.flatnonzero(here), TRIED) % np.uint64(num_classes - 1)
+    return np.asarray((_given(part, here) + 1 + drawn.astype(np.int64)) % num_classes)
 
 
 def given_classes(catalogue: Catalogue, rows: Int64s) -> npt.NDArray[np.int32]:

@@ -138,13 +138,13 @@ def _no_gain(found: Assessment | None) -> str:
     if found is None or found.gain is None or found.power is None or found.patterned:
         return ""
     gain, power = found.gain, found.power
-    measured = f"{gain.found:.0%} of {gain.num_planted:,} errors planted on purpose were found"
+    measured = f"{gain.found:.0%} of {gain.num_planted:,} deliberate errors were found"
     if gain.changed == 0:
         if power >= LEAST_POWER:
             return ""  # there was nothing to repair, as far as random errors go
         return (
             f"no label changed, and the network is too weak to find wrong ones: it would find {power:.0%} of "
-            f"the errors planted on purpose if 10 % of the labels were wrong"
+            f"deliberate errors if 10 % of the labels were wrong"
         )
     if gain.low > 0:
         return ""
