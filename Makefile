@@ -29,7 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: install  ## repair digits with 40 % label noise
 	@$(BIN)/python -m pipelines.demo
 
-demo-photos: install  ## repair photos with 30 % label noise: PENCIL_DATA=FOLDER, or a download
+demo-photos: install  ## repair labels of photos, 30 % redrawn at random: PENCIL_DATA=FOLDER, or a download
 	@$(BIN)/python -m pipelines.demo_photos
 
 test: install browser  ## run every test this machine can run

@@ -1,4 +1,4 @@
-"""Run the demo on photos: repair labels of which a quarter are wrong, without a GPU.
+"""Run the demo on photos: repair labels of which 30 % were redrawn at random, without a GPU.
 
     python -m pipelines.demo_photos                   # Imagenette, downloaded once (135 MB)
     python -m pipelines.demo_photos photos/           # or one folder per class

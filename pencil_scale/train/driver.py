@@ -88,7 +88,8 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                 lease.check()  # says who took over
             if arrived and not stopping:
                 stopping = True
-                print("stopping: the workers finish their step and save; repeat to end at once", flush=True)
+                saved = "" if job.config.workers.in_process else " and save"
+                print(f"stopping: the workers finish their step{saved}; repeat to end at once", flush=True)
                 job.control.note.remote(STOP, "requested")
             events = _pass_events(job, on_event, harmless)
             saving = saving or (stopping and any(event["kind"] in SAVES for event in events))

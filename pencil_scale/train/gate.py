@@ -231,15 +231,15 @@ def unready(agreements: Sequence[float], num: int, num_classes: int, may_rise: b
         return (
             f"the network is not clearly better than chance: it agrees with {found:.3f} of the watched "
             f"labels, and with {num_classes} classes more than {least:.3f} is needed; the pencil stage was "
-            "left out, and these labels rest on the network's predictions alone"
+            "left out, and any change rests on the network's predictions alone"
         )
     if may_rise or not still_rises(agreements, num, num_classes):
         return ""
     was = max(agreements[: -_late(agreements)])
     return (
         "the network was still learning when labels were about to move: agreement with the watched labels "
-        f"rose from {was:.3f} to {found:.3f} in the last epochs; the pencil stage was left out, and these "
-        "labels rest on the network's predictions alone; set a higher stages.backbone.epochs or rate, or "
+        f"rose from {was:.3f} to {found:.3f} in the last epochs; the pencil stage was left out, and any "
+        "change rests on the network's predictions alone; set a higher stages.backbone.epochs or rate, or "
         "leave stages.backbone.epochs out: an automatic stage continues until the network stops improving"
     )
 
