@@ -34,6 +34,10 @@ LAST_CHANGE = (
     "epoch of the run, counted from 0 (the console counts from 1), in which the learned label last changed "
     "its class; null: it never changed, was never trained on, or no history was kept"
 )
+LEARNED_LABEL = (
+    "class on which most of the label was when training ended, whether or not the evidence proves it; null: "
+    "never trained on"
+)
 MARGIN = (
     "confidence minus the probability, or share, of the next best class, from 0 to 1; 0: a tie, or the label "
     "was kept although another class is more likely, because not enough labels are surely wrong"
@@ -54,6 +58,7 @@ SCHEMA = pa.schema(
         pa.field("margin", pa.float32(), metadata={"description": MARGIN}),
         ("top_labels", pa.list_(pa.int64())),
         ("top_shares", pa.list_(pa.float32())),
+        pa.field("learned_label", pa.int64(), metadata={"description": LEARNED_LABEL}),
         pa.field("last_change_epoch", pa.int32(), metadata={"description": LAST_CHANGE}),
         ("pinned", pa.bool_()),
         ("status", pa.string()),
@@ -66,6 +71,7 @@ SCHEMA = pa.schema(
 SIMILAR = pa.schema(
     [("outlier_score", pa.float32()), ("is_outlier", pa.bool_()), ("duplicate_group", pa.int64())]
 )
+CLASS_COLUMNS = ("given_label", "predicted_label", "learned_label")
 ROW_GROUP = 4096
 MOST_DOUBTFUL = 1000
 
@@ -119,6 +125,7 @@ def export_table(
         "margin": pa.array(found.margin, from_pandas=True).take(if_scored),
         "top_labels": _lists(top_labels).take(if_scored),
         "top_shares": _lists(top_shares).take(if_scored),
+        "learned_label": pa.array(labels.logits.argmax(1), mask=(labels.last_epoch <= 0) | ~scored),
         "last_change_epoch": pa.array(last_change, mask=last_change < 0),
         "pinned": pa.array(labels.pinned),
         "status": rows["status"],
@@ -174,7 +181,7 @@ def alias_table(aliases: pa.Table, labels: pa.Table, words: Words) -> pa.Table:
 def parquet_bytes(table: pa.Table, class_names: tuple[str, ...]) -> bytes:
     """Encode an export as a Parquet file that Hugging Face datasets reads with its class names."""
     label = {"names": list(class_names), "_type": "ClassLabel"}
-    features = {"info": {"features": {"given_label": label, "predicted_label": label}}}
+    features = {"info": {"features": dict.fromkeys(CLASS_COLUMNS, label)}}
     table = table.replace_schema_metadata({"huggingface": json.dumps(features)})
     sink = io.BytesIO()
     pq.write_table(table, sink, row_group_size=ROW_GROUP, compression="zstd")

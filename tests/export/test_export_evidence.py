@@ -58,6 +58,13 @@ def test_predictions_decide_every_label_but_those_of_people(bench: ExportBench) 
     ]
 
 
+def test_the_learned_label_of_what_was_trained_on_is_exported_beside_the_decision(bench: ExportBench) -> None:
+    bench.export()
+    found = [(row["learned_label"], row["predicted_label"]) for row in bench.table()[:5]]
+    assert found[1] == (1, 2)  # it has not moved, and the prediction decides
+    assert found[4] == (None, 2)  # watched
+
+
 def test_scores_are_the_probability_that_a_label_is_right(bench: ExportBench) -> None:
     bench.export()
     changed, kept = bench.table()[4], bench.table()[0]

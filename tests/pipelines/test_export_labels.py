@@ -70,6 +70,7 @@ def test_a_sidecar_has_cleanlabs_columns_and_everything_known_about_a_sample(ben
         "given_class": "bee",
         "predicted_class": "cat",
         "top_labels": [2, 0, 1],
+        "learned_label": 2,
         "last_change_epoch": None,
         "pinned": False,
         "status": "ok",
