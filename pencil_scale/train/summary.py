@@ -75,6 +75,8 @@ class Summary:
         ends = [spell(self.facts[end]) for end in (f"{name}_low", f"{name}_high") if end in self.facts]
         ends = [] if len(set(ends)) == 1 else ends  # nothing changed
         among = f" of {self.facts[f'{name}_of']:,}" if f"{name}_of" in self.facts else ""
+        if name in ("samples", "watched") and self.facts.get("trainings", 1) > 1:
+            among = " in the last training"
         return spell(self.facts[name]) + (f"   ({' to '.join(ends)}{among})" if ends else among)
 
     @property

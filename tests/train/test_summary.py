@@ -47,3 +47,11 @@ def test_the_table_has_the_estimated_gain_with_its_interval_and_the_true_one() -
         "gain in right labels, estimated   +0.0500   (-0.0100 to +0.1100)",
         "gain in right labels, true        -0.0200",
     ]
+
+
+def test_the_table_counts_the_samples_of_one_training_if_there_were_several() -> None:
+    assert summary("finished", trainings=4, samples=900, watched=300).table().splitlines()[1:] == [
+        "samples trained on                900 in the last training",
+        "samples watched                   300 in the last training",
+    ]
+    assert "training" not in summary("finished", watched=300).table()
