@@ -74,12 +74,12 @@ class Trial:
             code = process.wait(PATIENCE_S)
             self.training_s = self.training_s or time.monotonic() - trains_at
             self.seconds = time.monotonic() - begun
-            if code == 0 or self._is_finished():
+            if code == 0 or (code == -signal.SIGKILL and self._is_finished()):
                 return True
         return False
 
     def _is_finished(self) -> bool:
-        """Whether the run was finished when its command was killed; started again, it would be refused."""
+        """Whether the run had finished before its command was killed; started again, it would be refused."""
         record = Folder(STORAGE).read_json(f"runs/{self.name}/run.json") or {}
         return bool(record.get("status") == "finished")
 

@@ -35,8 +35,8 @@ LAST_CHANGE = (
     "its class; null: it never changed, was never trained on, or no history was kept"
 )
 LEARNED_LABEL = (
-    "class on which most of the label was when training ended, whether or not the evidence proves it; null: "
-    "never trained on"
+    "class on which most of the label was when training ended, whether or not the evidence proves it; as "
+    "given for a planted error; null: never trained on"
 )
 MARGIN = (
     "confidence minus the probability, or share, of the next best class, from 0 to 1; 0: a tie, or the label "
