@@ -39,6 +39,8 @@ from pencil_scale.train.preparation import Preparation, build_network, set_up_pr
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.run import with_absolute_storage
 
+KEPT = 64  # batches to compute with: enough to be like an epoch, and soon copied
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -61,29 +63,31 @@ class Bench:
         self.preparation = Preparation(config, device, lambda row, reason: f"row {row}: {reason}")
         table = LabelTable.restore(start_labels(catalogue, folder, 10.0), f"{folder}/table")
         self.owners = Owners(table, device=device)
-        self.epoch = self.num_steps = 0
+        self.epoch = 0
 
     def read(self, num_epochs: int) -> tuple[float, list[Batch]]:
-        """Measure images per second of reading alone; also return the batches of one epoch."""
+        """Measure images per second of reading alone; also return the first batches."""
         with self._stream(num_epochs) as (stream, first_epoch):
-            started = time.perf_counter()
-            kept: list[Batch] = list(first_epoch)
-            self.num_steps = len(kept)
-            num = sum(len(batch.rows) for batch in kept)
-            num += sum(len(batch.rows) for n in range(1, num_epochs) for batch in stream.batches(n))
+            started, num, kept = time.perf_counter(), 0, list[Batch]()
+            for batch in chain(first_epoch, *(stream.batches(n) for n in range(1, num_epochs))):
+                num += len(batch.rows)
+                if len(kept) < KEPT:
+                    kept.append(batch)
             return num / (time.perf_counter() - started), kept
 
     def compute(self, kept: list[Batch], num_epochs: int) -> Trained:
         """Train on the same batches repeatedly, after one epoch in which kernels are chosen."""
-        self._train_epoch(kept)
+        self._train_epoch(kept, len(kept))
         gc.collect()
         gc.freeze()  # as a worker does
-        return self._train([kept] * num_epochs)
+        return self._train([kept] * num_epochs, len(kept))
 
     def both(self, num_epochs: int) -> Trained:
         """Train while reading."""
         with self._stream(num_epochs) as (stream, first_epoch):
-            return self._train([first_epoch, *(stream.batches(n) for n in range(1, num_epochs))])
+            return self._train(
+                [first_epoch, *(stream.batches(n) for n in range(1, num_epochs))], stream.num_steps()
+            )
 
     @contextmanager
     def _stream(self, num_epochs: int) -> Iterator[tuple[Stream, Iterator[Batch]]]:
@@ -99,9 +103,9 @@ class Bench:
         finally:
             stream.close()
 
-    def _train(self, epochs: Sequence[Iterable[Batch]]) -> Trained:
+    def _train(self, epochs: Sequence[Iterable[Batch]], num_steps: int) -> Trained:
         started = time.perf_counter()
-        found = [self._train_epoch(batches) for batches in epochs]
+        found = [self._train_epoch(batches, num_steps) for batches in epochs]
         seconds = time.perf_counter() - started
         num = sum(figures["rows_visited"] for figures in found)
         waits = [
@@ -110,9 +114,9 @@ class Bench:
         ]
         return Trained(num / seconds, seconds / len(epochs), *waits)
 
-    def _train_epoch(self, batches: Iterable[Batch]) -> dict[str, float]:
+    def _train_epoch(self, batches: Iterable[Batch], num_steps: int) -> dict[str, float]:
         """Train one epoch of the pencil stage."""
-        host = OneEpoch(self.preparation, self.num_steps, batches)
+        host = OneEpoch(self.preparation, num_steps, batches)
         loop = Loop(self.stepper, self._schedule(), self.owners, host, Ranks(), seed=1)
         loop.run(Progress(epoch=self.epoch))
         self.epoch += 1
@@ -175,8 +179,7 @@ def main() -> None:
             both = bench.both(options.epochs)
         gc.unfreeze()
     limit = min(reading, computing) if options.gpu else 1 / (1 / reading + 1 / computing)
-    num_samples = sum(len(batch.rows) for batch in kept)
-    print(f"samples {num_samples:,}, batch {config.optimizer.batch_per_worker}, {device.type}")
+    print(f"samples {catalogue.num_ok:,}, batch {config.optimizer.batch_per_worker}, {device.type}")
     print(f"reading alone    {reading:10,.0f} images/s")
     print(f"computing alone  {computing:10,.0f} images/s")
     print(f"end to end       {both.images_per_s:10,.0f} images/s, {both.epoch_s:.2f} s per epoch")
