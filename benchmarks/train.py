@@ -15,6 +15,7 @@ import gc
 import pstats
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from pencil_scale.train.preparation import Preparation, build_network, set_up_pr
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.run import with_absolute_storage
 
-KEPT = 64  # batches to compute with: enough to be like an epoch, and soon copied
+KEPT = 64  # batches to compute with: the last of an epoch, of which two are smaller
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,13 @@ class Bench:
         self.epoch = 0
 
     def read(self, num_epochs: int) -> tuple[float, list[Batch]]:
-        """Measure images per second of reading alone; also return the first batches."""
+        """Measure images per second of reading alone; also return the last batches."""
         with self._stream(num_epochs) as (stream, first_epoch):
-            started, num, kept = time.perf_counter(), 0, list[Batch]()
+            started, num, kept = time.perf_counter(), 0, deque[Batch](maxlen=KEPT)
             for batch in chain(first_epoch, *(stream.batches(n) for n in range(1, num_epochs))):
                 num += len(batch.rows)
-                if len(kept) < KEPT:
-                    kept.append(batch)
-            return num / (time.perf_counter() - started), kept
+                kept.append(batch)
+            return num / (time.perf_counter() - started), list(kept)
 
     def compute(self, kept: list[Batch], num_epochs: int) -> Trained:
         """Train on the same batches repeatedly, after one epoch in which kernels are chosen."""
