@@ -77,7 +77,8 @@ class Summary:
         among = f" of {self.facts[f'{name}_of']:,}" if f"{name}_of" in self.facts else ""
         if name in ("samples", "watched") and self.facts.get("trainings", 1) > 1:
             among = " in the last training"
-        return spell(self.facts[name]) + (f"   ({' to '.join(ends)}{among})" if ends else among)
+        interval = f"   (90 %: {' to '.join(ends)})" if ends else ""
+        return spell(self.facts[name]) + among + interval
 
     @property
     def held(self) -> bool:

@@ -43,8 +43,8 @@ def test_the_table_has_the_estimated_gain_with_its_interval_and_the_true_one() -
     found |= {"wrong_labels": 1494, "wrong_labels_low": 1380, "wrong_labels_high": 1610}
     found["wrong_labels_of"] = 5000
     assert summary("held", **found).table().splitlines() == [
-        "labels wrong at random, estimated 1,494   (1,380 to 1,610 of 5,000)",
-        "gain in right labels, estimated   +0.0500   (-0.0100 to +0.1100)",
+        "labels wrong at random, estimated 1,494 of 5,000   (90 %: 1,380 to 1,610)",
+        "gain in right labels, estimated   +0.0500   (90 %: -0.0100 to +0.1100)",
         "gain in right labels, true        -0.0200",
     ]
 
