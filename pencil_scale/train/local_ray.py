@@ -42,6 +42,16 @@ def ensure_ray() -> None:
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "60000")
     if ray.is_initialized():
         return
+    try:
+        _connect()
+    except SystemExit as ended:
+        raise SystemExit(128 + signal.SIGTERM if ended.code == signal.SIGTERM else ended.code) from None
+    if threading.current_thread() is threading.main_thread():
+        # Ray's handler, also while it starts, would end with the bare number of the signal as exit code.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def _connect() -> None:
     if os.environ.get("RAY_ADDRESS"):
         # The processes of a local Ray inherit the setting; those of a cluster have to be given it. By default
         # they are not: Ray would start new processes for it.
@@ -57,9 +67,6 @@ def ensure_ray() -> None:
         # This machine is not preempted with notice; the actor that watches for it costs 2 s of CPU.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         start_local(namespace=NAMESPACE, logging_level=logging.ERROR)
-    if threading.current_thread() is threading.main_thread():
-        # Ray's handler would end with the bare number of the signal as exit code.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def start_local(**options: Any) -> None:

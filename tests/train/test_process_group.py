@@ -23,10 +23,12 @@ print("back", os.getpgrp() == ours, flush=True)
 input()
 """
 
+STARTS_RAY = "from pencil_scale.train.local_ray import ensure_ray; ensure_ray()"
+
 
 def start(**options: Any) -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", CODE]
+    words = [sys.executable, "-c", options.pop("code", CODE)]
     return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, **options)
 
 
@@ -68,3 +70,12 @@ def test_afterwards_the_process_is_in_its_old_group(options: dict[str, Any]) -> 
         assert read_words(command) == ["back", "True"]
         say(command)
         assert command.wait(60) == 0
+
+
+def test_sigterm_while_ray_starts_ends_with_the_code_of_a_shell() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with start(code=STARTS_RAY, env=environment) as command:
+        while subprocess.run(["pgrep", "-P", str(command.pid), "gcs_server"], capture_output=True).returncode:
+            assert command.poll() is None
+        command.send_signal(signal.SIGTERM)
+        assert command.wait(60) == 143
