@@ -178,7 +178,7 @@ def config_text(
 def _model_lines(found: Survey) -> list[str]:
     sides = [int(side) for size in found.sizes for side in size.split("x")]
     if not sides or (len(found.sizes) == 1 and min(sides) <= SMALL):
-        return ["# model: {backbone: pooled_convnet}"]
+        return ["# model: {backbone: pooled_convnet}   # otherwise chosen by the size of the images"]
     from pencil_scale.method.backbones import imagenet_file  # imports torch; --help answers at once
 
     backbone = "resnet50" if _num_gpus() else "resnet18"

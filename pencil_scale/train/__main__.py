@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         module="pencil_scale.train",
         what="Train on noisy shards and repair their labels.",
-        flags={"dry_run": "estimate what the run will take (a trial of 30 seconds) and write nothing"},
+        flags={"dry_run": "train for 30 seconds, estimate what the run will take, and write nothing"},
     )
     return HELD if code == 0 and getattr(ended[-1], "held", False) else code
 
