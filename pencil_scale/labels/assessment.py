@@ -32,7 +32,7 @@ networks, and stay as decided by the rules that were fitted to those.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from pencil_scale.labels.published import LabelRows, PublishedLabels, is_decided
 from pencil_scale.labels.roles import FEWEST, Roles
 from pencil_scale.labels.start_labels import cross, keep_decided, regive, unmoved, unplant
 from pencil_scale.method.evidence import (
+    Floats,
     Gain,
     Judged,
     NoiseModel,
@@ -157,14 +158,51 @@ def _measure(
         since=manifest.first_epoch,
         crossed_until=manifest.newest_epoch if folds else 0,
     )
-    watched, trained, power = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
-    odds, restored, num_planted = [np.zeros(0)], [np.zeros(0, bool)], 0
+    found = _weigh(noise, manifest, roles, original, crossed=bool(folds), start=start)
+    # The limits hold for all rows, and for those trained on: a night may watch more rows than it trains on.
+    both = found.trained, np.concatenate([found.trained, found.watched])
+    limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
+    bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
+    surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
+    share = SURE if start is None else SURE_AT_NIGHT
+    unsure = bool(surely < share * likely and likely > CLEAN * len(both[1]))
+    noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + found.num_planted
+    if len(found.errors) < FEWEST:
+        return Measured(noise, num_judged, unsure)
+    is_found = found.errors > noise.min_log_odds
+    # Deliberate errors are compared with rows that were predicted as they were.
+    changed = float((found.trained > noise.min_log_odds).mean()) if len(found.trained) else 0.0
+    gain = net_gain(is_found, is_found & found.restored, changed, len(found.trained), noise)
+    return Measured(noise, num_judged, unsure, gain, float((found.if_assumed > 0).mean()))
+
+
+class Weighed(NamedTuple):
+    """The log-odds against the labels of watched samples, of those trained on, and of deliberate errors."""
+
+    watched: Floats  # empty if every sample was watched by one of several trainings
+    trained: Floats
+    errors: Floats
+    restored: Mask  # errors whose most likely other class is the right one
+    if_assumed: Floats  # against the same errors, if a tenth of all labels had been replaced
+    num_planted: int  # errors that a network was trained with
+
+
+def _weigh(
+    noise: NoiseModel,
+    manifest: Manifest,
+    roles: Roles,
+    original: npt.NDArray[np.int32],
+    crossed: bool,
+    start: Manifest | None,
+) -> Weighed:
+    watched, trained, if_assumed = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+    errors, restored, num_planted = [np.zeros(0)], [np.zeros(0, bool)], 0
     for part in PublishedLabels(manifest).batches():
         is_watched = part.role == WATCHED
         usable = is_decided(part) & (part.noisy_class >= 0) & (part.role != PINNED)
         usable &= is_watched | (part.last_epoch >= manifest.first_epoch)
         usable &= _undecided(start, part)
-        is_apart = is_watched & (not folds)  # the others were predicted by a network that had seen them
+        is_apart = is_watched & (not crossed)  # the others were predicted by a network that had seen them
         others = usable & ~is_apart & (part.role != PLANTED)
         watched.append(_judge(part, usable & is_apart, noise).log_odds)
         trained.append(_judge(part, others, noise).log_odds)
@@ -173,30 +211,22 @@ def _measure(
         num_planted += len(planted)
         right_class = original[np.searchsorted(roles.planted, planted)].astype(np.int64)
         tried = [(here, _given(part, here), right_class)]
-        if folds:  # no network has seen these labels, so any class can be tried in their place
+        if crossed:  # no network has seen these labels, so any class can be tried in their place
             tried.append((others, _other_classes(part, others), _given(part, others)))
         for some, error, right in tried:
             predictions = part.predictions(some)
             judged = judge(predictions, error, noise)
-            odds.append(judged.log_odds)
+            errors.append(judged.log_odds)
             restored.append(judged.rival == right)
-            power.append(judge(predictions, error, replace(noise, replaced=ASSUMED)).log_odds)
-    log_odds, errors = np.concatenate(trained), np.concatenate(odds)
-    # The limits hold for all rows, and for those trained on: a night may watch more rows than it trains on.
-    both = log_odds, np.concatenate([log_odds, *watched])
-    limits = (min(noise.wrong_low, noise.wrong), noise.wrong)
-    bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
-    surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
-    share = SURE if start is None else SURE_AT_NIGHT
-    unsure = bool(surely < share * likely and likely > CLEAN * len(both[1]))
-    noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + num_planted
-    if len(errors) < FEWEST:
-        return Measured(noise, num_judged, unsure)
-    found = errors > noise.min_log_odds
-    # Deliberate errors are compared with rows that were predicted as they were.
-    changed = float((log_odds > noise.min_log_odds).mean()) if len(log_odds) else 0.0
-    gain = net_gain(found, found & np.concatenate(restored), changed, len(log_odds), noise)
-    return Measured(noise, num_judged, unsure, gain, float((np.concatenate(power) > 0).mean()))
+            if_assumed.append(judge(predictions, error, replace(noise, replaced=ASSUMED)).log_odds)
+    return Weighed(
+        watched=np.concatenate(watched),
+        trained=np.concatenate(trained),
+        errors=np.concatenate(errors),
+        restored=np.concatenate(restored),
+        if_assumed=np.concatenate(if_assumed),
+        num_planted=num_planted,
+    )
 
 
 def _is_early(gain: Gain | None) -> bool:
