@@ -27,6 +27,7 @@ from torch import nn
 
 from pencil_scale.config.settings import Config
 from pencil_scale.features.stream import FeatureStream
+from pencil_scale.features.table import FeatureTable
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
@@ -129,10 +130,9 @@ class Worker:
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
         """Build everything; `opened` releases it at the end, also if building fails."""
-        self.job, config, class_names = job, job.config, job.record.class_names
+        self.job, self._opened, config = job, opened, job.config
         self.ranks = Ranks.meet(config.workers.timeout_s)
-        rank, world = self.ranks.rank, self.ranks.world
-        self.live = LiveMetrics(job.record.name, rank)
+        self.live = LiveMetrics(job.record.name, self.ranks.rank)
         count_retries()
         self.device = ray.train.torch.get_device()
         set_up_process(config, self.device)
@@ -141,55 +141,10 @@ class Worker:
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.figures = saved.figures if saved else []
-
-        copied = claim_scratch(config.workers.scratch, "features")
-        opened.callback(shutil.rmtree, copied, ignore_errors=True)
-        features = open_features(config, copied)
-        weights = job.record.weights
-        self.model, self.stepper = build_network(
-            config, len(class_names), self.device, world, weights, features
-        )
-        if saved:
-            self.model.load_state_dict(saved.weights)
-            self.stepper.optimizer.load_state_dict(saved.optimizer)
-            if self.stepper.average is not None and saved.average is not None:
-                self.stepper.average.load(saved.average)
-
-        scratch = claim_scratch(config.workers.scratch, "labels")
-        opened.callback(shutil.rmtree, scratch, ignore_errors=True)
-        parts = owned_parts(self.manifest.layout.num_parts, rank, world)
-        self.table = LabelTable.restore(self.manifest, scratch, parts, class_names)
-        owners = Owners(self.table, rank, world, timeout_s=config.workers.timeout_s, device=self.device)
-        self.owners = opened.enter_context(owners)
-        local = config.workers.in_process
-
-        def stream_of(spec: StreamSpec) -> Stream:
-            if features is not None:
-                on_cpu = self.device.type == "cpu"
-                stream: Stream = FeatureStream(spec, features, rank, world, in_full=on_cpu)
-            else:
-                stream = Stream(spec, rank, world, in_process=local, control=job.control)
-            opened.callback(stream.close)
-            return stream
-
-        self.stream = stream_of(job.stream)
-        self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
-        self.prepare = self.preparation.prepare
-        self.clean: dict[str, CleanSet] = {}
-        featured = featured_by(config, weights) if features is not None and job.clean else None
-        for name, spec in job.clean.items():
-            self.clean[name] = CleanSet(spec, rank, world, local, featured)
-            opened.callback(self.clean[name].close)
-        self.watch: Watch | None = None
-        if job.watched is not None:
-            samples: Callable[[], Iterator[Batch]]
-            if features is not None:
-                samples = partial(stream_of(job.watched).batches, 0)
-            else:
-                watched = CleanSet(job.watched, rank, world, local)
-                opened.callback(watched.close)
-                samples = watched.batches
-            self.watch = Watch(samples, self.preparation, self.ranks, self.owners, saved)
+        features = open_features(config, self._scratch("features"))
+        self._build_network(features, saved)
+        self._open_labels()
+        self._open_samples(features, saved)
         self.study = LabelStudy(
             config.run.storage,
             job.record.catalogue_version,
@@ -210,6 +165,64 @@ class Worker:
         gc.collect()
         gc.freeze()
         opened.callback(gc.unfreeze)
+
+    def _scratch(self, name: str) -> Path:
+        folder = claim_scratch(self.job.config.workers.scratch, name)
+        self._opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    def _build_network(self, features: FeatureTable | None, saved: Saved | None) -> None:
+        config, record = self.job.config, self.job.record
+        self.model, self.stepper = build_network(
+            config, len(record.class_names), self.device, self.ranks.world, record.weights, features
+        )
+        if saved:
+            self.model.load_state_dict(saved.weights)
+            self.stepper.optimizer.load_state_dict(saved.optimizer)
+            if self.stepper.average is not None and saved.average is not None:
+                self.stepper.average.load(saved.average)
+
+    def _open_labels(self) -> None:
+        """Restore the parts of the label table that this rank owns."""
+        rank, world, timeout_s = self.ranks.rank, self.ranks.world, self.job.config.workers.timeout_s
+        parts = owned_parts(self.manifest.layout.num_parts, rank, world)
+        names = self.job.record.class_names
+        self.table = LabelTable.restore(self.manifest, self._scratch("labels"), parts, names)
+        owners = Owners(self.table, rank, world, timeout_s=timeout_s, device=self.device)
+        self.owners = self._opened.enter_context(owners)
+
+    def _open_samples(self, features: FeatureTable | None, saved: Saved | None) -> None:
+        """Open this rank's share of the samples: those to train on, the clean sets, and the watched ones."""
+        job, config = self.job, self.job.config
+        self.stream = self._stream(job.stream, features)
+        self.preparation = Preparation(config, self.device, self.stream.read.name_problem)
+        self.prepare = self.preparation.prepare
+        featured = featured_by(config, job.record.weights) if features is not None and job.clean else None
+        self.clean = {name: self._clean_set(spec, featured) for name, spec in job.clean.items()}
+        self.watch: Watch | None = None
+        if job.watched is not None:
+            samples: Callable[[], Iterator[Batch]] = (
+                self._clean_set(job.watched).batches
+                if features is None
+                else partial(self._stream(job.watched, features).batches, 0)
+            )
+            self.watch = Watch(samples, self.preparation, self.ranks, self.owners, saved)
+
+    def _stream(self, spec: StreamSpec, features: FeatureTable | None) -> Stream:
+        rank, world = self.ranks.rank, self.ranks.world
+        if features is not None:
+            stream: Stream = FeatureStream(spec, features, rank, world, in_full=self.device.type == "cpu")
+        else:
+            local, control = self.job.config.workers.in_process, self.job.control
+            stream = Stream(spec, rank, world, in_process=local, control=control)
+        self._opened.callback(stream.close)
+        return stream
+
+    def _clean_set(self, spec: StreamSpec, featured: Callable[[Batch], Batch] | None = None) -> CleanSet:
+        local = self.job.config.workers.in_process
+        found = CleanSet(spec, self.ranks.rank, self.ranks.world, local, featured)
+        self._opened.callback(found.close)
+        return found
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until a stop is requested."""
