@@ -233,6 +233,9 @@ def print_summary(summary: Summary) -> None:
         rows["unknown format"] = f"{many(summary.num_unrecognised, 'image')}, copied unchanged"
     if source.ignored:
         rows["ignored, not images"] = f"{many(len(source.ignored), 'file')}, such as {source.ignored[0]}"
+    if source.empty_folders:
+        num = many(len(source.empty_folders), "folder")
+        rows["no class, as without images"] = f"{num}, such as {source.empty_folders[0]}"
     counts = np.bincount(source.given_class, minlength=len(source.classes)).tolist()
     first = list(zip(source.classes, counts, strict=True))[:MOST_CLASSES]
     rows |= {f"class {name}": f"{count:,}" for name, count in first}

@@ -37,7 +37,8 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
         facts.append(Fact("agreement on watched samples", _percent(known["watch_agreement"]), detail))
     if _is_number(known, "balanced_agreement"):
         detail = (
-            "with the given labels it was trained on, mean over the classes; it may have memorised wrong ones"
+            "with the labels it was trained on, planted errors included, mean over the classes; it may have "
+            "memorised wrong ones"
         )
         facts.append(Fact("training agreement", _percent(known["balanced_agreement"]), detail))
     facts.append(

@@ -60,9 +60,10 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
 
     Return None after a stop request (SIGTERM, Ctrl-C). Workers that do not start to save within
     `workers.stop_s`, because a network compiles or a step takes minutes, are ended: SystemExit is raised, and
-    the run resumes from its last checkpoint. If another command takes over the lease, this one ends
-    at once, and its workers with it: nothing is saved, because the run's checkpoints now belong to the other
-    command.
+    the run resumes from its last checkpoint. If no worker has begun to train, KeyboardInterrupt is raised.
+
+    If another command takes over the lease, this one ends at once, and its workers with it: nothing is saved,
+    because the run's checkpoints now belong to the other command.
     """
     harmless, attempts = Harmless(), Attempts(job)
     ended: dict[str, Any] = {}
@@ -79,19 +80,22 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                     job.control.report.remote(_failed({"the controller": reason_of(error)}, error))
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
-    stopping = saving = False
+    begun = stopping = saving = False
     with _noted_signals() as arrived, _controller_ended(fitting, job):
         fitting.start()
         while fitting.is_alive():
             fitting.join(EVENTS_EVERY_S)
             if lease.lost:
                 lease.check()  # says who took over
+            events = _pass_events(job, on_event, harmless)
+            begun = begun or any(event["kind"] == "started" for event in events)
             if arrived and not stopping:
+                if not begun:
+                    raise KeyboardInterrupt
                 stopping = True
                 saved = "" if job.config.workers.in_process else " and save"
                 print(f"stopping: the workers finish their step{saved}; repeat to end at once", flush=True)
                 job.control.note.remote(STOP, "requested")
-            events = _pass_events(job, on_event, harmless)
             saving = saving or (stopping and any(event["kind"] in SAVES for event in events))
             attempts.check(events)
             if stopping and not saving and time.monotonic() - arrived[0] > job.config.workers.stop_s:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,10 +44,11 @@ def ensure_ray() -> None:
     try:
         _connect()
     except SystemExit as ended:
-        raise SystemExit(128 + signal.SIGTERM if ended.code == signal.SIGTERM else ended.code) from None
+        if ended.code != signal.SIGTERM:  # with which Ray's handler ends a process
+            raise
+        raise KeyboardInterrupt from None
     if threading.current_thread() is threading.main_thread():
-        # Ray's handler, also while it starts, would end with the bare number of the signal as exit code.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does
 
 
 def _connect() -> None:

@@ -54,7 +54,11 @@ def read_folder(
     names = pa.chunked_array([[path.split("/", 1)[0] for path in images]])
     classes, (given,) = number_classes({"class folders": names}, label_names, root)
     pieces, ignored = file_pieces(root, _items(images), per_shard), sorted(set(paths) - set(images))
-    return Source(classes, given, pieces, fingerprint_of(images), ignored=tuple(ignored))
+    there = [entry for entry in filesystem.ls(base, detail=True) if entry["type"] == "directory"]
+    empty = sorted({entry["name"].rstrip("/").rpartition("/")[2] for entry in there} - folders)
+    return Source(
+        classes, given, pieces, fingerprint_of(images), ignored=tuple(ignored), empty_folders=tuple(empty)
+    )
 
 
 def read_clothing1m(root: str, split: str, shuffle_seed: int | None, per_shard: int) -> Source:

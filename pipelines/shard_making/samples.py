@@ -50,6 +50,7 @@ class Source:
     fingerprint: str  # of names and order: shows whether a source changed between two runs
     true_class: Classes | None = None  # -1 where it is not known
     ignored: tuple[str, ...] = ()  # files that are not samples
+    empty_folders: tuple[str, ...] = ()  # without an image, which are no classes
 
 
 class Item(NamedTuple):

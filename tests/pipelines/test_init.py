@@ -76,10 +76,13 @@ def photos(here: Path) -> None:
 
 def test_class_folders_become_shards(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos(here)
+    (here / "photos" / "owl").mkdir()
     config = started("photos")
     assert Path(config.data.classes).read_text().split() == ["cat", "dog"]
     assert Catalogue.open(config.run.storage).num_ok == 12
-    assert "next: python -m pencil_scale.train config.yaml" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 folder, such as owl" in printed
+    assert "next: python -m pencil_scale.train config.yaml" in printed
 
 
 @pytest.mark.parametrize(

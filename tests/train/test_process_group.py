@@ -23,7 +23,12 @@ print("back", os.getpgrp() == ours, flush=True)
 input()
 """
 
-STARTS_RAY = "from pencil_scale.train.local_ray import ensure_ray; ensure_ray()"
+STARTS_RAY = """
+import sys
+from pencil_scale.config.command import exit_code
+from pencil_scale.train.local_ray import ensure_ray
+sys.exit(exit_code(ensure_ray))
+"""
 
 
 def start(**options: Any) -> "subprocess.Popen[str]":

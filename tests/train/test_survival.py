@@ -20,6 +20,7 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 from training_runs import EPOCHS, ROOT, SPOILT, TinyData
 
+from benchmarks.processes import family
 from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import manifests_of
 from pencil_scale.labels.published import PublishedLabels
@@ -334,6 +335,16 @@ def test_a_stop_request_is_obeyed_while_a_step_takes_minutes(tmp_path: Path) -> 
         assert command.wait() == 143, command.output
     assert "the workers did not finish their step within 2 s" in command.output
     assert f"from the last checkpoint: python -m pencil_scale.train {data.folder}" in command.output
+    assert data.record()["status"] == "stopped"
+
+
+def test_a_stop_request_before_training_begins_ends_the_command_at_once(tmp_path: Path) -> None:
+    data = TinyData.make(tmp_path)
+    with data.start("workers.count=1", "workers.stop_s=300") as command:
+        command.wait_until(lambda: "TrainController" in str(family(command.process.pid)), "controller")
+        command.stop()
+        assert command.wait() == 143, command.output
+    assert "stopped; to resume, run the same command again" in command.output
     assert data.record()["status"] == "stopped"
 
 
