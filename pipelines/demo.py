@@ -56,7 +56,9 @@ def run() -> dict[str, object]:
     clear(FOLDER)
     ensure_ray()
     headline("1. Shards: 1,437 digits for training, with 40 % of their labels redrawn at random")
-    make_shards.main(["digits", str(FOLDER / "shards"), "--noise", NOISE, "--samples-per-shard", "200"])
+    words = ["digits", str(FOLDER / "shards"), "--noise", NOISE, "--samples-per-shard", "200"]
+    if code := make_shards.main(words):
+        raise SystemExit(code)
     headline("2. Catalogue: find and check every sample in the shards")
     index_shards.run(load_config(CONFIG))
     headline("3. PENCIL: train the labels together with the network")
