@@ -79,7 +79,7 @@ def run(source: str, name: str, storage: str, output: str) -> None:
     config = load_config(output)
     try:
         index_shards.run(config)
-    except PencilError:
+    except BaseException:
         Path(output).unlink()  # so that the same command can be given again
         raise
     catalogue = Catalogue.open(storage)

@@ -27,6 +27,7 @@ from pencil_scale.images.inspect import ORIENTATION, format_of, inspect_image, l
 Pixels = npt.NDArray[np.uint8]
 
 SCALING = 3  # to be raised when the same libraries give other pixels
+BLURRED_FROM = 1.5  # times the side: scaling blurs the colours, so they need no fine interpolation
 LINEAR_UP_TO = 2.2  # times the side: beyond that OpenCV's linear filter would skip many pixels
 
 try:
@@ -79,10 +80,10 @@ def _scaled_jpeg(data: bytes, side: int) -> Pixels | None:
     # libjpeg-turbo decodes at 1/8 to 8/8 of the size, but 5/8 to 7/8 take longer than 8/8: they are of use
     # only where the linear filter could not do the rest.
     is_near = max(facts.width, facts.height) <= LINEAR_UP_TO * side
+    is_blurred = min(facts.width, facts.height) >= BLURRED_FROM * side
     least = {"min_height": side, "min_width": side, "min_factor": 2.0 if is_near else 1.0}
     try:
-        # Fine interpolation of the colours takes a tenth longer, and scaling would blur it.
-        pixels = simplejpeg.decode_jpeg(data, "RGB", fastupsample=True, **least)
+        pixels = simplejpeg.decode_jpeg(data, "RGB", fastupsample=is_blurred, **least)
     except ValueError:
         return None  # damaged: PIL gives the pixels that arrived, or the reason
     how = cv2.INTER_AREA if max(pixels.shape) > LINEAR_UP_TO * side else cv2.INTER_LINEAR

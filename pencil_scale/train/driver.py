@@ -90,7 +90,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
             events = _pass_events(job, on_event, harmless)
             begun = begun or any(event["kind"] == "started" for event in events)
             if arrived and not stopping:
-                if not begun:
+                if not begun and not job.config.workers.in_process:  # whose thread has to end first
                     raise KeyboardInterrupt
                 stopping = True
                 saved = "" if job.config.workers.in_process else " and save"

@@ -68,8 +68,8 @@ def train(
     that look wrong are held; without `hold` they are published, and the caller decides by the reasons in the
     summary.
 
-    On SIGTERM or Ctrl-C the workers save, and SystemExit(143) is raised: a caller that must not end with the
-    command has to catch it.
+    On SIGTERM or Ctrl-C the workers save, and SystemExit(143) is raised, or KeyboardInterrupt if they have
+    not begun to train: a caller that must not end with the command has to catch both.
     """
     config = with_absolute_storage(config)
     checked = _check(config, start)

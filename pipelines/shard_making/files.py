@@ -40,6 +40,7 @@ def read_folder(
     if not filesystem.isdir(base):
         raise PencilError(f"{root}: no such folder")
     paths = sorted(path.removeprefix(base).lstrip("/") for path in filesystem.find(base))
+    paths = [path for path in paths if path and not path.endswith("/")]  # placeholders of an object store
     images = [path for path in paths if "/" in path and path.lower().endswith(IMAGE_SUFFIXES)]
     if not images:
         raise PencilError(
