@@ -85,6 +85,19 @@ def test_class_folders_become_shards(here: Path, capsys: pytest.CaptureFixture[s
     assert "next: python -m pencil_scale.train config.yaml" in printed
 
 
+def test_a_command_that_is_stopped_while_it_indexes_can_be_given_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: Config) -> None:
+        raise KeyboardInterrupt
+
+    photos(here)
+    with monkeypatch.context() as patch:
+        patch.setattr(init.index_shards, "run", stop)
+        assert init.main(["photos"]) == 143
+    assert Catalogue.open(started("photos").run.storage).num_ok == 12
+
+
 @pytest.mark.parametrize(
     ("online", "installed", "network"),
     [(True, True, "weights: imagenet"), (False, True, f"backbone: {LITE0_FACTORY}"), (False, False, None)],
