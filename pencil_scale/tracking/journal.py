@@ -73,6 +73,7 @@ class Journal:
         self._folder.put(OWNER, self._id.encode())
         names = self._segments()
         self._number = int(PurePosixPath(names[-1]).stem.partition("-")[0]) if names else 0
+        self._empty_at = -1  # the number at which the last list of segments was empty
         self._is_failing = self._is_closed = False
         self._writing, self._wake = threading.Lock(), threading.Event()
         threading.Thread(target=self._write_often, args=(every_s,), daemon=True).start()
@@ -126,11 +127,19 @@ class Journal:
 
     # --- delivering ------------------------------------------------------------------------------------
 
-    def first(self) -> list[Entry] | None:
-        """Read the entries of the oldest segments; None if all were delivered."""
+    def first(self, thorough: bool = True) -> list[Entry] | None:
+        """Read the entries of the oldest segments; None if all were delivered.
+
+        Unless it is to be thorough, it asks the storage only if this process has written since: an object
+        store charges for every list.
+        """
+        number = self._number
+        if number == self._empty_at and not thorough:
+            return None
         with self._away_errors():
             names = self._segments()[:MOST_SEGMENTS]
             if not names:
+                self._empty_at = number
                 return None
             entries = [entry for name in names for entry in self._load(name)]
             owner = self._folder.find(OWNER)
@@ -239,7 +248,7 @@ class Delivery:
         try:
             while not self._is_done:
                 is_last = self._finishing.is_set() and not self._journal.waiting
-                entries = self._retry(self._journal.first)
+                entries = self._retry(partial(self._journal.first, thorough=is_last))
                 if entries is not None:
                     self._send_all(entries)
                     self._retry(self._journal.drop)

@@ -310,6 +310,25 @@ def test_the_process_that_opened_a_journal_last_delivers_and_the_former_one_stop
     assert sorted(numbers_in(latter)) == [0, 1, 2, 3]  # also what the former one wrote in the end
 
 
+def test_a_storage_is_not_asked_again_and_again_while_nothing_is_written(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, receiver, lists = journal_of(folder), Receiver(), list[str]()
+    listed = Folder.names
+    monkeypatch.setattr(Folder, "names", lambda self, under: lists.append(under) or listed(self, under))
+    delivery = delivering(journal, receiver)
+    until(lambda: len(lists) == 1)
+    time.sleep(0.2)  # some ten turns of the thread that delivers
+    assert len(lists) == 1
+    journal.add("number", {"n": 0})
+    until(lambda: receiver.got == [0])
+    former = journal_of(folder, range(1, 2), every_s=SELDOM_S)
+    Folder(folder).put("owner", journal._id.encode())
+    former.flush()  # nobody hears of it
+    assert delivery.finish(30)
+    assert receiver.got == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_store_that_is_down_for_a_while_delays_entries_and_loses_none(
     s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -331,7 +350,7 @@ def test_a_delivery_that_ends_early_says_why(
 ) -> None:
     journal = journal_of(tmp_path, range(1))
 
-    def fail() -> list[Entry]:
+    def fail(**how: bool) -> list[Entry]:
         raise ValueError("a bug")
 
     monkeypatch.setattr(journal, "first", fail)
