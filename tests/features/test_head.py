@@ -49,6 +49,23 @@ def test_a_head_starts_as_the_layer_and_is_published_as_one(tmp_path: Path) -> N
     torch.testing.assert_close(network(images), head(features), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_head_has_the_gradients_of_layers_on_standardised_features(tmp_path: Path, kind: str) -> None:
+    table = make_table(tmp_path, np.random.default_rng(1).normal(3, 2, (64, 1, 6)))
+    head = build_head(table, 4, kind=kind).double()
+    features = torch.from_numpy(table.features[:, 0].astype(np.float64))
+    given = torch.arange(64) % 4
+    nn.functional.cross_entropy(head(features), given).backward()
+    layers = [head.linear, nn.ReLU(), head.output] if head.output else [head.linear]
+    found = [weight.grad.clone() for weight in head.parameters() if weight.grad is not None]
+    head.zero_grad()
+    plain = nn.Sequential(*layers)((features - head.mean) / head.spread)
+    nn.functional.cross_entropy(plain, given).backward()
+    assert len(found) == 2 * len(layers[::2])
+    for gradient, weight in zip(found, head.parameters(), strict=True):
+        torch.testing.assert_close(gradient, weight.grad)
+
+
 def test_a_head_with_a_hidden_layer_is_published_loaded_and_continued(tmp_path: Path) -> None:
     name, images = "feature_making:classifier", torch.rand(64, 3, 8, 8)
     plain = build_backbone(name, 4).eval()
