@@ -16,6 +16,10 @@ class DamagedError(PencilError):
     """A stored file is missing, cut short, or not what its name promises."""
 
 
+class ResumableError(PencilError):
+    """Something passes, such as an outage: the same command, given again, continues where this one ended."""
+
+
 class TaskDiedError(PencilError):
     """The process of a task died in every attempt; `number` says which piece it worked on."""
 

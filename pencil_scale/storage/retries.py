@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from fsspec.asyn import mirror_sync_methods
 
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, ResumableError
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ RETRY_VARIABLE = "PENCIL_SCALE_RETRY_S"
 RETRY_S = 600.0  # the default of storage.retry_s
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 SILENT_S = 2.0  # shorter faults are not logged
-BOTOCORE_RETRIES = {"mode": "standard", "total_max_attempts": 4}  # of each request, over about 4 s
+BOTOCORE_RETRIES = {"mode": "standard", "total_max_attempts": 3}  # of each request, over some seconds
 ACCESSES = (
     *("open", "info", "ls", "find", "glob", "cat_file", "get_file", "get"),
     *("pipe_file", "put_file", "put", "cp_file", "copy", "mkdir", "makedirs"),
@@ -47,7 +47,7 @@ REMOVALS = ("rm", "rm_file", "rmdir", "mv")  # repeated, they may find that the 
 # Classes of transient errors, by name: the libraries of stores share no base class. Subclasses count, too.
 TRANSIENT = {
     *("ConnectionError", "TimeoutError", "gaierror", "IncompleteRead"),  # Python, urllib3, botocore
-    *("HTTPClientError", "ResponseParserError"),  # botocore
+    *("HTTPClientError", "ResponseParserError", "IncompleteReadError", "FlexibleChecksumError"),  # botocore
     *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),  # aiohttp: S3, GCS, HTTP
     *("ServiceRequestError", "ServiceResponseError", "TransportError"),  # Azure, Google
 }
@@ -62,6 +62,7 @@ DENIED = {
     *("PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
     *("TokenRetrievalError", "ProfileNotFound", "DefaultCredentialsError", "ClientAuthenticationError"),
 }
+UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"  # what OpenSSL says; the classes of errors around it vary
 DENIED_CODES = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ _lock = threading.Lock()
 _waiting_since: dict[str, float] = {}  # by store
 
 
-class UnreachableError(PencilError):
+class UnreachableError(ResumableError):
     """A store did not answer for storage.retry_s; a new attempt may succeed."""
 
 
@@ -116,7 +117,8 @@ def patiently(url: str, access: Callable[[], Result], removes: bool = False) -> 
             if fault is None and attempt:
                 _answered(store_of(url))
         now = time.monotonic()
-        until = until or now + min(float(os.environ.get(RETRY_VARIABLE, RETRY_S)), _limit_s.get())
+        # The first attempt may have taken minutes: a limit includes it, storage.retry_s does not.
+        until = until or min(now + float(os.environ.get(RETRY_VARIABLE, RETRY_S)), since + _limit_s.get())
         if now >= until:
             _waiting_since.pop(store_of(url), None)
             raise UnreachableError(
@@ -160,7 +162,7 @@ def _answered(store: str) -> None:
 
 def is_transient(error: BaseException) -> bool:
     """Whether waiting may help."""
-    if isinstance(error, PencilError):
+    if isinstance(error, PencilError) or UNTRUSTED in str(error):
         return False
     if _names(error) & TRANSIENT or _codes(error) & TRANSIENT_CODES:
         return True
@@ -173,6 +175,11 @@ def _raise_if_refused(url: str, error: Exception) -> None:
         return
     if "NoSuchBucket" in _codes(error):
         raise RefusedError(f"{url}: the bucket does not exist") from error
+    if "ParamValidationError" in _names(error):
+        raise RefusedError(f"{url}: this is not the name of a bucket or object") from error
+    if UNTRUSTED in str(error):
+        remedy = "check it, or name its authority in AWS_CA_BUNDLE"
+        raise RefusedError(f"{url}: a certificate is not trusted ({_reason(error)}); {remedy}") from error
     if _names(error) & DENIED or _statuses(error) & {401, 403} or _codes(error) & DENIED_CODES:
         raise RefusedError(f"{url}: no access ({_reason(error)}); check the credentials") from error
 

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator
 
 import pyarrow.fs
@@ -102,7 +103,7 @@ def test_every_access_waits_for_a_store_that_is_down(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["busy", "cut", "reset", "lost"])
+@pytest.mark.parametrize("fault", ["busy", "cut", "reset", "lost", "short"])
 def test_faults_of_single_requests_do_not_change_what_is_read_and_written(proxy: Proxy, fault: str) -> None:
     proxy.share = {fault: 0.3}
     for number in range(3):
@@ -196,6 +197,36 @@ def test_a_host_that_does_not_exist_and_a_closed_port_are_waited_for(
         s3fs.S3FileSystem.clear_instance_cache()
         with pytest.raises(UnreachableError, match="EndpointConnectionError"):
             Folder("s3://lake").get("x")
+
+
+def test_a_certificate_that_is_not_trusted_is_reported_at_once() -> None:
+    def access() -> None:
+        raise ConnectionError(
+            "SSL validation failed [SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate"
+        )
+
+    with pytest.raises(RefusedError, match=r"^s3://lake/x: a certificate is not trusted .*AWS_CA_BUNDLE"):
+        retries.patiently("s3://lake/x", access)
+
+
+def test_a_name_that_no_bucket_can_have_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    with pytest.raises(RefusedError, match=r"^s3://my!lake/x: this is not the name of a bucket"):
+        Folder("s3://my!lake").find("x")
+
+
+def test_a_limit_includes_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def access() -> None:
+        attempts.append(1)
+        time.sleep(0.2)
+        raise TimeoutError("no answer")
+
+    with retries.limited_to(0.1), pytest.raises(UnreachableError):
+        retries.patiently("s3://lake/x", access)
+    assert len(attempts) == 1
 
 
 def test_an_error_of_our_own_is_never_retried() -> None:
