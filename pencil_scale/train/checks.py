@@ -43,8 +43,8 @@ class Problems:
         """Note an error instead of raising it, so that other checks can follow."""
         try:
             yield
-        except (RefusedError, UnreachableError):
-            raise  # of a store, on which every other check depends
+        except (RefusedError, UnreachableError) as error:  # of a store, on which every other check depends
+            raise type(error)("\n".join([str(error), *self._lines])) from error
         except PencilError as error:
             self.add(str(error))
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import require_same_rows
 from pencil_scale.labels.run_record import RunRecord
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import PencilError, ResumableError
 from pencil_scale.storage.lease import Lease, command_line
 from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
@@ -94,7 +94,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                     raise KeyboardInterrupt
                 stopping = True
                 saved = "" if job.config.workers.in_process else " and save"
-                print(f"stopping: the workers finish their step{saved}; repeat to end at once", flush=True)
+                print(f"stopping: the workers finish their step{saved}; Ctrl-C ends them at once", flush=True)
                 job.control.note.remote(STOP, "requested")
             saving = saving or (stopping and any(event["kind"] in SAVES for event in events))
             attempts.check(events)
@@ -172,7 +172,7 @@ class Attempts:
             return PencilError(refused)
         print(event["trace"], flush=True)
         who, reason = next(iter(event["reasons"].items()))
-        return PencilError(
+        return ResumableError(
             f"workers failed {self._num_failed} times without a new checkpoint in between (see "
             f"workers.max_failures), last {who}: {reason}; the same command resumes the run"
         )
@@ -184,7 +184,7 @@ class Attempts:
             print(f"waiting for nodes for up to {workers.wait_for_nodes_s:g} s: {missing}", flush=True)
         self._is_waiting = bool(missing)
         if silent_s > workers.wait_for_nodes_s:
-            raise PencilError(
+            raise ResumableError(
                 f"there was no worker for {silent_s:.0f} s (workers.wait_for_nodes_s): "
                 f"{missing or 'the cluster has room for them, but they do not start'}; the same command "
                 "resumes the run from its last checkpoint"
@@ -309,11 +309,14 @@ def _trainer(job: Job) -> TorchTrainer:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[float]]:
-    """Note when SIGTERM or Ctrl-C arrive; a signal repeated after a second ends the command at once."""
+    """Note when SIGTERM or Ctrl-C arrive; Ctrl-C after more than a second ends the command at once.
+
+    SIGTERM may be repeated by schedulers, which stop first the job and then its machine.
+    """
     arrived: list[float] = []
 
     def note(number: int, _: object) -> None:  # does nothing else: it may interrupt a call into Ray
-        if arrived and time.monotonic() - arrived[-1] > 1:
+        if number == signal.SIGINT and arrived and time.monotonic() - arrived[-1] > 1:
             raise SystemExit(128 + number)
         arrived.append(time.monotonic())
 

@@ -7,6 +7,7 @@ import pytest
 from catalogue_making import Bench, samples
 
 from pencil_scale.config.loader import load_config
+from pencil_scale.storage.retries import RefusedError
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checks import Problems, check_settings
 
@@ -40,6 +41,17 @@ def test_every_problem_is_reported_in_one_go_and_nothing_is_written(
     assert len(lines) == len(expected), lines
     assert all(any(words in line for line in lines) for words in expected), lines
     assert files_of(bench.storage) == before
+
+
+def test_problems_that_were_found_are_reported_even_if_a_store_then_refuses_access() -> None:
+    problems = Problems()
+    problems.add("workers.gpu: false, but ...")
+    with (
+        pytest.raises(RefusedError, match=r"^s3://lake/x: no access\nworkers.gpu: false") as error,
+        problems.noted(),
+    ):
+        raise RefusedError("s3://lake/x: no access")
+    assert len(str(error.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("decode", ["gpu", "0.3"])

@@ -1,6 +1,7 @@
 """The driver of a run, without workers: when it ends, and which errors it survives."""
 
 import pickle
+import signal
 import threading
 import time
 from pathlib import Path
@@ -113,6 +114,19 @@ def test_the_control_keeps_events_in_order_and_the_first_note_of_each_name(ray_s
     assert [event["number"] for event in driver.take_events(control)] == [1, 2]
     assert driver.take_events(control) == []
     assert ray.get([control.noted.remote(name) for name in ("refused", "stop")]) == ["reason 1", ""]
+
+
+def test_a_repeated_sigterm_lets_the_workers_save_and_a_repeated_ctrl_c_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(0, 100, 10))
+    monkeypatch.setattr(driver.time, "monotonic", lambda: float(next(clock)))
+    with driver._noted_signals() as arrived:
+        for _ in range(2):  # of the job, and then of its machine
+            signal.raise_signal(signal.SIGTERM)
+        assert len(arrived) == 2
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGINT)
 
 
 def attempts(control: Any, **workers: float) -> driver.Attempts:
