@@ -49,8 +49,10 @@ from pencil_scale.nights.start import (
     resumable,
     run_facts,
 )
-from pencil_scale.storage.errors import PencilError, many, new_id
+from pencil_scale.storage.cleanup import LIMIT_S, clean_up
+from pencil_scale.storage.errors import PencilError, ResumableError, many, new_id
 from pencil_scale.storage.folder import Folder
+from pencil_scale.storage.retries import limited_to
 from pencil_scale.storage.storage import Storage
 from pipelines import index_shards
 from pipelines.tasks import print_table
@@ -87,6 +89,11 @@ def run(config: Config) -> Summary:
     """Make one night of what is new, and print its summary."""
     if config.data.subset is not None:
         raise PencilError("data.subset: a night chooses its rows itself; leave it out")
+    from pencil_scale.train.checks import Problems, check_settings
+
+    problems = Problems()
+    check_settings(config, problems)  # before anything is indexed
+    problems.require_none()
     nights = NightFiles(config.run.storage)
     config = config.model_copy(update={"run": config.run.model_copy(update={"storage": nights.storage})})
     with nights.leased() as nights:
@@ -127,6 +134,8 @@ def _night(config: Config, nights: NightFiles) -> Summary:
     if not night.is_made:
         try:
             night, facts = _make(config, nights, night)
+        except ResumableError:
+            raise  # nothing is wrong with the night
         except PencilError as error:
             nights.save(night, status="refused", reasons=(str(error),))
             raise
@@ -265,8 +274,10 @@ def _close(config: Config, nights: NightFiles, night: Night, facts: Mapping[str,
     elif status == "held":
         track_night(config, night, "held")
     if current is not None:
-        _tidy(config, nights, night, current)
-    nights.save(night, closed=True)
+        with limited_to(LIMIT_S):
+            _tidy(config, nights, night, current)
+    # The night has its result; if this fails, the next command closes it.
+    clean_up("the mark of an open night", lambda: nights.save(night, closed=True))
     return Summary(status, night, None if current is None else current.name, facts)
 
 

@@ -22,6 +22,7 @@ from pencil_scale.nights.record import Night, NightFiles
 from pencil_scale.nights.start import run_facts
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import LeaseHeldError
+from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.subset.files import read_table, read_words
 from pipelines import export_labels, night_outputs, promote, reclean_nightly
 
@@ -369,6 +370,35 @@ def test_a_night_that_was_refused_does_not_block_the_next(
     crawl.add(1)
     assert reclean_nightly.main([str(crawl.config)]) == 2
     assert tried == [("night-0001", 1), ("night-0001", 1), ("night-0002", 2)]
+
+
+def test_an_outage_does_not_refuse_a_night_and_the_next_command_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crawl, tried = Crawl(tmp_path), []
+
+    def lose_the_store(config: Config, nights: NightFiles, night: Night) -> None:
+        tried.append((night.name, night.catalogue_version))
+        raise UnreachableError("s3://lake/x: unreachable for 600 s")
+
+    monkeypatch.setattr(reclean_nightly, "_make", lose_the_store)
+    for part in range(2):
+        crawl.add(part)
+        assert reclean_nightly.main([str(crawl.config)]) == 2
+    assert tried == [("night-0001", 1), ("night-0001", 1)]
+    night = crawl.nights.record("night-0001")
+    assert night is not None
+    assert night.status != "refused"
+
+
+def test_settings_that_do_not_go_together_are_refused_before_a_night_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crawl = Crawl(tmp_path)
+    crawl.add(0)
+    assert reclean_nightly.main([str(crawl.config), "optimizer.precision=bf16"]) == 2
+    assert "workers.gpu: false, but optimizer.precision=bf16 is for GPUs" in capsys.readouterr().err
+    assert crawl.nights.records() == []
 
 
 def test_a_night_never_takes_a_name_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
