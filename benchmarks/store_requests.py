@@ -86,6 +86,7 @@ def count(proxy: Proxy, name: str, words: list[str], config: Path, samples: int,
     shown = " ".join(f"{kind} {kinds[kind]}" for kind in sorted(kinds))
     print(
         f"{name:<16} {num:>8,} requests   {num / samples:8.4f} per sample   "
+        f"{num_bytes:>12,} bytes   {num_bytes / samples:9,.0f} per sample   "
         f"{num_bytes / shard_bytes:6.2f} times the shards   {shown}",
         flush=True,
     )
