@@ -100,8 +100,8 @@ def _promote(config: Config, nights: NightFiles, night: Night) -> None:
     for other in nights.nights():
         if not other.closed:
             nights.save(other, closed=True)
-    nights.move_current(night, expected=before.name if before else None)
     track_current(config, night, before)
+    nights.move_current(night, expected=before.name if before else None)
     rows = {"before": before.name if before else "-", "verdict of that night": night.status}
     if night.reasons:
         rows["  held because"] = "\n".join(night.reasons)
