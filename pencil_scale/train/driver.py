@@ -32,7 +32,7 @@ from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.local_ray import what_is_missing
 from pencil_scale.train.network import NetworkConfig
 from pencil_scale.train.plan import RunPlan
-from pencil_scale.train.worker import REFUSED, STOP, Job, train_worker
+from pencil_scale.train.worker import REFUSED, STOP, Job, left_behind, train_worker
 
 EVENTS_EVERY_S = 0.25
 WORKERS_EVERY_S = 5.0  # how often the driver asks whether there are workers
@@ -106,7 +106,9 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
     result = ended["result"]
     if reason := result.return_value.get(REFUSED):
         raise PencilError(reason)
-    return result.checkpoint if result.return_value["finished"] else None
+    if not result.return_value["finished"]:
+        return None
+    return result.checkpoint or left_behind(job)  # if nothing remained to be trained
 
 
 @contextmanager

@@ -383,12 +383,17 @@ class Worker:
         )
 
 
+def left_behind(job: Job) -> ray.train.Checkpoint | None:
+    """The checkpoint that an earlier attempt left."""
+    if job.resume is None:
+        return None
+    store = CheckpointStore(job.config.run.storage, job.config.run.name, job.record.id)
+    return ray.train.Checkpoint(job.resume, store.filesystem()[0])
+
+
 def _last_checkpoint(job: Job) -> Saved | None:
     """The newest checkpoint of this attempt, or the one that an earlier attempt left."""
-    config, checkpoint = job.config, ray.train.get_checkpoint()
-    if checkpoint is None and job.resume is not None:
-        store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
-        checkpoint = ray.train.Checkpoint(job.resume, store.filesystem()[0])
+    config, checkpoint = job.config, ray.train.get_checkpoint() or left_behind(job)
     if checkpoint is None:
         return None
     # Into a folder of this process. `as_directory` shares one between the ranks of a node, and the first rank
