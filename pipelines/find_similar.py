@@ -12,7 +12,6 @@ More than features.exact_rows different images need faiss: pip install 'pencil_s
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from pencil_scale.method.decisions import UNLABELLED
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
-from pipelines.tasks import print_table
+from pipelines.tasks import print_table, scratch_folder
 
 LOG_EVERY_S = 5.0
 
@@ -62,7 +61,7 @@ def run(config: Config) -> Summary:
     folder = storage.path(storage.features(manifest.key))
     lease_name = storage.features(manifest.key, LEASE)
     with (
-        tempfile.TemporaryDirectory(dir=config.workers.scratch) as scratch,
+        scratch_folder(config) as scratch,
         Lease.hold(storage.url, lease_name, what=f"{folder} is being written") as lease,
     ):
         chosen = rows_to_export(storage, manifest, catalogue, make_overlay(config.data.exclude).excluded)

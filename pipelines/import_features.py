@@ -10,7 +10,6 @@ vector, are counted and reported. Importing again under the same name replaces t
 """
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from pencil_scale.features.manifest import LEASE, FeatureManifest
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
-from pipelines.tasks import print_table
+from pipelines.tasks import print_table, scratch_folder
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def run(config: Config) -> Summary:
     folder = storage.path(storage.features(manifest.key))
     lease_name = storage.features(manifest.key, LEASE)
     with (
-        tempfile.TemporaryDirectory(dir=config.workers.scratch) as scratch,
+        scratch_folder(config) as scratch,
         Lease.hold(storage.url, lease_name, what=f"{folder} is being written") as lease,
     ):
         manifest, found = import_vectors(

@@ -8,16 +8,34 @@ A single piece, and work on a store in memory, which no task could see, runs in 
 """
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+from pencil_scale.config.settings import Config
+from pencil_scale.storage.errors import PencilError
+
 Result = TypeVar("Result")
 
 LOG_EVERY_S = 5.0
+
+
+def scratch_folder(config: Config) -> "tempfile.TemporaryDirectory[str]":
+    """A folder on the local disk that `workers.scratch` names, which is removed in the end."""
+    base = config.workers.scratch
+    try:
+        if base is not None:
+            Path(base).mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=base)
+    except OSError as error:
+        raise PencilError(
+            f"workers.scratch: {base}: {error.strerror}; name a folder on a local disk"
+        ) from error
 
 
 def each(

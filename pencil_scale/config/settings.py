@@ -496,6 +496,11 @@ class Config(Settings):
                 f"features.backbone: {self.features.backbone}; with model.head the features are those of "
                 f"model.backbone, {self.model.backbone}: leave features.backbone out"
             )
+        if self.model.head is not None and self.features.weights not in (None, self.model.weights):
+            raise ValueError(
+                f"features.weights: {self.features.weights}; with model.head the features are those of "
+                f"model.weights, {self.model.weights or 'not set'}: set that one alone"
+            )
         strong = [name for name, stage in self.stages if stage.augment == "strong"]
         if self.model.head is not None and strong:
             raise ValueError(

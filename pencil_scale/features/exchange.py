@@ -7,6 +7,7 @@ for sample_ids, features in vectors_of(storage, manifest, catalogue, chosen):
     ...
 """
 
+import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.schema import from_stored
 from pencil_scale.features.extraction import COLUMNS, content_keys, sweep
 from pencil_scale.features.interchange import Vectors
-from pencil_scale.features.manifest import MANIFEST, READY, FeatureManifest
+from pencil_scale.features.manifest import FOLDER, MANIFEST, READY, VECTORS, FeatureManifest
 from pencil_scale.features.similar import remove_outdated
 from pencil_scale.labels.manifest import ahead
 from pencil_scale.storage.errors import PencilError, sample_key
@@ -29,6 +30,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 
 EXAMPLES = 3
+HASHED_ROWS = 4096
 Mask = npt.NDArray[np.bool_]
 
 
@@ -77,6 +79,7 @@ def import_vectors(
     """
     found, parts = Found(), {}
     gathered, given = _gather(manifest, batches, RowsById(catalogue), found, folder)
+    manifest = replace(manifest, made_by={**manifest.made_by, VECTORS: _hash_of(gathered, given)})
     for part in range(manifest.layout.num_parts):
         columns, rows = manifest.empty_part(part), manifest.layout.rows_of(part)
         table = catalogue.read(rows.start, rows.stop, ["sample_id", *COLUMNS])
@@ -99,7 +102,26 @@ def import_vectors(
     lease.put(storage.features(manifest.key, MANIFEST), manifest.encode())
     sweep(storage, manifest.key, manifest)
     remove_outdated(storage, manifest)
+    _remove_replaced(storage, manifest)
     return manifest, found
+
+
+def _hash_of(gathered: npt.NDArray[np.float16], given: Mask) -> str:
+    """A hash of all vectors in row order, and of which rows have one."""
+    sha256 = hashlib.sha256(given.tobytes())
+    for first in range(0, len(gathered), HASHED_ROWS):
+        sha256.update(gathered[first : first + HASHED_ROWS].tobytes())
+    return sha256.hexdigest()
+
+
+def _remove_replaced(storage: Storage, manifest: FeatureManifest) -> None:
+    """Remove vectors of another length that were imported under this name before."""
+    name = manifest.made_by["imported"]
+    for key in [path.rpartition("/")[2] for path in storage.names(FOLDER)]:
+        other = FeatureManifest.find(storage, key) if key != manifest.key else None
+        if other is not None and other.made_by.get("imported") == name:
+            for file in storage.names(storage.features(key)):
+                storage.delete(file)
 
 
 def _gather(
@@ -118,8 +140,15 @@ def _gather(
         found.unknown += [names[number] for number in unknown[: EXAMPLES - len(found.unknown)]]
         _refuse_repeated(names, rows, given)
         given[rows[known]] = True
-        with np.errstate(over="ignore"):  # the part refuses what is infinite
-            gathered[rows[known]] = vectors[known].astype(np.float16)
+        with np.errstate(over="ignore", under="ignore"):  # the part refuses what is infinite
+            halved = vectors.astype(np.float16)
+        vanished = vectors.any(1) & ~halved.any(1)
+        if vanished.any():
+            raise PencilError(
+                f"the vector of {names[int(vanished.argmax())]!r} has only numbers that are 0 as float16, "
+                "whose smallest is 6e-8; scale the vectors"
+            )
+        gathered[rows[known]] = halved[known]
     return gathered, given
 
 

@@ -70,8 +70,7 @@ def build_head(
 
     A hidden layer starts at random if the network's last layer is linear.
     """
-    if isinstance(layer, MlpHead) and kind != "mlp":
-        raise PencilError(f"model.head: {kind}, but model.weights has a hidden layer; set model.head=mlp")
+    require_kind(layer, kind)
     if isinstance(layer, MlpHead):
         head = Head(*_standard(table), num_classes, layer.mlp_hidden.out_features)
         assert head.output is not None
@@ -85,6 +84,12 @@ def build_head(
             head.linear.bias.copy_(first.bias + first.weight @ head.mean)
             head.linear.weight.copy_(first.weight * head.spread)
     return head
+
+
+def require_kind(layer: nn.Module | None, kind: str | None) -> None:
+    """Refuse a linear head where the last layer of the network has a hidden one."""
+    if isinstance(layer, MlpHead) and kind != "mlp":
+        raise PencilError(f"model.head: {kind}, but model.weights has a hidden layer; set model.head=mlp")
 
 
 def _standard(table: FeatureTable) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,10 @@ def write_vectors(
         header = {"descr": "<f2", "fortran_order": False, "shape": (num_samples, width)}
         np.lib.format.write_array_header_1_0(sink, header)
         for names, vectors in batches:
+            if odd := [name for name in names if len(name.splitlines()) != 1]:
+                raise PencilError(
+                    f"{file}: the id {odd[0]!r} does not fit on one line of a file of ids; export to Parquet"
+                )
             sink.write(np.ascontiguousarray(vectors, np.float16).data)
             lines.write("".join(f"{name}\n" for name in names).encode())
 
@@ -174,9 +178,12 @@ def ids_beside(file: str) -> str:
 def _sink(url: str) -> Iterator[IO[bytes]]:
     """Open a file for writing that appears when it is complete."""
     filesystem, path = filesystem_of(url)
-    if is_local(filesystem):
-        with written_beside(Path(path), durable=True) as beside, beside.open("wb") as sink:
-            yield sink
-    else:
-        with store_errors(f"{url} cannot be written"), open_url(url, "wb") as sink:
-            yield sink
+    try:
+        with store_errors(f"{url} cannot be written"), ExitStack() as stack:
+            if is_local(filesystem):
+                beside = stack.enter_context(written_beside(Path(path), durable=True))
+                yield stack.enter_context(beside.open("wb"))
+            else:
+                yield stack.enter_context(open_url(url, "wb"))
+    except FileNotFoundError as error:
+        raise PencilError(f"{url} cannot be written: {error}; check the folder") from error

@@ -33,6 +33,7 @@ NARROW_BYTES = 8 + 16 + 1  # row, content_key, state
 # The state of a row: no features (it has no image, is excluded, or has vanished), features, or an image that
 # cannot be decoded.
 ABSENT, READY, UNREADABLE = range(3)
+VECTORS = "vectors"  # of what made imported features: a hash of them, which their key leaves out
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -61,6 +62,7 @@ class FeatureManifest:
     def key(self) -> str:
         """A hash of what made the features: it names their folder."""
         made_by = {**self.made_by, "views": self.views, "dimension": self.dimension}
+        made_by.pop(VECTORS, None)
         return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pencil_scale.features.manifest import FeatureManifest
+from pencil_scale.catalogue.catalogue import Catalogue
+from pencil_scale.features.manifest import ABSENT, Columns, FeatureManifest
+from pencil_scale.labels.columns import key_bytes
 from pencil_scale.labels.manifest import ahead
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.folder import written_beside
@@ -33,8 +35,13 @@ class FeatureTable:
         self._rows = np.asarray(self.features).reshape(len(self.features), -1)
 
     @classmethod
-    def open(cls, storage: Storage, key: str, folder: Path) -> "FeatureTable":
-        """Copy the features to `features.npy` in a local folder, and map them."""
+    def open(
+        cls, storage: Storage, key: str, folder: Path, catalogue: Catalogue | None = None
+    ) -> "FeatureTable":
+        """Copy the features to `features.npy` in a local folder, and map them.
+
+        A row whose image is another one in this catalogue counts as a row without features.
+        """
         manifest = FeatureManifest.load(storage, key)
         shape, states = (manifest.num_rows, manifest.views, manifest.dimension), [np.zeros(0, np.uint8)]
         parts = range(manifest.layout.num_parts)
@@ -44,7 +51,7 @@ class FeatureTable:
             np.lib.format.write_array_header_1_0(sink, header)
             for columns in ahead(lambda part: manifest.part(storage, part), parts):
                 sink.write(columns["features"].data)
-                states.append(columns["state"])
+                states.append(columns["state"] if catalogue is None else _fitting(columns, catalogue))
         return cls(manifest, folder / FILE, np.concatenate(states))
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
@@ -58,3 +65,13 @@ class FeatureTable:
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(self.features):
             raise PencilError(f"{rows} is not within the table's {len(self.features):,} rows")
         return self.features[rows.start : rows.stop]
+
+
+def _fitting(columns: Columns, catalogue: Catalogue) -> npt.NDArray[np.uint8]:
+    """The states of the rows of a part, ABSENT where the catalogue has another image."""
+    first, stop = int(columns["row"][0]), int(columns["row"][-1]) + 1
+    table = catalogue.read(first, min(stop, catalogue.num_rows), ["content_key"])
+    keys = np.zeros((stop - first, 16), np.uint8)
+    keys[: len(table)] = key_bytes(table["content_key"].fill_null(bytes(16)))
+    same = (columns["content_key"] == keys).all(1) | ~keys.any(1)
+    return np.where(same, columns["state"], np.uint8(ABSENT))

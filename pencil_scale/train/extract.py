@@ -68,18 +68,28 @@ def compute_features(config: Config) -> Summary:
 
 def estimate_features(config: Config) -> dict[str, Any]:
     """Compute the features of some images, and say how long all would take this machine; store nothing."""
-    catalogue = Catalogue.open(config.run.storage)
-    job, _ = prepare(config, catalogue)
-    table = catalogue.read(0, min(catalogue.num_rows, TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS])
+    storage = Storage(config.run.storage)
+    catalogue = Catalogue.open(storage.url)
+    job, manifest = prepare(config, catalogue)
+    first = next((int(row) for row in catalogue.ok_rows()[:1]), 0)
+    table = catalogue.read(
+        first, min(catalogue.num_rows, first + TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS]
+    )
     table = table.filter(pc.equal(table["status"], "ok"))
     if not len(table):
-        raise PencilError(
-            f"{catalogue.folder}: none of the first {TRIED_ROWS} rows has a usable image to try"
-        )
+        raise PencilError(f"{catalogue.folder}: no row has a usable image to try")
     started_at = time.monotonic()
     extract(job, table)
     rate = len(table) / (time.monotonic() - started_at)
-    return {"samples": catalogue.num_ok, "features_per_s": rate, "hours": catalogue.num_ok / rate / 3600}
+    known = FeatureManifest.find(storage, manifest.key)
+    num_known = known.counts["ready"] + known.counts["unreadable"] if known else 0
+    num = max(0, catalogue.num_ok - num_known)
+    return {
+        "samples": catalogue.num_ok,
+        "without_features": num,
+        "features_per_s": rate,
+        "hours": num / rate / 3600,
+    }
 
 
 def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]:
@@ -89,7 +99,7 @@ def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]
     from pencil_scale.images.decode import decoders
 
     backbone, weights = config.features.backbone, config.features.weights
-    if backbone is None:
+    if backbone is None or config.model.head is not None:
         backbone, weights = config.model.backbone, config.model.weights
     if backbone is None:
         raise PencilError(
@@ -109,8 +119,11 @@ def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]
     return job, FeatureManifest(made_by, views, network.width, catalogue.id, catalogue.num_rows)
 
 
-def on_named_features(config: Config) -> Config:
-    """Check that a head can be trained on `features.name`; without a network, they must be imported."""
+def on_named_features(config: Config, computed_before: bool = False) -> Config:
+    """Check that a head can be trained on `features.name`; without a network, they must be imported.
+
+    A run that resumes has checked those that were `computed_before` it started.
+    """
     storage, name, backbone = Storage(config.run.storage), config.features.name, config.model.backbone
     found = FeatureManifest.choose(storage, name)
     if "imported" in found.made_by:
@@ -126,6 +139,8 @@ def on_named_features(config: Config) -> Config:
             f"features.name: {name} was computed by {found.made_by['backbone']}; name it as model.backbone, "
             "with its model.weights"
         )
+    if computed_before:
+        return config
     features = config.features.model_copy(update={"views": found.views})
     _, expected = prepare(config.model_copy(update={"features": features}), Catalogue.open(storage.url))
     if expected.key != found.key:

@@ -28,7 +28,7 @@ from pencil_scale.catalogue.class_names import difference, read_class_names
 from pencil_scale.catalogue.rules import newly_excluded
 from pencil_scale.config.command import program
 from pencil_scale.config.settings import FEATURES, Config, Evidence
-from pencil_scale.features.head import NUM_HIDDEN
+from pencil_scale.features.head import NUM_HIDDEN, require_kind
 from pencil_scale.features.manifest import FeatureManifest
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.images.augment import require_sizes
@@ -82,6 +82,7 @@ def make_plan(
     record: RunRecord | None = None,
     parent: Manifest | None = None,
     problems: Problems | None = None,
+    features: FeatureManifest | None = None,
 ) -> RunPlan:
     """Check the MLflow server, the catalogues, the classes, the images, the network and the labels' outlook.
 
@@ -89,7 +90,7 @@ def make_plan(
 
     A run that resumes has a `record`, whose catalogue versions, weights and automatic settings count.
     Otherwise `version` is the catalogue version to start with (None is the newest), and `parent` the labels
-    that the run continues.
+    that the run continues. `features` are those that will be computed for it, if it has none yet.
     """
     problems = problems or Problems()
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -113,7 +114,7 @@ def make_plan(
         )
     facts = Facts(num_samples, len(names), catalogue.manifest.get("sizes", {}), parent is not None)
     config, automatic = fill_in(config, facts, record)
-    features = _features(config, catalogue)
+    features = features or _features(config, catalogue)
     with problems.noted():
         require_sizes(config.images, facts.sizes, config.data.max_damaged_share)
     batch = config.optimizer.batch_per_worker * config.optimizer.accumulation * config.workers.count[1]
@@ -153,7 +154,7 @@ def _build(
     network = build_backbone(config.model.backbone, num_classes, weights)
     if features is None:
         return network
-    find_head(config.model.backbone)
+    require_kind(network.get_submodule(find_head(config.model.backbone)), config.model.head)
     if config.model.head == "mlp":
         return MlpHead(features.dimension, NUM_HIDDEN, num_classes)
     return nn.Linear(features.dimension, num_classes)
@@ -336,7 +337,7 @@ def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Sta
     device = torch.device("cuda" if config.workers.gpu else "cpu")
     preparation = Preparation(config, device, lambda row, reason: reason)
     with TemporaryDirectory() as folder:
-        found = open_features(config, Path(folder))
+        found = open_features(config, spec.version, Path(folder))
         _, stepper = build_network(config, num_classes, device, world=1, table=found)
         stream = Stream(spec, in_process=True) if found is None else FeatureStream(spec, found)
     epochs = (preparation.ahead(stream.batches(epoch)) for epoch in itertools.count())

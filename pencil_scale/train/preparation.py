@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.features.head import build_head
 from pencil_scale.features.manifest import FeatureManifest
@@ -107,12 +108,16 @@ def sweep_scratch(base: Path) -> None:
                 os.close(handle)
 
 
-def open_features(config: Config, folder: Path) -> FeatureTable | None:
-    """Map a local copy of the features in this folder, if only a head is trained."""
+def open_features(config: Config, version: int, folder: Path) -> FeatureTable | None:
+    """Map a local copy of the features in this folder, if only a head is trained.
+
+    Rows with another image in this version of the catalogue have no features.
+    """
     if config.model.head is None:
         return None
     storage = Storage(config.run.storage)
-    return FeatureTable.open(storage, FeatureManifest.choose(storage, config.features.name).key, folder)
+    key = FeatureManifest.choose(storage, config.features.name).key
+    return FeatureTable.open(storage, key, folder, Catalogue.open(storage.url, version))
 
 
 def build_network(

@@ -16,6 +16,7 @@ from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
 from pencil_scale.config.settings import Config
+from pencil_scale.features.manifest import VECTORS, FeatureManifest
 from pencil_scale.images.decode import decoders
 from pencil_scale.labels.manifest import Manifest, sweep_run
 from pencil_scale.labels.pins import read_pins
@@ -38,7 +39,7 @@ from pencil_scale.tracking.tracker import Tracker
 from pencil_scale.train.checkpoints import CheckpointStore
 from pencil_scale.train.checks import Problems, check_settings, require_agreement
 from pencil_scale.train.driver import drive, make_job
-from pencil_scale.train.extract import compute_features, estimate_features, on_named_features
+from pencil_scale.train.extract import compute_features, estimate_features, on_named_features, prepare
 from pencil_scale.train.folds import are_saved, remove_folds, train_folds
 from pencil_scale.train.local_ray import ensure_ray, require_room, what_is_missing
 from pencil_scale.train.plan import RunPlan, count, estimate, make_plan, run_trial, table
@@ -171,13 +172,39 @@ def _check(config: Config, start: Start | None = None, resumes: bool = True) -> 
         with problems.noted():
             require_agreement(config)
     record, plan = None, None
-    if config.model.head is None or config.features.name is not None:
-        with problems.noted():
-            config = on_named_features(config) if config.model.head is not None else config
-            record = _find_record(config, start) if resumes else None
-            plan = make_plan(config, *_origin(start, record), problems)
+    with problems.noted():
+        config, record = _resumed(config, start) if resumes else (config, None)
+        to_compute = None
+        if config.model.head is not None and record is None:
+            if config.features.name is None:
+                _, to_compute = prepare(config, Catalogue.open(config.run.storage))
+            else:
+                config = on_named_features(config)
+        plan = make_plan(config, *_origin(start, record), problems, to_compute)
+        plan = plan if to_compute is None else None
     problems.require_none()
     return Checked(record, plan)
+
+
+def _resumed(config: Config, start: Start | None) -> tuple[Config, RunRecord | None]:
+    """Find the record of a run that resumes; with a head, it has the features that it started with."""
+    if config.model.head is None:
+        return config, _find_record(config, start)
+    name = config.features.name or _computed_before(config)
+    if name is None:
+        return config, None
+    features = config.features.model_copy(update={"name": name})
+    named = on_named_features(config.model_copy(update={"features": features}), computed_before=True)
+    record = _find_record(named, start)
+    return (config, None) if record is None else (named, record)
+
+
+def _computed_before(config: Config) -> str | None:
+    """The key of the features that an earlier command of this run computed, if they are still there."""
+    earlier = read_record(config.run.storage, config.run.name)
+    key = earlier.settings.get("features.name") if earlier else None
+    found = FeatureManifest.find(Storage(config.run.storage), key) if key else None
+    return key if found is not None and "imported" not in found.made_by else None
 
 
 def _find_record(config: Config, start: Start | None) -> RunRecord | None:
@@ -210,8 +237,10 @@ def _start_or_resume(
 ) -> tuple[RunPlan, RunRecord]:
     """Start Ray, and find the record of the run, or make one."""
     storage, name = config.run.storage, config.run.name
-    config = with_features(config)
-    earlier, record = read_record(storage, name), _find_record(config, start)
+    earlier, (config, record) = read_record(storage, name), _resumed(config, start)
+    if record is None:
+        config = with_features(config)
+        record = _find_record(config, start)
     checked = checked or Checked()
     plan = checked.plan
     if plan is None or record != checked.record:  # another command trained it while this one waited
@@ -266,6 +295,9 @@ def _settings(config: Config) -> dict[str, str]:
     subset, found = config.data.subset, describe(config)
     if config.model.head is None:
         del found["features.name"]
+    else:
+        made_by = FeatureManifest.choose(Storage(config.run.storage), config.features.name).made_by
+        found |= {"features.name vectors": made_by[VECTORS]} if VECTORS in made_by else {}
     members = {} if subset is None else {"data.subset members": fingerprint(subset)}
     return found | members
 

@@ -141,7 +141,7 @@ class Worker:
         self.manifest = saved.labels if saved else job.labels
         self.progress = saved.progress if saved else Progress()
         self.figures = saved.figures if saved else []
-        features = open_features(config, self._scratch("features"))
+        features = open_features(config, job.record.catalogue_version, self._scratch("features"))
         self._build_network(features, saved)
         self._open_labels()
         self._open_samples(features, saved)

@@ -9,11 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from catalogue_making import Bench, samples
 
+from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
-from pencil_scale.features.manifest import FeatureManifest
+from pencil_scale.features.interchange import Vectors, write_vectors
+from pencil_scale.features.manifest import ABSENT, FeatureManifest
 from pencil_scale.features.table import FeatureTable
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
+from pencil_scale.train.run import _settings
 from pipelines import export_features, import_features
 
 
@@ -120,6 +123,51 @@ def test_importing_again_replaces_the_features_of_this_name(bench: ExchangeBench
     storage = Storage(bench.storage)
     arrows = [name for name in storage.names(storage.features(summary.manifest.key)) if ".arrow" in name]
     assert len(arrows) == 1
+    longer = np.concatenate([vectors_of(range(20))] * 2, axis=1)
+    bench.take(file=bench.parquet(ids_of(range(20)), longer))
+    assert FeatureManifest.choose(storage, "clip").dimension == 6
+    assert storage.names(storage.features(summary.manifest.key)) == []
+
+
+def test_a_run_knows_whether_the_vectors_of_a_name_are_still_the_same(bench: ExchangeBench) -> None:
+    config = load_config(bench.folder / "config.yaml", ["model.head=linear", "features.name=clip"])
+    settings = []
+    for vectors in (vectors_of(range(20)), vectors_of(range(20)), vectors_of(range(20))[::-1]):
+        bench.take(file=bench.parquet(ids_of(range(20)), vectors))
+        settings.append(_settings(config))
+    assert settings[0] == settings[1] != settings[2]
+
+
+def test_a_row_that_has_another_image_now_has_no_features(bench: ExchangeBench) -> None:
+    key = bench.take(file=bench.parquet(ids_of(range(20)), vectors_of(range(20)))).manifest.key
+    members = samples(range(20))
+    members[3 * 6] = ("000006.png", samples([300])[0][1])
+    bench.shard("00.tar", members)
+    bench.index()
+    catalogue = Catalogue.open(bench.storage)
+    table = FeatureTable.open(Storage(bench.storage), key, bench.folder, catalogue)
+    assert np.flatnonzero(table.state == ABSENT).tolist() == [6]
+
+
+def test_an_id_that_needs_two_lines_is_not_exported_to_a_file_of_ids(tmp_path: Path) -> None:
+    with pytest.raises(PencilError, match=r"the id 'a\\nb' does not fit on one line"):
+        write_vectors(str(tmp_path / "out.npy"), None, 1, 3, [Vectors(["a\nb"], vectors_of([1]))])
+    for file, why in ((tmp_path, "directory"), (Path("/proc/x.npy"), "check the folder")):
+        with pytest.raises(PencilError, match=why):
+            write_vectors(str(file), None, 1, 3, [Vectors(["a"], vectors_of([1]))])
+
+
+def test_a_scratch_folder_is_made_or_its_key_is_named(bench: ExchangeBench) -> None:
+    file = bench.parquet(ids_of(range(20)), vectors_of(range(20)))
+    for scratch in (bench.folder / "new" / "scratch", file):
+        config = bench.config(name="clip", file=file)
+        workers = config.workers.model_copy(update={"scratch": str(scratch)})
+        config = config.model_copy(update={"workers": workers})
+        if scratch != file:
+            import_features.run(config)
+            continue
+        with pytest.raises(PencilError, match=r"workers.scratch: .*name a folder on a local disk"):
+            import_features.run(config)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +176,7 @@ def test_importing_again_replaces_the_features_of_this_name(bench: ExchangeBench
         ([[1.0, 2.0], [1.0, 2.0, 3.0]], r"the vector of '000001' has 3 numbers, that of '000000' 2"),
         ([[1.0, 2.0], [1.0, float("nan")]], r"the vector of '000001' has numbers that are not finite"),
         ([[1.0, 2.0], [1e6, 2.0]], r"1 row, such as row 1, are not finite as float16"),
+        ([[1.0, 2.0], [1e-9, 0.0]], r"the vector of '000001' has only numbers that are 0 as float16"),
         ([[1.0, 2.0], None], r"features or sample_id has nulls"),
         (["a", "b"], r"column features holds string; lists of numbers were expected"),
     ],

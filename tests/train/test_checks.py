@@ -7,6 +7,7 @@ import pytest
 from catalogue_making import Bench, samples
 
 from pencil_scale.config.loader import load_config
+from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.retries import RefusedError
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checks import Problems, check_settings
@@ -41,6 +42,33 @@ def test_every_problem_is_reported_in_one_go_and_nothing_is_written(
     assert len(lines) == len(expected), lines
     assert all(any(words in line for line in lines) for words in expected), lines
     assert files_of(bench.storage) == before
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_problems_of_a_head_are_reported_before_its_features_are_computed(
+    bench: Bench, dry_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(bench.storage)
+    wrong = [
+        "model.backbone=feature_making:classifier",
+        "model.head=linear",
+        "tracking.uri=http://tracking:1",
+    ]
+    wrong += ["stages.backbone.epochs=0", "stages.pencil.epochs=0", "stages.finetune.epochs=0"]
+    wrong += ["data.test=/nowhere/x.tar"]
+    assert train.main([str(bench.folder / "config.yaml"), *wrong, *dry_run]) == 2
+    lines = capsys.readouterr().err
+    assert "have 0 epochs; nothing would be trained" in lines
+    assert "run `python -m pipelines.index_shards" in lines  # the clean set of data.test
+    assert files_of(bench.storage) == before
+
+
+def test_the_weights_of_a_head_s_features_are_those_of_its_network(bench: Bench) -> None:
+    keys = ["model.backbone=resnet18", "model.head=linear", "features.weights=imagenet"]
+    with pytest.raises(
+        PencilError, match=r"features.weights: imagenet; with model.head .*set that one alone"
+    ):
+        load_config(bench.folder / "config.yaml", keys)
 
 
 def test_problems_that_were_found_are_reported_even_if_a_store_then_refuses_access() -> None:
