@@ -136,7 +136,7 @@ def claim(job: ShardJob, source: Source) -> set[str]:
             was, now = before.get(changed[0]), made_with[changed[0]]
             raise PencilError(
                 f"{job.out}: its shards were made with {changed[0]} {was}, now {now}; repeat the first "
-                "arguments on the same source to resume, or use another folder"
+                "arguments on the same source to resume, or add shards with another --prefix"
             )
     elif finished:
         raise PencilError(
@@ -170,7 +170,8 @@ def _write_classes(store: Folder, classes: Sequence[str]) -> None:
         store.put("classes.txt", text)
     elif before != text:
         raise PencilError(
-            f"{store.path('classes.txt')}: has other classes than this source; use another folder"
+            f"{store.path('classes.txt')}: has other classes than this source; use another folder, or give "
+            "this file as --label-names to add shards here"
         )
 
 

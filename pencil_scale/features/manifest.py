@@ -171,8 +171,10 @@ class FeatureManifest:
     @property
     def about(self) -> str:
         """What made the features, in a few words."""
-        made_by = self.made_by.get("imported") or self.made_by.get("backbone")
-        return f"{made_by} ({self.views} x {self.dimension:,})"
+        if "imported" in self.made_by:
+            return f"{self.made_by['imported']} ({self.views} x {self.dimension:,})"
+        side = self.made_by.get("images", {}).get("crop")
+        return f"{self.made_by['backbone']} ({self.views} x {self.dimension:,}, images of {side} pixels)"
 
     @classmethod
     def choose(cls, storage: Storage, name: str | None) -> "FeatureManifest":

@@ -48,6 +48,7 @@ def compute_features(config: Config) -> Summary:
     storage, started_at = Storage(config.run.storage), time.monotonic()
     catalogue = Catalogue.open(storage.url)
     job, manifest = prepare(config, catalogue)
+    _warn_of_small_images(config, job)
     folder = storage.path(storage.features(manifest.key))
     excluded = make_overlay(config.data.exclude).excluded
     with Lease.hold(
@@ -71,6 +72,7 @@ def estimate_features(config: Config) -> dict[str, Any]:
     storage = Storage(config.run.storage)
     catalogue = Catalogue.open(storage.url)
     job, manifest = prepare(config, catalogue)
+    _warn_of_small_images(config, job)
     first = next((int(row) for row in catalogue.ok_rows()[:1]), 0)
     table = catalogue.read(
         first, min(catalogue.num_rows, first + TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS]
@@ -90,6 +92,14 @@ def estimate_features(config: Config) -> dict[str, Any]:
         "features_per_s": rate,
         "hours": num / rate / 3600,
     }
+
+
+def _warn_of_small_images(config: Config, job: Job) -> None:
+    if config.images.crop is None and config.images.resize is None and job.images.resize is None:
+        say(
+            f"WARNING: the features are those of images of {job.images.crop} pixels, as they are stored; a "
+            "network that was trained on photos gives better ones with images.resize=256 images.crop=224"
+        )
 
 
 def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]:
