@@ -52,6 +52,23 @@ def test_a_driver_that_lost_its_lease_ends_with_the_reason_while_training_still_
         drive(job, lambda _: None, lease)
 
 
+def test_a_run_with_nothing_left_to_train_is_finished_with_the_checkpoint_that_it_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SimpleNamespace(in_process=True)
+    config = SimpleNamespace(workers=workers, run=SimpleNamespace(storage=str(tmp_path), name="tiny"))
+    record, resume = SimpleNamespace(id="id"), str(tmp_path / "checkpoint-9")
+    job = cast(Job, SimpleNamespace(control=None, config=config, record=record, resume=resume))
+    # Ray Train knows only the checkpoints of this command, which reported none.
+    result = SimpleNamespace(return_value={"finished": True}, checkpoint=None)
+    monkeypatch.setattr(driver, "_trainer", lambda _: SimpleNamespace(fit=lambda: result))
+    monkeypatch.setattr(driver, "take_events", lambda _: [])
+    monkeypatch.setattr(driver.Attempts, "check", lambda *_: None)
+    ended = drive(job, lambda _: None, cast(Lease, SimpleNamespace(lost=False)))
+    assert ended is not None
+    assert ended.path == resume
+
+
 @ray.remote(num_cpus=0)
 class Controller:
     """Waits for workers that never end, as Ray Train's would."""

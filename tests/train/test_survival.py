@@ -5,7 +5,6 @@ tests look at its outcome.
 """
 
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 import torch
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
-from training_runs import EPOCHS, ROOT, SPOILT, TinyData, started
+from training_runs import EPOCHS, ROOT, SPOILT, TinyData
 
 from benchmarks.processes import family
 from pencil_scale.labels.columns import WATCHED
@@ -303,32 +302,6 @@ def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_i
 
 def test_a_run_in_this_process_ends_its_label_courier(undisturbed: TinyData) -> None:
     assert "label courier" not in [thread.name for thread in threading.enumerate()]
-
-
-# --- ended after the last epoch ------------------------------------------------------------------------
-
-ENDS_BEFORE_IT_PUBLISHES = """
-import sys
-import pencil_scale.train.run as run
-from pencil_scale.train.__main__ import main
-
-run.publish = lambda *_: sys.exit(9)
-main(sys.argv[1:])
-"""
-
-
-def test_a_run_that_ended_after_its_last_epoch_is_published_by_the_next_command(tmp_path: Path) -> None:
-    data = TinyData.make(tmp_path)
-    _, _, _, *words = data.command("workers.count=1")
-    ended = [sys.executable, "-c", ENDS_BEFORE_IT_PUBLISHES, *words]
-    with started(ended, tmp_path / "ended.log") as command:
-        assert command.wait() == 9, command.output
-    assert data.record()["status"] == "running"
-    with data.start("workers.count=1") as command:
-        assert command.wait() == 0, command.output
-    assert "epoch 1/" not in command.output
-    assert data.record()["status"] == "finished"
-    assert data.summary()["coverage"] == [1.0] * sum(EPOCHS.values())
 
 
 # --- numbers that are not finite -----------------------------------------------------------------------
