@@ -198,7 +198,7 @@ def overrides_for(fault: str, folder: Path) -> list[str]:
 
 
 def tried(name: str, seed: int, folder: Path, proxy: Proxy, within_s: float) -> tuple[Trial, bool]:
-    """Run with a fault within so many seconds of training; also return whether the run was completed."""
+    """Run a trial whose fault comes in the first `within_s` seconds of training; say whether it completed."""
     trial = Trial(f"trial-{seed}", folder, proxy, random.Random(seed), overrides_for(name, folder))
     recovered = trial.run(FAULTS[name], within_s)
     proxy.share.clear()
@@ -228,7 +228,7 @@ def main() -> int:
                 seed = given.seed + 1000 * number + nth
                 within_s = 0.7 * quiet.training_s
                 trial, recovered = tried(name, seed, folder, proxy, within_s)
-                while not trial.was_hit:
+                while recovered and not trial.was_hit:
                     print(f"{name:<14} seed {seed:<6} too late: once more with another seed", flush=True)
                     seed += 100
                     trial, recovered = tried(name, seed, folder, proxy, within_s)

@@ -101,6 +101,8 @@ def labels_of(
         found: npt.NDArray[np.int64] = np.load(Path(file))[name].astype(np.int64)
         return found
     kind, _, rate = options.noise.partition(":")
+    if kind not in ("", "symmetric", "asymmetric"):
+        raise SystemExit(f"--noise {options.noise}: symmetric:RATE or asymmetric:RATE was expected")
     if kind == "symmetric":
         return symmetric_noise(true, float(rate), num_classes, seed=1).noisy_class
     flips = CIFAR10_FLIPS if num_classes == 10 else next_class_flips(num_classes)

@@ -40,7 +40,7 @@ class FeatureTable:
     ) -> "FeatureTable":
         """Copy the features to `features.npy` in a local folder, and map them.
 
-        A row whose image is another one in this catalogue counts as a row without features.
+        With a catalogue, rows whose images have changed since count as rows without features.
         """
         manifest = FeatureManifest.load(storage, key)
         shape, states = (manifest.num_rows, manifest.views, manifest.dimension), [np.zeros(0, np.uint8)]

@@ -324,7 +324,7 @@ def test_a_storage_is_not_asked_again_and_again_while_nothing_is_written(
     until(lambda: receiver.got == [0])
     former = journal_of(folder, range(1, 2), every_s=SELDOM_S)
     Folder(folder).put("owner", journal._id.encode())
-    former.flush()  # nobody hears of it
+    former.flush()  # the delivering process is not told
     assert delivery.finish(30)
     assert receiver.got == [0, 1]
 
