@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 listeners: list[Callable[[str], object]] = []  # called with the store whenever an access is repeated
 _limit_s: ContextVar[float] = ContextVar("limit_s", default=float("inf"))
 _lock = threading.Lock()
-_waiting_since: dict[str, float] = {}  # by store
+_waiting: dict[str, dict[object, float]] = {}  # by store: the accesses that wait for it, and since when
 
 
 class UnreachableError(ResumableError):
@@ -101,7 +101,7 @@ def limited_to(seconds: float) -> Iterator[None]:
 
 def patiently(url: str, access: Callable[[], Result], removes: bool = False) -> Result:
     """Repeat an access to a store while its faults are transient, for up to storage.retry_s."""
-    attempt, since, until = 0, time.monotonic(), 0.0
+    attempt, since, until, me = 0, time.monotonic(), 0.0, object()
     while True:
         fault = None
         try:
@@ -120,13 +120,13 @@ def patiently(url: str, access: Callable[[], Result], removes: bool = False) -> 
         # The first attempt may have taken minutes: a limit includes it, storage.retry_s does not.
         until = until or min(now + float(os.environ.get(RETRY_VARIABLE, RETRY_S)), since + _limit_s.get())
         if now >= until:
-            _waiting_since.pop(store_of(url), None)
+            _gave_up(store_of(url), me)
             raise UnreachableError(
                 f"{url}: unreachable for {now - since:.0f} s, last with {_reason(fault)}; check the store "
                 "and the network, then start the same command again, or raise storage.retry_s"
             ) from fault
         if now - since >= SILENT_S:
-            _report(url, fault, until - now)
+            _report(url, me, fault, until - now)
         pause_s = random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2 ** min(attempt, 9), LONGEST_PAUSE_S)
         time.sleep(min(pause_s, until - now))
         attempt += 1
@@ -139,21 +139,28 @@ def store_of(url: str) -> str:
     return "/".join(url.split("/", 3)[:3])
 
 
-def _report(url: str, fault: Exception, left_s: float) -> None:
+def _report(url: str, access: object, fault: Exception, left_s: float) -> None:
     store = store_of(url)
     with _lock:
-        is_new = store not in _waiting_since
-        _waiting_since.setdefault(store, time.monotonic())
-    if is_new:
+        waiting = _waiting.setdefault(store, {})
+        is_first = not waiting
+        waiting.setdefault(access, time.monotonic())
+    if is_first:
         text = "%s does not answer (%s): retrying for up to %.0f s"
         log.warning(text, url, _reason(fault), left_s, extra={"waits_for": store})
 
 
+def _gave_up(store: str, access: object) -> None:
+    """Stop waiting; others may go on, so that nothing is logged."""
+    with _lock:
+        _waiting.get(store, {}).pop(access, None)
+
+
 def _answered(store: str) -> None:
     with _lock:
-        since = _waiting_since.pop(store, None)
-    if since is not None:
-        took_s = time.monotonic() - since
+        waiting = _waiting.pop(store, {})
+    if waiting:
+        took_s = time.monotonic() - min(waiting.values())
         log.warning("%s answers again after %.0f s", store, took_s, extra={"answers": store})
 
 

@@ -102,6 +102,27 @@ def test_every_access_waits_for_a_store_that_is_down(
     assert re.match(r"s3://lake answers again after \d+ s", ended)
 
 
+def test_an_outage_is_reported_once_although_another_access_gives_up_meanwhile(
+    one_attempt: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = []
+
+    def down() -> None:
+        raise ConnectionResetError
+
+    def down_at_first() -> None:
+        attempts.append(time.monotonic())
+        with limited_to(0), pytest.raises(UnreachableError):
+            retries.patiently("s3://lake/impatient", down)
+        if len(attempts) < 4:
+            down()
+
+    retries.patiently("s3://lake/patient", down_at_first)
+    started, ended = (record.getMessage() for record in caplog.records)
+    assert "s3://lake/patient does not answer" in started
+    assert "s3://lake answers again" in ended
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["busy", "cut", "reset", "lost", "short"])
 def test_faults_of_single_requests_do_not_change_what_is_read_and_written(proxy: Proxy, fault: str) -> None:
