@@ -121,9 +121,10 @@ def patiently(url: str, access: Callable[[], Result], removes: bool = False) -> 
         until = until or min(now + float(os.environ.get(RETRY_VARIABLE, RETRY_S)), since + _limit_s.get())
         if now >= until:
             _gave_up(store_of(url), me)
+            how_long = f" for {now - since:.0f} s, last" if attempt else ""
             raise UnreachableError(
-                f"{url}: unreachable for {now - since:.0f} s, last with {_reason(fault)}; check the store "
-                "and the network, then start the same command again, or raise storage.retry_s"
+                f"{url}: unreachable{how_long} with {_reason(fault)}; check the store and the network, then "
+                "start the same command again, or raise storage.retry_s"
             ) from fault
         if now - since >= SILENT_S:
             _report(url, me, fault, until - now)
