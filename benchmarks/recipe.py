@@ -28,6 +28,7 @@ from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.automatic import Facts
 from pencil_scale.method.noise import CIFAR10_FLIPS, asymmetric_noise, next_class_flips, symmetric_noise
+from pencil_scale.method.outlook import label_scale
 from pencil_scale.method.pencil import initial_logits
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.train.plan import fill_in
@@ -63,6 +64,9 @@ def main() -> None:
             "seconds": round(time.monotonic() - started),
         }
         print(json.dumps(found), flush=True)
+    if options.out:
+        labels = trial.label_logits.softmax(1).half().cpu().numpy()
+        np.savez_compressed(options.out, labels=labels, given=given, true=true, used=used)
 
 
 def parse() -> argparse.Namespace:
@@ -76,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--given", help="given labels, as FILE.npz#NAME")
     parser.add_argument("--noise", default="", help="symmetric:RATE or asymmetric:RATE")
     parser.add_argument("--held", type=int, default=0, help="samples to leave out")
+    parser.add_argument("--out", help="store the labels of all samples in this .npz file")
     parser.add_argument("--every", type=int, default=5, help="epochs between two lines")
     return parser.parse_intermixed_args()
 
@@ -128,7 +133,8 @@ class Trial:
         )
         self.preparation = Preparation(config, self.device, lambda row, reason: f"row {row}: {reason}")
         self.images, self.given = images.to(self.device), torch.from_numpy(given).to(self.device)
-        self.label_logits = initial_logits(self.given, num_classes)
+        scale = label_scale(config.stages.pencil, num_classes)
+        self.label_logits = initial_logits(self.given, num_classes, scale)
         self.used = torch.from_numpy(used)
 
     def train(self, epoch: int, chance: np.random.Generator) -> Stage:

@@ -1,8 +1,8 @@
 """Training across network namespaces: each Ray node has its own address, interface and temporary folder.
 
 As on Debian, the name of this host resolves to a loopback address in every namespace, so workers connect only
-if they choose the right interface. A link is cut, the head is cut off until it gives up all other nodes, and a
-node is lost for good. Where namespaces are forbidden, the test is skipped.
+if they choose the right interface. A link is cut, the head is cut off until it gives up all other nodes, and
+a node is lost for good. Where namespaces are forbidden, the test is skipped.
 """
 
 import json
