@@ -48,7 +48,7 @@ def compute_features(config: Config) -> Summary:
     storage, started_at = Storage(config.run.storage), time.monotonic()
     catalogue = Catalogue.open(storage.url)
     job, manifest = prepare(config, catalogue)
-    _warn_of_small_images(config, job)
+    _warn_of_weak_features(config, job)
     folder = storage.path(storage.features(manifest.key))
     excluded = make_overlay(config.data.exclude).excluded
     with Lease.hold(
@@ -72,7 +72,7 @@ def estimate_features(config: Config) -> dict[str, Any]:
     storage = Storage(config.run.storage)
     catalogue = Catalogue.open(storage.url)
     job, manifest = prepare(config, catalogue)
-    _warn_of_small_images(config, job)
+    _warn_of_weak_features(config, job)
     first = next((int(row) for row in catalogue.ok_rows()[:1]), 0)
     table = catalogue.read(
         first, min(catalogue.num_rows, first + TRIED_ROWS), ["row", "status", *IMAGE_COLUMNS]
@@ -94,7 +94,10 @@ def estimate_features(config: Config) -> dict[str, Any]:
     }
 
 
-def _warn_of_small_images(config: Config, job: Job) -> None:
+def _warn_of_weak_features(config: Config, job: Job) -> None:
+    if job.weights is None and (":" not in job.backbone or job.backbone.startswith("timm:")):
+        key = "features.weights" if config.model.head is None else "model.weights"
+        say(f"WARNING: {key} is not set: {job.backbone} has random weights, which give weak features")
     if config.images.crop is None and config.images.resize is None and job.images.resize is None:
         say(
             f"WARNING: the features are those of images of {job.images.crop} pixels, as they are stored; a "
@@ -116,8 +119,6 @@ def prepare(config: Config, catalogue: Catalogue) -> tuple[Job, FeatureManifest]
             "features.backbone is not set; name a frozen network, as in features.backbone=resnet50 "
             "features.weights=imagenet"
         )
-    if weights is None and (":" not in backbone or backbone.startswith("timm:")):
-        say(f"WARNING: features.weights is not set: {backbone} has random weights, which give weak features")
     sizes = catalogue.manifest.get("sizes", {})
     images: Images = images_for_features(config, Facts(catalogue.num_ok, catalogue.num_classes, sizes))
     require_sizes(images, sizes, config.data.max_damaged_share)
