@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from pencil_scale.config.keys import help_page
 from pencil_scale.config.loader import describe, load_config, masked
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage.errors import HeldError, PencilError
 from pencil_scale.storage.retries import RefusedError, set_retry_s, store_of
 from pencil_scale.storage.urls import without_passwords
 
@@ -138,7 +138,8 @@ def say(text: str) -> None:
 def exit_code(work: Callable[[], object]) -> int:
     """Do the work, and return 0; print an error that a person can act on, with credentials masked: 2.
 
-    Ctrl-C ends with 143, as SIGTERM does.
+    A held run ends with 3, also if a cluster manager repeats its command. Ctrl-C ends with 143, as SIGTERM
+    does.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.ERROR)  # of other libraries
     if threading.current_thread() is threading.main_thread():
@@ -148,9 +149,10 @@ def exit_code(work: Callable[[], object]) -> int:
         check_versions()
         work()
     except PencilError as error:
+        kind, code = ("HELD", HELD) if isinstance(error, HeldError) else ("error", 2)
         for line in str(error).splitlines():
-            print(f"error: {without_passwords(line)}", file=sys.stderr)
-        return 2
+            print(f"{kind}: {without_passwords(line)}", file=sys.stderr)
+        return code
     except KeyboardInterrupt:
         print("stopped; to resume, run the same command again", file=sys.stderr)
         return 128 + signal.SIGTERM

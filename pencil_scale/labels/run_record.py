@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pencil_scale.config.command import command
-from pencil_scale.storage.errors import PencilError, many
+from pencil_scale.storage.errors import HeldError, PencilError, many
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import filesystem_of
@@ -96,7 +96,7 @@ def find_record(
     if record.status == "finished":
         raise PencilError(f"run {name} is finished ({folder}/summary.json); choose another run.name")
     if record.status == "held":
-        raise PencilError(f"run {name} is held, its labels are not published: {why_held(storage, record)}")
+        raise HeldError(f"run {name} is held, its labels are not published: {why_held(storage, record)}")
     keys = sorted(key for key in {*record.settings, *settings} if not key.startswith(FREE))
     changed = [key for key in keys if record.settings.get(key) != settings.get(key)]
     if changed and not is_saved(record):

@@ -20,6 +20,10 @@ class ResumableError(PencilError):
     """Something passes, such as an outage: the same command, given again, continues where this one ended."""
 
 
+class HeldError(PencilError):
+    """A run whose labels wait for a person: a job exits with code 3, as it did when it held them."""
+
+
 class TaskDiedError(PencilError):
     """The process of a task died in every attempt; `number` says which piece it worked on."""
 

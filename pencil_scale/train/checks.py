@@ -21,7 +21,7 @@ from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
 from pencil_scale.config.settings import Config
-from pencil_scale.storage.errors import PencilError, many
+from pencil_scale.storage.errors import HeldError, PencilError, many
 from pencil_scale.storage.retries import RefusedError, UnreachableError
 from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pencil_scale.tracking.tracker import find_server
@@ -43,7 +43,7 @@ class Problems:
         """Note an error instead of raising it, so that other checks can follow."""
         try:
             yield
-        except (RefusedError, UnreachableError) as error:  # of a store, on which every other check depends
+        except (RefusedError, UnreachableError, HeldError) as error:  # every other check depends on these
             raise type(error)("\n".join([str(error), *self._lines])) from error
         except PencilError as error:
             self.add(str(error))

@@ -274,7 +274,10 @@ class Worker:
             self.asked_at = time.monotonic()
             info = ray.train.get_preemption_info()  # asked by all ranks together
             self.leaving = ", ".join(info.preempted_node_ids) if info else ""
-        return found % 2 > 0 or bool(self.leaving)
+        if found % 2:
+            self.leaving = ""  # there is nothing to continue on other nodes
+            return True
+        return bool(self.leaving)
 
     def save(self, progress: Progress) -> None:
         """Snapshot the labels, and report them with the weights as one checkpoint."""

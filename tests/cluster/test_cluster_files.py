@@ -209,7 +209,8 @@ def test_every_pod_gets_the_account_the_settings_and_the_secrets_that_are_shippe
             name for name in ACCESS if not name.startswith("ServiceAccount")
         }
     settings = ACCESS["ConfigMap pencil-scale"]["data"]
-    assert {"AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "MLFLOW_TRACKING_URI"} <= set(settings)
+    assert {"AWS_DEFAULT_REGION", "MLFLOW_TRACKING_URI"} <= set(settings)
+    assert "AWS_ENDPOINT_URL" not in settings  # botocore would ask there for the credentials of a role
     assert all(isinstance(value, str) for value in settings.values())
     secrets = ACCESS["Secret pencil-scale-storage"]["stringData"]
     secrets |= ACCESS["Secret pencil-scale-mlflow"]["stringData"]
@@ -218,6 +219,19 @@ def test_every_pod_gets_the_account_the_settings_and_the_secrets_that_are_shippe
         *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
     }
     assert set(secrets.values()) == {"replace-this"}
+
+
+def test_the_pod_for_commands_by_hand_has_the_image_and_the_access_of_the_jobs() -> None:
+    pod = documents("tools-pod.yaml")["Pod pencil-scale-tools"]["spec"]
+    (job,) = documents("train-rayjob.yaml").values()
+    head = pods_of(job)["head"]
+    for key in ("serviceAccountName", "securityContext", "volumes"):
+        assert pod[key] == head[key]
+    for key in ("image", "workingDir", "envFrom", "securityContext", "resources", "volumeMounts"):
+        assert container_of(pod)[key] == container_of(head)[key]
+    cluster = schema()["properties"]["spec"]["properties"]["rayClusterSpec"]["properties"]
+    rules = cluster["headGroupSpec"]["properties"]["template"]["properties"]["spec"]
+    assert not [one.message for one in jsonschema.Draft7Validator(rules).iter_errors(pod)]
 
 
 def test_every_pod_has_scratch_space_and_room_for_rays_object_store(job: dict[str, Any]) -> None:
@@ -239,7 +253,8 @@ def gigabytes(text: str) -> int:
 
 def test_a_stopped_pod_gets_time_to_save(job: dict[str, Any]) -> None:
     wait_s = int(ACCESS["ConfigMap pencil-scale"]["data"]["RAY_JOB_STOP_WAIT_TIME_S"])
-    assert wait_s >= 60
+    _, _, _, config, *overrides = shlex.split(job["spec"]["entrypoint"])
+    assert wait_s >= load_config(ROOT / config, overrides).workers.stop_s + 30  # for a step, and a checkpoint
     for name, pod in pods_of(job).items():
         assert pod["terminationGracePeriodSeconds"] > wait_s
         shell, flag, hook = container_of(pod)["lifecycle"]["preStop"]["exec"]["command"]
@@ -296,7 +311,8 @@ def test_the_nightly_cronjob_may_do_what_its_script_does_and_finds_the_rayjob_it
 
 @pytest.mark.parametrize(
     ("found", "creates"),
-    [("", True), ("pencil-scale-nightly Complete", True), ("pencil-scale-nightly Failed", True)]
+    [("", True)]
+    + [(f"pencil-scale-nightly {state}", True) for state in ("Complete", "Failed", "ValidationFailed")]
     + [(f"pencil-scale-nightly {state}", False) for state in ("", "Running", "Initializing")],
 )
 def test_a_second_rayjob_is_created_only_when_the_last_has_ended(

@@ -128,8 +128,8 @@ def test_page_and_mlflow_say_the_same_as_the_last_lines(story: Story) -> None:
 
 
 def test_a_held_run_is_not_trained_again_and_the_refusal_names_both_options(story: Story) -> None:
-    assert story.codes["again"] == 2
-    assert "error: run tiny is held" in story.said["again"]
+    assert story.codes["again"] == 3
+    assert "HELD: run tiny is held" in story.said["again"]
     for words in ("classes lost most", f"pipelines.promote {story.config} tiny", "another run.name"):
         assert words in story.said["again"]
 
