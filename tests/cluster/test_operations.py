@@ -26,7 +26,8 @@ def test_the_modules_the_config_keys_and_the_files_that_a_page_names_exist(page:
 
 
 def test_the_variables_that_a_job_passes_are_those_that_pods_get() -> None:
-    access = (ROOT / "cluster" / "access.yaml").read_text().replace("# AWS_ENDPOINT_URL:", "AWS_ENDPOINT_URL:")
+    access = (ROOT / "cluster" / "access.yaml").read_text()
+    access = access.replace("# AWS_ENDPOINT_URL:", "AWS_ENDPOINT_URL:")
     documents = list(yaml.safe_load_all(access))
     given = {name for one in documents for name in one.get("data", {}) | one.get("stringData", {})}
     assert set(variables()) <= given
