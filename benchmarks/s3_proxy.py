@@ -12,12 +12,14 @@ import os
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 import s3fs
@@ -46,14 +48,18 @@ class Proxy(ThreadingHTTPServer):
         self.requests: list[Seen] = []
         self.share: dict[str, float] = {}
         self.denies = 0  # the status with which every request is refused
-        self.loses: Callable[[Seen], bool] = lambda _: (
-            False
-        )  # whether to pass a request on and lose its answer
+        # Whether to pass a request on and lose its answer.
+        self.loses: Callable[[Seen], bool] = lambda _: False
         self.outages: list[float] = []  # when each started
         self._plans: list[tuple[float, Callable[[Seen], bool]]] = []
         self._down_until = 0.0
         self._chance, self._lock = random.Random(1), threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
+
+    def handle_error(self, *arguments: Any) -> None:
+        """Print a traceback, except for clients that hang up, as those that are killed do."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*arguments)
 
     @property
     def endpoint(self) -> str:
