@@ -1,0 +1,176 @@
+"""Run cells of the paper's tables for CIFAR-10 and CIFAR-100 with the commands of a user, several at once.
+
+    python benchmarks/paper_tables.py --data cifar10 --folder runs/tables --cells symmetric:0.3 asymmetric:0.4
+    python benchmarks/paper_tables.py --data cifar100 --folder runs/tables --cells symmetric:0.4 \\
+        --length 0.5 workers.gpu=true workers.cpus=1 optimizer.precision=bf16 optimizer.compile=default
+
+`--data` is a folder with Parquet files train-* and test-*, whose name says which dataset it is. Without
+`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles the label rate, so that labels
+travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its class. The
+same command again prints what has finished, resumes what was interrupted, and starts the rest.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+EPOCHS = {"backbone": 70, "pencil": 130, "finetune": 120}
+DROPS = (40, 80)
+# Of the paper, in percent after the last epoch: plain cross entropy, and PENCIL.
+PAPER: dict[str, dict[str, tuple[float, float | None]]] = {
+    "cifar10": {
+        "symmetric:0.1": (88.43, 93.28),
+        "symmetric:0.3": (72.78, 92.24),
+        "symmetric:0.5": (53.11, 90.36),
+        "symmetric:0.7": (33.32, 87.18),
+        "symmetric:0.9": (16.30, 60.80),
+        "asymmetric:0.1": (85.24, 93.04),
+        "asymmetric:0.2": (80.74, 92.43),
+        "asymmetric:0.3": (76.09, 91.80),
+        "asymmetric:0.4": (76.12, 91.16),
+        "asymmetric:0.5": (71.05, 80.06),
+    },
+    "cifar100": {
+        "symmetric:0.2": (58.72, 73.86),
+        "symmetric:0.4": (48.20, 69.12),
+        "symmetric:0.6": (37.41, 57.79),
+        "symmetric:0.8": (18.10, None),
+        "asymmetric:0.1": (66.54, 75.93),
+        "asymmetric:0.2": (59.20, 74.70),
+        "asymmetric:0.3": (51.40, 72.52),
+        "asymmetric:0.4": (42.74, 63.61),
+    },
+}
+# Rate of the first two stages, alpha, beta, and lambda at the start and the end of the pencil stage.
+SETTINGS: dict[str, tuple[float, float, float, float, float]] = {
+    "symmetric:0.1": (0.02, 0.1, 0.8, 200, 200),
+    "symmetric:0.3": (0.03, 0.1, 0.8, 300, 300),
+    "symmetric:0.5": (0.04, 0.1, 0.8, 400, 400),
+    "symmetric:0.7": (0.08, 0.1, 0.8, 800, 800),
+    "symmetric:0.9": (0.12, 0.1, 0.4, 1200, 1200),
+    "asymmetric:0.4": (0.03, 0.0, 0.4, 3000, 0),
+    "asymmetric:0.5": (0.03, 0.0, 0.4, 4000, 0),
+}
+OTHERWISE = (0.06, 0.1, 0.4, 600, 600)  # CIFAR-10, asymmetric
+CIFAR100 = (0.35, 0.01, 0.4, 10_000, 10_000)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table: its noise, and where its run is."""
+
+    data: Path
+    noise: str
+    folder: Path
+    length: float
+    overrides: Sequence[str]
+
+    @property
+    def dataset(self) -> str:
+        return self.data.name
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        file = self.folder / "runs" / self.dataset / "summary.json"
+        found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+        return found
+
+    def run(self) -> None:
+        """Make the shards, index them, and train, as far as this has not been done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.summary is not None:
+            return
+        if not (self.folder / "shards" / "done").exists():
+            for part, noise in (("train", ["--noise", self.noise]), ("test", [])):
+                source, shards = f"{self.data}/{part}-*.parquet", str(self.folder / "shards")
+                self._command("pipelines.make_shards", "table", source, shards, "--prefix", part, *noise)
+            (self.folder / "shards" / "done").touch()
+        config = str(ROOT / "configs" / f"{self.dataset}.yaml")
+        self._command("pipelines.index_shards", config, *self._places())
+        self._command("pencil_scale.train", config, *self._places(), *self.settings(), *self.overrides)
+
+    def _places(self) -> list[str]:
+        shards = self.folder / "shards"
+        return [
+            f"run.storage={self.folder}",
+            f"data.shards={shards}/train-{{000000..000044}}.tar",
+            f"data.test={shards}/test-*.tar",
+            f"data.classes={shards}/classes.txt",
+        ]
+
+    def settings(self) -> list[str]:
+        """The paper's settings for this noise, for a schedule of this length."""
+        rate, alpha, beta, start, end = SETTINGS.get(self.noise, OTHERWISE)
+        if self.dataset == "cifar100":
+            rate, alpha, beta, start, end = CIFAR100
+        start, end = start / self.length, end / self.length
+        lambda_ = f"{start:g}" if start == end else f"{{start: {start:g}, end: {end:g}}}"
+        drops = [round(epoch * self.length) for epoch in DROPS]
+        found: dict[str, Any] = {
+            "backbone.rate": rate,
+            "pencil.rate": rate,
+            "pencil.alpha": alpha,
+            "pencil.beta": beta,
+        }
+        found |= {"pencil.lambda": lambda_, "finetune.drop_after": drops}
+        found |= {f"{name}.epochs": round(epochs * self.length) for name, epochs in EPOCHS.items()}
+        return [f"stages.{key}={value}" for key, value in found.items()] + ["gate.hold=false"]
+
+    def _command(self, *words: str) -> None:
+        with (self.folder / "log.txt").open("ab") as log:
+            subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=log, stderr=log, check=True)
+
+
+def line_of(cell: Cell) -> str:
+    """A line of the table."""
+    plain, paper = PAPER[cell.dataset][cell.noise]
+    shown = f"{cell.dataset:<9} {cell.noise:<15} {plain:>13.2f} {paper or float('nan'):>6.2f}"
+    if (found := cell.summary) is None:
+        return f"{shown}   failed: see {cell.folder / 'log.txt'}"
+    right = [
+        100 * found[key] for key in ("given_label_accuracy", "corrected_label_accuracy", "test_accuracy")
+    ]
+    return f"{shown} {right[2]:>6.2f} {right[0]:>13.2f} {right[1]:>9.2f} {found['images_per_s']:>10,.0f}"
+
+
+def main() -> int:
+    """Run the cells, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="settings for every run")
+    parser.add_argument("--data", type=Path, required=True, help="folder cifar10 or cifar100")
+    parser.add_argument("--folder", type=Path, required=True, help="for shards and results")
+    parser.add_argument("--cells", nargs="+", help="noises, as in symmetric:0.5 (all)")
+    parser.add_argument("--length", type=float, default=1.0, help="share of the paper's epochs")
+    parser.add_argument("--at-once", type=int, default=4, help="runs at the same time")
+    given = parser.parse_intermixed_args()
+    if (dataset := given.data.name) not in PAPER:
+        parser.error(f"--data {given.data}: a folder named {' or '.join(PAPER)} was expected")
+    if unknown := set(given.cells or ()) - set(PAPER[dataset]):
+        parser.error(f"--cells {min(unknown)}: not in the paper; it has {', '.join(PAPER[dataset])}")
+    data, folder = given.data.resolve(), given.folder.resolve() / dataset
+    cells = [
+        Cell(data, noise, folder / noise.replace(":", "-"), given.length, given.overrides)
+        for noise in given.cells or PAPER[dataset]
+    ]
+    print(f"{given.length:g} of the paper's epochs; percent after the last epoch, and of right labels")
+    print("dataset   noise           cross entropy  paper   ours  labels given  repaired   images/s")
+    failed = 0
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for cell, done in [(cell, pool.submit(partial(cell.run))) for cell in cells]:
+            failed += done.exception() is not None
+            print(line_of(cell), flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
