@@ -5,8 +5,8 @@
         --length 0.5 workers.gpu=true workers.cpus=1 optimizer.precision=bf16 optimizer.compile=default
 
 `--data` is a folder with Parquet files train-* and test-*, whose name says which dataset it is. Without
-`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles the label rate, so that labels
-travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its class. The
+`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles a constant label rate, so
+that labels travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its class. The
 same command again prints what has finished, resumes what was interrupted, and starts the rest.
 """
 
@@ -111,8 +111,8 @@ class Cell:
         rate, alpha, beta, start, end = SETTINGS.get(self.noise, OTHERWISE)
         if self.dataset == "cifar100":
             rate, alpha, beta, start, end = CIFAR100
-        start, end = start / self.length, end / self.length
-        lambda_ = f"{start:g}" if start == end else f"{{start: {start:g}, end: {end:g}}}"
+        # Where lambda falls to 0, a label changes after three visits, whatever the length is.
+        lambda_ = f"{start / self.length:g}" if start == end else f"{{start: {start:g}, end: {end:g}}}"
         drops = [round(epoch * self.length) for epoch in DROPS]
         found: dict[str, Any] = {
             "backbone.rate": rate,
