@@ -5,9 +5,9 @@
         --length 0.5 workers.gpu=true workers.cpus=1 optimizer.precision=bf16 optimizer.compile=default
 
 `--data` is a folder with Parquet files train-* and test-*, whose name says which dataset it is. Without
-`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles a constant label rate, so
-that labels travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its class. The
-same command again prints what has finished, resumes what was interrupted, and starts the rest.
+`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles a constant label rate, so that
+labels travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its
+class. The same command again prints what has finished, resumes what was interrupted, and starts the rest.
 """
 
 import argparse
@@ -111,7 +111,7 @@ class Cell:
         rate, alpha, beta, start, end = SETTINGS.get(self.noise, OTHERWISE)
         if self.dataset == "cifar100":
             rate, alpha, beta, start, end = CIFAR100
-        # Where lambda falls to 0, a label changes after three visits, whatever the length is.
+        # Where lambda falls to 0, a label changes after two or three visits, whatever the length is.
         lambda_ = f"{start / self.length:g}" if start == end else f"{{start: {start:g}, end: {end:g}}}"
         drops = [round(epoch * self.length) for epoch in DROPS]
         found: dict[str, Any] = {
@@ -122,7 +122,10 @@ class Cell:
         }
         found |= {"pencil.lambda": lambda_, "finetune.drop_after": drops}
         found |= {f"{name}.epochs": round(epochs * self.length) for name, epochs in EPOCHS.items()}
-        return [f"stages.{key}={value}" for key, value in found.items()] + ["gate.hold=false"]
+        return [f"stages.{key}={value}" for key, value in found.items()] + [
+            "stages.pencil.allow_fast_labels=true",
+            "gate.hold=false",
+        ]
 
     def _command(self, *words: str) -> None:
         with (self.folder / "log.txt").open("ab") as log:
