@@ -42,6 +42,7 @@ KIND = "pencil_scale labels"
 VERSION = 6
 LABELS, LEDGER = "parts", "ledger"  # the folders of a store
 FOLD = "-fold-"  # between the id of a run and the number of a further training
+READS = 3  # of a file whose bytes are not those that a manifest names
 PARALLEL_PARTS = 4  # parts in flight to or from a store: hides its latency, bounds the memory at 4 parts
 
 # Where a storage may have manifests of labels: folder, how deep below it, and how the name of the file ends.
@@ -218,14 +219,15 @@ def put_batch(store: Folder, folder: str, batch: pa.RecordBatch, run: str) -> St
 def get_batch(store: Folder, folder: str, file: StoredFile) -> pa.RecordBatch:
     """Read a file that a manifest names, and refuse bytes that are not those it names."""
     name = file_name(folder, file)
-    data = store.get(name)
-    if len(data) < file.num_bytes:
-        data = store.get(name)  # it may have been cut short on its way
-    found = hashlib.sha256(data).hexdigest()
-    if found != file.sha256:
+    for _ in range(READS):  # bytes may be lost or changed on their way
+        data = store.get(name)
+        found = hashlib.sha256(data).hexdigest()
+        if found == file.sha256:
+            break
+    else:
         raise DamagedError(
             f"{store.path(name)}: damaged: {len(data):,} bytes with sha256 {found[:12]}, the manifest names "
-            f"{file.num_bytes:,} bytes with {file.sha256[:12]}; fetch it again, or restore another manifest"
+            f"{file.num_bytes:,} bytes with {file.sha256[:12]}; restore it, or another manifest"
         )
     return pa.ipc.open_file(pa.py_buffer(data)).get_batch(0)
 

@@ -65,7 +65,8 @@ class Folder:
     def holds(self, name: str, num_bytes: int) -> bool:
         """Whether the file has all its bytes: a store without atomic puts may have cut it off."""
         try:
-            return int(self._files.info(f"{self._root}/{name}")["size"]) == num_bytes
+            found = self._files.info(f"{self._root}/{name}", refresh=True)  # not from a cached listing
+            return int(found["size"]) == num_bytes
         except (FileNotFoundError, NotADirectoryError):
             return False
 

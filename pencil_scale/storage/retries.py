@@ -190,6 +190,11 @@ def _raise_if_refused(url: str, error: Exception) -> None:
         raise RefusedError(f"{url}: a certificate is not trusted ({_reason(error)}); {remedy}") from error
     if _names(error) & DENIED or _statuses(error) & {401, 403} or _codes(error) & DENIED_CODES:
         raise RefusedError(f"{url}: no access ({_reason(error)}); check the credentials") from error
+    if 400 in _statuses(error) and _codes(error) == {""}:  # not in the words of S3: of something in between
+        advice = (
+            "check the endpoint (AWS_ENDPOINT_URL), what is between it and this host, and the credentials"
+        )
+        raise RefusedError(f"{url}: refused without a reason ({_reason(error)}); {advice}") from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

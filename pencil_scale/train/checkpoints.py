@@ -1,10 +1,11 @@
 """Checkpoints: weights, optimizer, progress and the labels' manifest, always saved and read as a unit.
 
 The label parts themselves are in the label store before the checkpoint that names them is written. A
-checkpoint loads as weights and JSON only; nothing in it is ever executed.
+checkpoint loads as weights and JSON only; nothing in it is ever executed. `state.json` has the hashes of all
+files, and of itself: a bit that flips on its way from a store would otherwise become a wrong weight.
 
     write_checkpoint(folder, Saved(run_id, weights, optimizer, progress, manifest, figures))
-    saved = read_checkpoint(folder, run_id)    # refuses a checkpoint of another run
+    saved = read_checkpoint(folder, run_id)    # refuses a checkpoint of another run, or other bytes
 
 Ray Train keeps the checkpoints of a run in a `CheckpointStore` and lists those that are committed in one
 small file, which it rewrites each time. On a local disk that file would be empty for a moment, and a run
@@ -14,12 +15,13 @@ killed in this moment could never be resumed; so every file is written under ano
     store.newest()                             # (attempt, path) to resume from; None for a new run
 """
 
+import hashlib
 import io
 import json
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -46,7 +48,7 @@ from pencil_scale.storage.urls import filesystem_of
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 WEIGHTS, OPTIMIZER, LABELS, STATE = "weights.pt", "optimizer.pt", "labels.json", "state.json"
 AVERAGE = "average.pt"
 BEST = "best"  # a folder with the weights and labels of an earlier epoch
@@ -109,18 +111,24 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
         torch.save(saved.best.weights, folder / BEST / WEIGHTS)
         (folder / BEST / LABELS).write_bytes(saved.best.labels.encode())
         state["best"] = saved.best.epoch
-    (folder / STATE).write_text(json.dumps(state))
+    state["files"] = {name: _hash_of(folder / name) for name in _files(folder)}
+    (folder / STATE).write_text(json.dumps(state | {"sha256": _hash_of_state(state)}))
 
 
 def read_checkpoint(folder: Path, run: str) -> Saved:
     """Read a checkpoint of the run with this id, as weights and JSON only."""
     try:
         state = json.loads((folder / STATE).read_text())
+        if state.pop("sha256", None) != _hash_of_state(state) and state["version"] == VERSION:
+            raise ValueError(f"{STATE} is damaged")
         if (state["version"], state["run"]) != (VERSION, run):
             raise PencilError(
                 f"{folder}: a checkpoint of version {state['version']} and run id {state['run']}; expected "
                 f"version {VERSION} and run id {run}; it is not used: choose another run.name"
             )
+        for name, expected in state["files"].items():
+            if _hash_of(folder / name) != expected:
+                raise ValueError(f"{name} is damaged")
         best = Kept(state["best"], *_read_pair(folder / BEST)) if "best" in state else None
         weights, labels = _read_pair(folder)
         return Saved(
@@ -137,7 +145,31 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PencilError(f"{folder}: not a complete checkpoint ({reason}); use the one before it") from error
+        text = f"{folder}: not a complete checkpoint ({reason}); use the one before it"
+        raise DamagedError(text) from error
+
+
+def fetch_checkpoint(copied: Callable[[], AbstractContextManager[str]], run: str) -> Saved:
+    """Read a checkpoint from a copy; one that was damaged on its way is copied a second time."""
+    try:
+        with copied() as folder:
+            return read_checkpoint(Path(folder), run)
+    except DamagedError:
+        with copied() as folder:
+            return read_checkpoint(Path(folder), run)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash_of_state(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _read_pair(folder: Path) -> tuple[dict[str, Tensor], Manifest]:

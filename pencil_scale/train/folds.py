@@ -15,7 +15,6 @@ are printed and kept in `fold-1-epochs.json`, but not reported to MLflow, where 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pencil_scale.config.command import say
@@ -28,7 +27,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.tracking.narrator import Narrator, Untracked
-from pencil_scale.train.checkpoints import CheckpointStore, read_checkpoint
+from pencil_scale.train.checkpoints import CheckpointStore, fetch_checkpoint
 from pencil_scale.train.driver import drive, make_job
 from pencil_scale.train.plan import RunPlan
 
@@ -75,8 +74,7 @@ def _train_fold(
     ended = drive(job, narrator.hear, lease)
     if ended is None:
         return None
-    with ended.as_directory() as folder:
-        saved = read_checkpoint(Path(folder), labels.run)
+    saved = fetch_checkpoint(ended.as_directory, labels.run)
     fold = Fold(saved.best.labels if saved.best else saved.labels, saved.figures)
     fold.labels.require_whole()
     manifest, epochs = _names(record, number)

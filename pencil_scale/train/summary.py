@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,7 @@ from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
 from pencil_scale.storage.urls import without_passwords
 from pencil_scale.tracking.tracker import Tracker
-from pencil_scale.train.checkpoints import Kept, Saved, read_checkpoint
+from pencil_scale.train.checkpoints import Kept, Saved, fetch_checkpoint
 from pencil_scale.train.folds import Fold
 from pencil_scale.train.gate import judge, unmeasured, unready
 from pencil_scale.train.plan import RunPlan, price_of
@@ -118,8 +117,7 @@ def publish(
     Labels that look wrong are stored as held, and their model gets no alias; without `hold` they are
     published all the same.
     """
-    with checkpoint.as_directory() as folder:
-        saved = read_checkpoint(Path(folder), record.id)
+    saved = fetch_checkpoint(checkpoint.as_directory, record.id)
     config, storage = plan.config, Storage(plan.config.run.storage)
     clean = plan.clean.items()
     num_clean = {name: Catalogue.open(storage.url, spec.version, name).num_ok for name, spec in clean}

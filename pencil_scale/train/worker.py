@@ -44,7 +44,7 @@ from pencil_scale.train.checkpoints import (
     CheckpointStore,
     Progress,
     Saved,
-    read_checkpoint,
+    fetch_checkpoint,
     write_checkpoint,
 )
 from pencil_scale.train.gate import still_rises, unready
@@ -396,13 +396,18 @@ def left_behind(job: Job) -> ray.train.Checkpoint | None:
 
 def _last_checkpoint(job: Job) -> Saved | None:
     """The newest checkpoint of this attempt, or the one that an earlier attempt left."""
-    config, checkpoint = job.config, ray.train.get_checkpoint() or left_behind(job)
+    checkpoint = ray.train.get_checkpoint() or left_behind(job)
     if checkpoint is None:
         return None
-    # Into a folder of this process. `as_directory` shares one between the ranks of a node, and the first rank
-    # to finish removes it while another may still be reading.
-    folder = claim_scratch(config.workers.scratch, "resume")
-    try:
-        return read_checkpoint(Path(checkpoint.to_directory(str(folder))), job.record.id)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def copied() -> Iterator[str]:
+        # Into a folder of this process. `as_directory` shares one between the ranks of a node, and the first
+        # rank to finish removes it while another may still be reading.
+        folder = claim_scratch(job.config.workers.scratch, "resume")
+        try:
+            yield checkpoint.to_directory(str(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return fetch_checkpoint(copied, job.record.id)

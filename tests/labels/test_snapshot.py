@@ -10,9 +10,10 @@ import pytest
 from label_making import names, new_labels, new_table, predicted
 
 from pencil_scale.labels.columns import labels_schema, ledger_schema
-from pencil_scale.labels.manifest import Manifest, merge, remove_unnamed, visited
+from pencil_scale.labels.manifest import READS, Manifest, merge, remove_unnamed, visited
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.storage.errors import DamagedError, PencilError
+from pencil_scale.storage.folder import Folder
 
 NUM_ROWS, NUM_CLASSES = 3000, 5  # two full parts of 1,024 rows and a short one
 ALL = np.arange(NUM_ROWS)
@@ -182,6 +183,21 @@ def test_a_part_whose_hash_disagrees_is_named(table: LabelTable, tmp_path: Path,
     path.write_bytes(data if damage == "a flipped bit" else path.read_bytes()[:-100])
     with pytest.raises(DamagedError, match=f"{path.name}: damaged"):
         LabelTable.restore(manifest, tmp_path / "again")
+
+
+def test_a_part_that_was_changed_on_its_way_is_read_again(
+    table: LabelTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, read, flips = table.snapshot(), Folder.get, [1] * (READS - 1)
+
+    def flipped(folder: Folder, name: str) -> bytes:
+        data = bytearray(read(folder, name))
+        data[len(data) // 2] ^= flips.pop() if flips else 0
+        return bytes(data)
+
+    monkeypatch.setattr(Folder, "get", flipped)
+    assert_same_table(LabelTable.restore(manifest, tmp_path / "again"), table)
+    assert not flips
 
 
 def test_a_part_cut_short_in_the_store_is_written_again(table: LabelTable, tmp_path: Path) -> None:

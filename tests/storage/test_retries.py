@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pyarrow.fs
 import pytest
 import s3fs
+from botocore.exceptions import ClientError
 from s3_front import fresh_front
 
 from benchmarks.s3_proxy import Proxy, Seen, s3_proxy
@@ -100,6 +101,15 @@ def test_every_access_waits_for_a_store_that_is_down(
     started, ended = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert re.match(r"s3://lake/\S+ does not answer \(.+\): retrying for up to 600 s", started)
     assert re.match(r"s3://lake answers again after \d+ s", ended)
+
+
+def test_an_answer_that_is_not_of_a_store_is_refused_in_a_line_that_names_the_object() -> None:
+    def answered() -> None:
+        nothing = {"Error": {"Code": ""}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+        raise OSError(5, "An error occurred () when calling GetObject") from ClientError(nothing, "GetObject")
+
+    with pytest.raises(RefusedError, match=r"^s3://lake/x: refused without a reason .*AWS_ENDPOINT_URL"):
+        retries.patiently("s3://lake/x", answered)
 
 
 def test_an_outage_is_reported_once_although_another_access_gives_up_meanwhile(

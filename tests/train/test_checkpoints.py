@@ -4,6 +4,8 @@ import json
 import pickle
 import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from pencil_scale.train.checkpoints import (
     Kept,
     Progress,
     Saved,
+    fetch_checkpoint,
     read_checkpoint,
     write_checkpoint,
 )
@@ -75,9 +78,33 @@ def test_a_checkpoint_that_lacks_or_garbles_a_file_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["weights.pt", "optimizer.pt", "labels.json", "state.json", "best/weights.pt", "best/labels.json"]
+)
+def test_one_flipped_bit_is_noticed_and_the_checkpoint_is_copied_again(
+    tmp_path: Path, saved: Saved, name: str
+) -> None:
+    write_checkpoint(tmp_path, saved)
+    intact = (tmp_path / name).read_bytes()
+    number = next(n for n in range(len(intact) // 2, len(intact)) if 0x31 <= intact[n] < 0x39 or n % 97 == 0)
+    flipped = bytearray(intact)
+    flipped[number] ^= 1  # a digit becomes another one, so that JSON stays valid
+    copies = [bytes(flipped), intact]
+
+    @contextmanager
+    def copied() -> Iterator[str]:
+        (tmp_path / name).write_bytes(copies.pop(0))
+        yield str(tmp_path)
+
+    assert fetch_checkpoint(copied, RUN).progress == saved.progress
+    copies += [bytes(flipped), bytes(flipped)]
+    with pytest.raises(PencilError, match=rf"not a complete checkpoint \({name} is damaged\)"):
+        fetch_checkpoint(copied, RUN)
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, saved: Saved) -> None:
     write_checkpoint(tmp_path, saved)
-    with pytest.raises(PencilError, match=r"version 4 and run id a1b2; expected version 4 and run id c3d4"):
+    with pytest.raises(PencilError, match=r"version 5 and run id a1b2; expected version 5 and run id c3d4"):
         read_checkpoint(tmp_path, "c3d4")
 
 
