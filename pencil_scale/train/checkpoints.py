@@ -98,7 +98,7 @@ class Saved:
 
 
 def write_checkpoint(folder: Path, saved: Saved) -> None:
-    """Write all files of a checkpoint into a folder that is not read yet."""
+    """Write all files of a checkpoint into a folder, over those of an earlier one."""
     torch.save(saved.weights, folder / WEIGHTS)
     torch.save(saved.optimizer, folder / OPTIMIZER)
     if saved.average is not None:
@@ -160,7 +160,9 @@ def fetch_checkpoint(copied: Callable[[], AbstractContextManager[str]], run: str
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    """The files of a checkpoint but its state, which may be there from an earlier one."""
+    names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return sorted(name for name in names if name != STATE)
 
 
 def _hash_of(file: Path) -> str:
