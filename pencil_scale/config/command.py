@@ -80,7 +80,8 @@ def run_job(
             with typed(path):
                 run(config, **given)
         except PencilError as error:
-            raise PencilError(masked(f"{error}{_where_named(error, config)}", config)) from error
+            kind = HeldError if isinstance(error, HeldError) else PencilError
+            raise kind(masked(f"{error}{_where_named(error, config)}", config)) from error
 
     return exit_code(work)
 
