@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def main() -> int:
     print("dataset   noise           cross entropy  paper   ours  labels given  repaired   images/s")
     failed = 0
     with ThreadPoolExecutor(given.at_once) as pool:
-        for cell, done in [(cell, pool.submit(partial(cell.run))) for cell in cells]:
+        for cell, done in [(cell, pool.submit(cell.run)) for cell in cells]:
             failed += done.exception() is not None
             print(line_of(cell), flush=True)
     return int(failed > 0)
