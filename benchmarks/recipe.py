@@ -49,6 +49,8 @@ def main() -> None:
     chance = np.random.default_rng(config.run.seed)
     used = np.sort(chance.permutation(len(true))[options.held :])
     trial = Trial(config, images, given, used)
+    if options.start:
+        trial.label_logits = logits_of(options.start, options.sharpen).to(trial.device)
     print(json.dumps({"settings": options.overrides, "right": float(np.mean(given == true))}), flush=True)
     started = time.monotonic()
     for epoch in range(trial.schedule.epochs):
@@ -66,7 +68,10 @@ def main() -> None:
         print(json.dumps(found), flush=True)
     if options.out:
         labels = trial.label_logits.softmax(1).half().cpu().numpy()
-        np.savez_compressed(options.out, labels=labels, given=given, true=true, used=used)
+        predictions = trial.predictions(stage, images).half().numpy()
+        np.savez_compressed(
+            options.out, labels=labels, predictions=predictions, given=given, true=true, used=used
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -80,7 +85,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--given", help="given labels, as FILE.npz#NAME")
     parser.add_argument("--noise", default="", help="symmetric:RATE or asymmetric:RATE")
     parser.add_argument("--held", type=int, default=0, help="samples to leave out")
-    parser.add_argument("--out", help="store the labels of all samples in this .npz file")
+    parser.add_argument("--out", help="store labels and predictions of all samples in this .npz file")
+    parser.add_argument("--start", help="start from the labels in this file, written by --out")
+    parser.add_argument("--sharpen", type=float, default=1.0, help="multiply the logits of --start")
     parser.add_argument("--every", type=int, default=5, help="epochs between two lines")
     return parser.parse_intermixed_args()
 
@@ -112,6 +119,12 @@ def labels_of(
         return symmetric_noise(true, float(rate), num_classes, seed=1).noisy_class
     flips = CIFAR10_FLIPS if num_classes == 10 else next_class_flips(num_classes)
     return asymmetric_noise(true, float(rate or 0), flips, seed=1).noisy_class
+
+
+def logits_of(file: str, factor: float) -> torch.Tensor:
+    """The label logits in a file written by --out, times a factor."""
+    labels = torch.from_numpy(np.load(file)["labels"]).float()
+    return labels.clamp(min=1e-7).log() * factor
 
 
 class Trial:
@@ -166,18 +179,22 @@ class Trial:
         size = self.config.optimizer.batch_per_worker
         yield from (order[first : first + size] for first in range(0, len(order) - size + 1, size))
 
-    @torch.no_grad()
     def accuracy(self, stage: Stage, images: torch.Tensor, classes: npt.NDArray[np.int64]) -> float:
-        """The share of these images whose class is predicted, by the average if the stage has one."""
+        """The share of these images whose class is predicted."""
+        return float((self.predictions(stage, images).argmax(1).numpy() == classes).mean())
+
+    @torch.no_grad()
+    def predictions(self, stage: Stage, images: torch.Tensor) -> torch.Tensor:
+        """Probabilities of all classes, by the average if the stage has one."""
         average = self.stepper.average
         network = average.network if average is not None and stage.decay else self.model
         network.eval()
         found = [
-            self.preparation.predictions(network, images[first : first + TESTED]).argmax(1).cpu()
+            self.preparation.predictions(network, images[first : first + TESTED]).float().softmax(1).cpu()
             for first in range(0, len(images), TESTED)
         ]
         self.model.train()
-        return float((torch.cat(found).numpy() == classes).mean())
+        return torch.cat(found)
 
 
 if __name__ == "__main__":
