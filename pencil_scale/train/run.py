@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import ray
+
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.command import say
 from pencil_scale.config.loader import describe
@@ -73,7 +75,7 @@ def train(
     not begun to train: a caller that must not end with the command has to catch both.
     """
     config = with_absolute_storage(config)
-    checked = _check(config, start)
+    checked, was_there = _check(config, start), ray.is_initialized()
     storage, name = Storage(config.run.storage), config.run.name
     what = f"run {name} is being trained"
     with Lease.hold(storage.url, storage.run(name, "lease"), what=what) as lease:
@@ -106,6 +108,8 @@ def train(
             tracker.finish(RESUMABLE)
             say(f"{saved} {command_line()}")
             raise SystemExit(STOPPED)
+        if not was_there:
+            ray.shutdown()  # it ends a process whose node died, which would break off what follows
         summary = publish(plan, record, checkpoint, folds, narrator.warnings, tracker, lease, alias, hold)
         tracker.describe(*summary.last_lines(), f"```\n{summary.table()}\n```")
         tracker.finish()
