@@ -48,6 +48,7 @@ PAPER: dict[str, dict[str, tuple[float, float | None]]] = {
         "asymmetric:0.4": (42.74, 63.61),
     },
 }
+FLIPS = {"cifar10": "cifar10", "cifar100": "next"}
 # Rate of the first two stages, alpha, beta, and lambda at the start and the end of the pencil stage.
 SETTINGS: dict[str, tuple[float, float, float, float, float]] = {
     "symmetric:0.1": (0.02, 0.1, 0.8, 200, 200),
@@ -70,6 +71,7 @@ class Cell:
     noise: str
     folder: Path
     length: float
+    num_shards: int
     overrides: Sequence[str]
 
     @property
@@ -88,7 +90,8 @@ class Cell:
         if self.summary is not None:
             return
         if not (self.folder / "shards" / "done").exists():
-            for part, noise in (("train", ["--noise", self.noise]), ("test", [])):
+            flips = ["--flips", FLIPS[self.dataset]] if self.noise.startswith("asymmetric") else []
+            for part, noise in (("train", ["--noise", self.noise, *flips]), ("test", [])):
                 source, shards = f"{self.data}/{part}-*.parquet", str(self.folder / "shards")
                 self._command("pipelines.make_shards", "table", source, shards, "--prefix", part, *noise)
             (self.folder / "shards" / "done").touch()
@@ -100,7 +103,7 @@ class Cell:
         shards = self.folder / "shards"
         return [
             f"run.storage={self.folder}",
-            f"data.shards={shards}/train-{{000000..000044}}.tar",
+            f"data.shards={shards}/train-{{000000..{self.num_shards - 1:06}}}.tar",
             f"data.test={shards}/test-*.tar",
             f"data.classes={shards}/classes.txt",
         ]
@@ -153,6 +156,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for shards and results")
     parser.add_argument("--cells", nargs="+", help="noises, as in symmetric:0.5 (all)")
     parser.add_argument("--length", type=float, default=1.0, help="share of the paper's epochs")
+    parser.add_argument("--shards", type=int, default=45, help="thousands of images to train on (45)")
     parser.add_argument("--at-once", type=int, default=4, help="runs at the same time")
     given = parser.parse_intermixed_args()
     if (dataset := given.data.name) not in PAPER:
@@ -161,7 +165,7 @@ def main() -> int:
         parser.error(f"--cells {min(unknown)}: not in the paper; it has {', '.join(PAPER[dataset])}")
     data, folder = given.data.resolve(), given.folder.resolve() / dataset
     cells = [
-        Cell(data, noise, folder / noise.replace(":", "-"), given.length, given.overrides)
+        Cell(data, noise, folder / noise.replace(":", "-"), given.length, given.shards, given.overrides)
         for noise in given.cells or PAPER[dataset]
     ]
     print(f"{given.length:g} of the paper's epochs; percent after the last epoch, and of right labels")
