@@ -100,9 +100,15 @@ class LabelRows:
 
     @property
     def is_undecided(self) -> npt.NDArray[np.bool_]:
-        """Whether the label is as given until a night has enough evidence to decide it."""
+        """Whether the label is as given until a night has enough evidence to decide it.
+
+        Where labels are decided by their logits, these are still as at the start.
+        """
         as_given: npt.NDArray[np.bool_] = self.logits.argmax(1) == self.noisy_class
-        return as_given & ~is_decided(self) & ~self.pinned & bool(self.noise)
+        undecided = as_given & ~is_decided(self) & ~self.pinned
+        if not self.noise:
+            undecided &= (np.count_nonzero(self.logits, axis=1) == 1) & (self.last_epoch > 0)
+        return undecided
 
     @property
     def has_evidence(self) -> npt.NDArray[np.bool_]:

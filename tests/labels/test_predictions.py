@@ -143,6 +143,16 @@ def test_a_row_whose_prediction_is_forgotten_is_undecided_and_trained_before(tab
     assert (labels.last_epoch[[3, 8]] == 1).all()
 
 
+def test_without_evidence_a_trained_row_is_undecided_as_long_as_its_label_is_untouched(
+    table: LabelTable,
+) -> None:
+    trained, nothing = rows_of(6, 7), np.full((2, 2 * TOP), np.nan)
+    table.mark(trained, nothing, epoch=0)
+    table.write(rows_of(8), table.read(rows_of(8), "label_logits") + 0.1, nothing[:1], epoch=0)
+    labels = PublishedLabels(table.snapshot()).rows(range(10))
+    assert np.flatnonzero(labels.is_undecided).tolist() == [6, 7]
+
+
 def test_a_night_keeps_the_predictions_of_rows_it_knows(table: LabelTable) -> None:
     rows = np.arange(NUM_ROWS)
     table.mark(rows, predicted(rows, NUM_CLASSES), epoch=0)
