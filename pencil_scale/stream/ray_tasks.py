@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import ray
+from ray._private.state import state as ray_state
 from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
 
 from pencil_scale.storage import retries
@@ -61,9 +62,14 @@ def run_tasks(
 
 
 def cluster_resource(name: str, unknown: float = 0.0) -> float:
-    """How much of a resource the cluster has, busy or not."""
-    resources: Callable[[], dict[str, float]] = ray.cluster_resources
-    return resources().get(name, unknown)
+    """How much of a resource the cluster has, busy or not, without nodes that are about to leave.
+
+    These take no more tasks: a task that needs a processor of theirs would wait forever.
+    """
+    all_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    leaving = ray_state.get_draining_nodes()
+    staying = [node for node in all_nodes() if node["Alive"] and node["NodeID"] not in leaving]
+    return sum(node["Resources"].get(name, 0.0) for node in staying) or unknown
 
 
 def num_processors() -> int:

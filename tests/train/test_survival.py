@@ -4,7 +4,10 @@ Starting Ray Train takes half a minute on two cores, so each run is killed sever
 tests look at its outcome.
 """
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -363,6 +366,14 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     started.shutdown()
 
 
+COUNT = """
+from pencil_scale.stream.ray_tasks import cluster_resource
+from pencil_scale.train.local_ray import ensure_ray
+ensure_ray()
+print(cluster_resource("CPU"))
+"""
+
+
 def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again_and_survives_a_dead_node(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -378,8 +389,12 @@ def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again
         client = GcsClient(address=nodes.address)
         assert client.drain_node(leaving.node_id, reason, "a spot notice", deadline_ms)[0]
         command.wait_for("worker . failed: PreemptedError")
-        nodes.remove_node(leaving)
         command.wait_for("training with 1 worker from epoch")
+        command.wait_for(r"images/s", times=command.output.count("images/s") + 1)  # while the node is there
+        env = {**os.environ, "RAY_ADDRESS": nodes.address}
+        counted = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
+        assert counted.stdout == "3.0\n", counted.stderr  # two nodes are left
+        nodes.remove_node(leaving)
         doomed = nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
         command.wait_for("training with 2 workers from epoch")  # Ray looks for new nodes every 20 s
         command.wait_for(r"images/s", times=command.output.count("images/s") + 1)
