@@ -17,6 +17,7 @@ processes that Ray starts. `limited_to` is for clean-up that must not delay the 
 import io
 import logging
 import os
+import platform
 import random
 import re
 import tempfile
@@ -189,7 +190,8 @@ def _raise_if_refused(url: str, error: Exception) -> None:
         remedy = "check it, or name its authority in AWS_CA_BUNDLE"
         raise RefusedError(f"{url}: a certificate is not trusted ({_reason(error)}); {remedy}") from error
     if _names(error) & DENIED or _statuses(error) & {401, 403} or _codes(error) & DENIED_CODES:
-        raise RefusedError(f"{url}: no access ({_reason(error)}); check the credentials") from error
+        where = f"check the credentials on {platform.node()}"
+        raise RefusedError(f"{url}: no access ({_reason(error)}); {where}") from error
     if 400 in _statuses(error) and _codes(error) == {""}:  # not in the words of S3: of something in between
         advice = (
             "check the endpoint (AWS_ENDPOINT_URL), what is between it and this host, and the credentials"

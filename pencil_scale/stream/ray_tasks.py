@@ -14,13 +14,14 @@ once per machine, not once per task. A `PencilError` raised in a task is raised 
 
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
 import ray
 from ray._private.state import state as ray_state
-from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError, TaskDiedError
@@ -29,6 +30,8 @@ from pencil_scale.storage.urls import without_passwords
 Result = TypeVar("Result")
 
 LONGEST = 400  # characters of a reason
+KINDS = {kind.__name__: kind for kind in (retries.RefusedError, retries.UnreachableError)}
+OURS = re.compile(r"^pencil_scale[.\w]*\.(\w+): (.+)$", re.MULTILINE)  # an error in a traceback
 
 
 def run_tasks(
@@ -104,6 +107,7 @@ def cause_of(error: BaseException) -> BaseException:
     """Find the `PencilError` inside an error of Ray; if it has none, return the error itself.
 
     Ray wraps an error once for every process it passes, in a class that also derives from that of the error.
+    Of one that ended the start of an actor it keeps only the text.
     """
     seen = [error]
     for found in seen:  # grows on the way: breadth first
@@ -111,6 +115,9 @@ def cause_of(error: BaseException) -> BaseException:
             return found
         inside = [*_wrapped(found), found.__context__]
         seen += [inner for inner in inside if inner is not None and inner not in seen]
+    if isinstance(error, RayActorError) and (told := OURS.findall(str(error))):
+        name, text = told[-1]
+        return KINDS.get(name, PencilError)(text)
     return error
 
 

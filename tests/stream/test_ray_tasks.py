@@ -9,6 +9,7 @@ from ray.exceptions import RayTaskError
 from ray.train import WorkerGroupError
 
 from pencil_scale.storage.errors import DamagedError, PencilError, TaskDiedError
+from pencil_scale.storage.retries import RefusedError
 from pencil_scale.stream.ray_tasks import cause_of, num_processors, reason_of, run_tasks
 
 
@@ -79,6 +80,23 @@ def test_a_pencil_error_is_found_inside_the_errors_of_ray() -> None:
     other = wrapped(ValueError("no such key"))
     assert cause_of(other) is other
     assert reason_of(other) == "ValueError: no such key"
+
+
+@pytest.mark.ray
+def test_a_pencil_error_that_ended_the_start_of_an_actor_is_read_from_the_text_of_ray(cluster: None) -> None:
+    import ray
+
+    class Refused:
+        def __init__(self) -> None:
+            raise RefusedError("s3://lake/run: no access (403)")
+
+        def work(self) -> None: ...
+
+    with pytest.raises(ray.exceptions.ActorDiedError) as raised:
+        ray.get(ray.remote(Refused).remote().work.remote())
+    found = cause_of(raised.value)
+    assert type(found) is RefusedError
+    assert str(found) == "s3://lake/run: no access (403)"
 
 
 def test_errors_that_refer_to_each_other_are_searched_once() -> None:
