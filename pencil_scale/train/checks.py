@@ -88,15 +88,16 @@ def require_agreement(config: Config) -> None:
                 f"would still be trained on; {REMEDY}"
             )
     with problems.noted():
-        _require_shards(data.shards, [entry.url for entry in catalogue.shards if entry.state == "indexed"])
+        indexed = [entry.url for entry in catalogue.shards if entry.state == "indexed"]
+        _require_shards(data.shards, indexed, is_subset=data.subset is not None)
     problems.require_none()
 
 
-def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
+def _require_shards(patterns: Iterable[str], indexed: list[str], is_subset: bool) -> None:
     """Require that the patterns name shards of the catalogue; the storage of the shards is not read.
 
     A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
-    change that; so this is only a note.
+    change that; so this is only a note, and none is needed where a subset says what is trained on.
     """
     files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
     urls = (url for lines in files for line in lines for url in expand_braces(line))
@@ -111,6 +112,8 @@ def _require_shards(patterns: Iterable[str], indexed: list[str]) -> None:
         raise PencilError(
             f"data.shards: names none of the catalogue's {many(len(indexed), 'shard')}, {such_as}; {REMEDY}"
         )
+    if is_subset:
+        return
     print(
         f"data.shards: {len(others):,} of the catalogue's {len(indexed):,} shards are not named here, "
         f"{such_as}; they keep their rows and are trained on too; to leave them out, set data.subset, "

@@ -79,6 +79,8 @@ def test_shards_removed_from_the_list_are_noted_but_not_refused_because_they_kee
         (line,) = [text for text in capsys.readouterr().out.splitlines() if "not named here" in text]
         assert "1 of the catalogue's 3 shards are not named here, such as" in line
         assert "2.tar; they keep their rows and are trained on too" in line
+        require_agreement(config(bench, f"data.shards={bench.folder}/[01].tar", "data.subset=some"))
+        assert "not named here" not in capsys.readouterr().out  # the subset says what is trained on
         assert bench.index(shards=f"{bench.folder}/[01].tar").catalogue.num_ok == 30
 
 
