@@ -1,7 +1,7 @@
 """Write the repaired labels for other tools: a Parquet file for each shard, and a table of the whole dataset.
 
     python -m pipelines.export_labels configs/demo.yaml
-    python -m pipelines.export_labels CONFIG export.labels=night-12 export.corrected_shards=true
+    python -m pipelines.export_labels CONFIG export.labels=night-0012 export.corrected_shards=true
     python -m pipelines.export_labels CONFIG export.judged=decisions.json     # recalibrated by an audit
     python -m pipelines.export_labels CONFIG --force          # also labels that are held
 

@@ -1,7 +1,7 @@
 """Make the review page: one HTML file that shows the most doubtful labels, to check and to overrule them.
 
     python -m pipelines.review_report configs/demo.yaml
-    python -m pipelines.review_report CONFIG report.labels=night-12 report.since=night-11
+    python -m pipelines.review_report CONFIG report.labels=night-0012 report.since=night-0011
     python -m pipelines.review_report CONFIG report.judged=decisions.json        # results of an audit
 
 It also shows the labels of a held run: check them before you promote the run.

@@ -1,6 +1,6 @@
 """Networks that only predict: the bytes of images in, the network's outputs out.
 
-    network = load_classifier("resnet50", num_classes=14, weights="s3://lake/models/night-12.pt")
+    network = load_classifier("resnet50", num_classes=14, weights="s3://lake/models/night-0012.pt")
     network = load_frozen("resnet50", "imagenet", seed=1)            # without its head: gives features
     outputs, problems = outputs_of(network, images, recipe, views=2)     # float32 [N, 2, width]
 

@@ -6,8 +6,8 @@ the same rows.
 They are written first, the manifest last, so what a manifest names is complete. A part that did not change is
 named again, not written again.
 
-    merge([manifest_of_rank_0, ...]).save("s3://lake/labels/published/night-12.json")
-    manifest = Manifest.load("s3://lake/labels/published/night-12.json")
+    merge([manifest_of_rank_0, ...]).save("s3://lake/labels/published/night-0012.json")
+    manifest = Manifest.load("s3://lake/labels/published/night-0012.json")
     swept = sweep_run("s3://lake", run_id)
 
 A process killed before it saves a manifest leaves files that no manifest names, and so does a checkpoint that

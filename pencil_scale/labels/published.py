@@ -6,7 +6,7 @@
 Runs are found by name or by the URL of a manifest. Held labels are found only on request: every other caller
 gets an error that says why they are held.
 
-    published = find_published("s3://lake/clothing1m", "night-12")
+    published = find_published("s3://lake/clothing1m", "night-0012")
     labels = PublishedLabels(published.manifest)
     labels.rows(range(0, 100)).decide()             # the class of each row, how sure, changed or not
     labels.rows(range(0, 100)).logits               # float32 [100, C]; also noisy_class, role, predictions()
