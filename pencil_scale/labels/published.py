@@ -102,7 +102,7 @@ class LabelRows:
     def is_undecided(self) -> npt.NDArray[np.bool_]:
         """Whether the label is as given until a night has enough evidence to decide it.
 
-        Where labels are decided by their logits, these are still as at the start.
+        In labels without evidence, which are decided by their logits, it is one whose logits never moved.
         """
         as_given: npt.NDArray[np.bool_] = self.logits.argmax(1) == self.noisy_class
         undecided = as_given & ~is_decided(self) & ~self.pinned
