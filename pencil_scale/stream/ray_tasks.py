@@ -64,14 +64,24 @@ def run_tasks(
         yield number, result
 
 
-def cluster_resource(name: str, unknown: float = 0.0) -> float:
-    """How much of a resource the cluster has, busy or not, without nodes that are about to leave.
+def alive_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that have not ended, as Ray describes them."""
+    all_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    return [node for node in all_nodes() if node["Alive"]]
+
+
+def leaving_nodes() -> set[str]:
+    """The ids of nodes that are about to leave.
 
     These take no more tasks: a task that needs a processor of theirs would wait forever.
     """
-    all_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
-    leaving = ray_state.get_draining_nodes()
-    staying = [node for node in all_nodes() if node["Alive"] and node["NodeID"] not in leaving]
+    return set(ray_state.get_draining_nodes())
+
+
+def cluster_resource(name: str, unknown: float = 0.0) -> float:
+    """How much of a resource the cluster has, busy or not, without nodes that are about to leave."""
+    leaving = leaving_nodes()
+    staying = [node for node in alive_nodes() if node["NodeID"] not in leaving]
     return sum(node["Resources"].get(name, 0.0) for node in staying) or unknown
 
 

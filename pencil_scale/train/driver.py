@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.labels.manifest import Manifest
@@ -29,6 +28,7 @@ from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.elastic import ElasticTrainer
 from pencil_scale.train.local_ray import what_is_missing
 from pencil_scale.train.network import NetworkConfig
 from pencil_scale.train.plan import RunPlan
@@ -182,14 +182,15 @@ class Attempts:
     def _limit_waiting(self, silent_s: float) -> None:
         workers = self._job.config.workers
         missing = what_is_missing(workers) if silent_s > SILENT_S else ""
-        if missing and not self._is_waiting:
-            print(f"waiting for nodes for up to {workers.wait_for_nodes_s:g} s: {missing}", flush=True)
-        self._is_waiting = bool(missing)
+        is_waiting = silent_s > (SILENT_S if missing else 2 * SILENT_S)
+        why = missing or "the cluster has room for them, but they do not start"
+        if is_waiting and not self._is_waiting:
+            print(f"waiting for workers for up to {workers.wait_for_nodes_s:g} s: {why}", flush=True)
+        self._is_waiting = is_waiting
         if silent_s > workers.wait_for_nodes_s:
             raise ResumableError(
-                f"there was no worker for {silent_s:.0f} s (workers.wait_for_nodes_s): "
-                f"{missing or 'the cluster has room for them, but they do not start'}; the same command "
-                "resumes the run from its last checkpoint"
+                f"there was no worker for {silent_s:.0f} s (workers.wait_for_nodes_s): {why}; the same "
+                "command resumes the run from its last checkpoint"
             )
 
 
@@ -277,7 +278,7 @@ def _failed(reasons: dict[str, str], error: BaseException) -> bytes:
     return pickle.dumps({"kind": "failed", "reasons": reasons, "trace": trace})
 
 
-def _trainer(job: Job) -> TorchTrainer:
+def _trainer(job: Job) -> ElasticTrainer:
     config = job.config
     store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
     filesystem, path = store.filesystem()
@@ -293,7 +294,7 @@ def _trainer(job: Job) -> TorchTrainer:
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
         scaling["elastic_resize_monitor_interval_s"] = float(os.environ.get(RESIZE_VARIABLE, RESIZE_S))
     backend = "nccl" if config.workers.gpu else "gloo"
-    return TorchTrainer(
+    return ElasticTrainer(
         train_worker,
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(**scaling),

@@ -185,6 +185,8 @@ def test_a_run_waits_for_nodes_as_long_as_it_is_told_to_and_names_what_is_missin
     monkeypatch.setattr(driver, "WORKERS_EVERY_S", 0.0)
     control = driver.start_control()
     attempts(control, cpus=64.0).check([])
-    assert "waiting for nodes for up to 3600 s: 1 need 64 CPUs, 4 are there" in capsys.readouterr().out
+    assert "waiting for workers for up to 3600 s: 1 need 64 CPUs, 4 are there" in capsys.readouterr().out
+    attempts(control, cpus=1.0).check([])
+    assert "3600 s: the cluster has room for them, but they do not start" in capsys.readouterr().out
     with pytest.raises(PencilError, match=r"no worker for .*: 1 need 64 CPUs, 4 are there; the same command"):
         attempts(control, cpus=64.0, wait_for_nodes_s=1e-9).check([])

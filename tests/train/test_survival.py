@@ -366,12 +366,31 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     started.shutdown()
 
 
+OTHER_JOB = """
+import sys, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+ray.init(log_to_driver=False)
+class Other:
+    def is_there(self):
+        return True
+there = NodeAffinitySchedulingStrategy(sys.argv[1], soft=False)
+other = ray.remote(num_cpus=0, lifetime="detached", name="other")(Other)
+assert ray.get(other.options(scheduling_strategy=there).remote().is_there.remote())
+"""
 COUNT = """
-from pencil_scale.stream.ray_tasks import cluster_resource
+from pencil_scale.stream.ray_tasks import alive_nodes, cluster_resource
 from pencil_scale.train.local_ray import ensure_ray
 ensure_ray()
-print(cluster_resource("CPU"))
+print(len(alive_nodes()), cluster_resource("CPU"))
 """
+
+
+def run_beside(env: dict[str, str], code: str, *words: str) -> str:
+    """Run some code in another job of the cluster; return what it prints."""
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again_and_survives_a_dead_node(
@@ -382,18 +401,18 @@ def test_an_elastic_run_saves_before_a_node_leaves_continues_smaller_grows_again
     options = ["workers.cpus=1.5", "workers.timeout_s=30", "workers.count=[1,2]", "gate.hold=false"]
     # Long epochs, so that the notice arrives in the middle of one.
     options += ["checkpoint.every_steps=null", "optimizer.batch_per_worker=2", "stages.finetune.epochs=200"]
-    with data.start(*options, env={"RAY_ADDRESS": nodes.address, RESIZE_VARIABLE: "5"}) as command:
+    env = {"RAY_ADDRESS": nodes.address, RESIZE_VARIABLE: "5"}
+    with data.start(*options, env=env) as command:
         command.wait_for("backbone +epoch 1/")
-        deadline_ms = time.time_ns() // 1_000_000 + 120_000
+        run_beside(env, OTHER_JOB, leaving.node_id)  # without it, Ray would end the node when it is idle
+        deadline_ms = time.time_ns() // 1_000_000 + 3_600_000
         reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
         client = GcsClient(address=nodes.address)
         assert client.drain_node(leaving.node_id, reason, "a spot notice", deadline_ms)[0]
         command.wait_for("worker . failed: PreemptedError")
         command.wait_for("training with 1 worker from epoch")
-        command.wait_for(r"images/s", times=command.output.count("images/s") + 1)  # while the node is there
-        env = {**os.environ, "RAY_ADDRESS": nodes.address}
-        counted = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
-        assert counted.stdout == "3.0\n", counted.stderr  # two nodes are left
+        command.wait_for(r"images/s", times=command.output.count("images/s") + 1)
+        assert run_beside(env, COUNT) == "3 3.0\n"  # nodes, and processors of the two that stay
         nodes.remove_node(leaving)
         doomed = nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
         command.wait_for("training with 2 workers from epoch")  # Ray looks for new nodes every 20 s
