@@ -20,6 +20,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+# Tiny runs save checkpoints faster than Ray Train takes them, which is one each time that it polls.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.05")
 os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "60000")
 # Ray's workers and other processes import networks that are defined beside the tests.
 os.environ["PYTHONPATH"] = os.pathsep.join(
