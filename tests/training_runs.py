@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import mlflow
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -31,14 +32,16 @@ from tar_making import python_tar
 
 from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
+from pencil_scale.labels.columns import WATCHED
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
-from pencil_scale.train.checkpoints import SNAPSHOT
+from pencil_scale.train.checkpoints import SNAPSHOT, Progress
 from pipelines import index_shards
 
 ROOT = Path(__file__).parent.parent
 COLOURS = np.array([[200, 60, 60], [60, 200, 60], [60, 60, 200], [180, 180, 60]])
 EPOCHS = {"backbone": 2, "pencil": 2, "finetune": 2}
+NUM_EPOCHS = sum(EPOCHS.values())
 SPOILT = 100  # the number of a sample with an intact header and damaged pixels
 PATIENCE_S = 400  # rarely needed; the machine may be very busy
 CONFIG = """
@@ -155,6 +158,31 @@ def sample(number: int, chance: np.random.Generator) -> list[tuple[str, bytes]]:
     if number == SPOILT:
         data = data[:41] + bytes(40) + data[81:]
     return [(f"{number:05d}.png", data), (f"{number:05d}.cls", b"%d" % given)]
+
+
+def starts(output: str) -> list[tuple[int, Progress]]:
+    """Where each group of workers started, and how many there were."""
+    found = re.findall(r"training with (\d+) workers? from (?:the start|epoch (\d+), step (\d+))", output)
+    return [(int(world), Progress(int(epoch or 1) - 1, int(step or 0))) for world, epoch, step in found]
+
+
+def require_complete(data: TinyData, name: str = "tiny", but: int | None = None) -> None:
+    """Every row but one was trained on once per epoch or watched; the ledger refuses to count a row twice."""
+    summary, labels = data.summary(name), PublishedLabels(data.labels(name)).rows(range(data.num_samples))
+    assert summary["coverage"] == [1.0] * NUM_EPOCHS
+    rows = np.setdiff1d(np.arange(data.num_samples), [] if but is None else [but])
+    watched = labels.role[rows] == WATCHED
+    assert (summary["samples"], summary["watched"]) == (np.count_nonzero(~watched), np.count_nonzero(watched))
+    assert (data.epochs_of_rows(name)[rows[~watched]] == NUM_EPOCHS - 1).all()
+    assert (labels.last_epoch[rows[watched]] == 0).all()
+    assert not np.isnan(labels.predicted_log_p[np.setdiff1d(rows, [SPOILT])]).any()
+    assert data.record(name)["status"] == "finished"
+    assert data.scratch_folders() == []
+
+
+def mlflow_runs(data: TinyData) -> tuple[mlflow.MlflowClient, list[Any]]:
+    client = mlflow.MlflowClient(f"sqlite:///{data.storage}/mlflow.db")
+    return client, client.search_runs([client.get_experiment_by_name("lake").experiment_id])
 
 
 class Command:
