@@ -31,7 +31,8 @@ from torch import Tensor
 
 from pencil_scale.config.settings import Config
 from pencil_scale.labels.owners import Batch
-from pencil_scale.storage.errors import PencilError
+from pencil_scale.storage import retries
+from pencil_scale.storage.errors import PencilError, ResumableError
 from pencil_scale.stream.plan import EpochOrder, Int64s, Mask, Piece, batch_sizes, deal, mixed_key, num_steps
 from pencil_scale.stream.ray_blocks import RayBlocks
 from pencil_scale.stream.window_reader import LeftOut, ReadSpec, Selection, common_size, read_pieces
@@ -44,7 +45,12 @@ FEWEST_AHEAD, MOST_AHEAD = 3, 512
 BLOCK_BYTES = 32 << 20
 PIECES_AT_ONCE = 1024  # short epochs are read together, without a pause between them
 PATIENCE_S = 10.0
+SLOW_S = 60.0  # a wait for samples that is worth a line
 CLEAN_PIXELS = 2**22  # per evaluation batch: without gradients there is room for more small images
+
+
+class StarvedError(ResumableError):
+    """No samples arrive; a new attempt counts again which processors there are to read with."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class StreamSpec:
     left_out: LeftOut | None = field(default=None, repr=False, compare=False)  # watched, not trained on
     num_epochs: int = 0  # of the run: while one epoch ends, the next is already being read
     worker_cpus: float = 0.0  # reserved by every rank; the other CPUs are for reading
+    starved_s: float = float("inf")  # how long samples are waited for: longer than a reader waits for a store
 
     @classmethod
     def from_config(
@@ -81,6 +88,7 @@ class StreamSpec:
             resize=config.images.resize,
             subset=subset,
             worker_cpus=config.workers.cpus,
+            starved_s=config.storage.retry_s + config.workers.timeout_s,
         )
         if clean_set:
             return spec.for_evaluation(config)
@@ -174,8 +182,19 @@ class Stream:
             self._running.stop()  # two epochs must never be read from the same blocks at once
         batch_bytes = max(1, self.spec.batch * self._bytes_per_image)
         ahead = min(MOST_AHEAD, max(FEWEST_AHEAD, AHEAD_BYTES // batch_bytes))
-        self._running = Prefetch(self._read_epochs(epoch, visited), ahead)
+        self._running = Prefetch(self._read_epochs(epoch, visited), ahead, self._no_samples)
         self._coming = iter(self._running)
+
+    def _no_samples(self, waited_s: float) -> None:
+        """Say that samples are waited for, and at some time give up."""
+        found = (
+            f"worker {self.rank} has had no samples for {waited_s:.0f} s: the store does not answer, or no "
+        )
+        found += "processor is free for reading"
+        if waited_s >= self.spec.starved_s:
+            raise StarvedError(found)
+        if waited_s < 2 * SLOW_S:  # once
+            retries.log.warning(found)
 
     def _read_epochs(self, epoch: int, visited: Mask | None) -> Generator[Batch, None, None]:
         """Hand an epoch to the readers, together with the following ones where they are short.
@@ -241,20 +260,37 @@ def _bytes_of(array: pa.LargeBinaryArray) -> npt.NDArray[np.uint8]:
 
 
 class Prefetch(Generic[Item]):
-    """Runs a generator in a thread, a few items ahead; its errors are raised where the items are taken."""
+    """Runs a generator in a thread, a few items ahead; its errors are raised where the items are taken.
 
-    def __init__(self, items: Generator[Item, None, None], depth: int) -> None:
-        self._items = items
+    While an item is waited for, `on_wait` is told every minute how long that has been.
+    """
+
+    def __init__(
+        self,
+        items: Generator[Item, None, None],
+        depth: int,
+        on_wait: Callable[[float], None] = lambda waited_s: None,
+    ) -> None:
+        self._items, self._on_wait = items, on_wait
         self._queue: Queue[Any] = Queue(depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
-        while (item := self._queue.get()) is not self:
+        while (item := self._next()) is not self:
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def _next(self) -> Any:
+        waited_s = 0.0
+        while True:
+            try:
+                return self._queue.get(timeout=SLOW_S)
+            except Empty:
+                waited_s += SLOW_S
+                self._on_wait(waited_s)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has released its generator, which it does at the next item at the latest."""

@@ -39,7 +39,7 @@ from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.stream.live_metrics import LiveMetrics, count_retries
 from pencil_scale.stream.ray_tasks import relay_retries
-from pencil_scale.stream.stream import Stream, StreamSpec
+from pencil_scale.stream.stream import StarvedError, Stream, StreamSpec
 from pencil_scale.train.checkpoints import (
     CheckpointStore,
     Progress,
@@ -97,8 +97,8 @@ def train_worker(settings: dict[str, Any]) -> Any:
         opened.callback(retries.log.removeHandler, relay_retries(job.control))
         try:
             return Worker(job, opened).run()
-        except (OwnersError, retries.UnreachableError, PreemptedError):
-            raise  # another rank has died, a store is down, or a node is leaving: worth a new attempt
+        except (OwnersError, retries.UnreachableError, StarvedError, PreemptedError):
+            raise  # a rank has died, a store is down, or nodes are gone or leaving: worth a new attempt
         except PencilError as error:
             job.control.note.remote(REFUSED, str(error))
             raise

@@ -229,9 +229,9 @@ def test_what_is_read_ahead_is_bounded_in_bytes(shards: Shards, monkeypatch: pyt
     depths: list[int] = []
 
     class Noted(Prefetch):  # type: ignore[type-arg]
-        def __init__(self, items: Iterator[Any], depth: int) -> None:
+        def __init__(self, items: Iterator[Any], depth: int, *options: Any) -> None:
             depths.append(depth)
-            super().__init__(items, depth)
+            super().__init__(items, depth, *options)
 
     monkeypatch.setattr("pencil_scale.stream.stream.Prefetch", Noted)
     stream = Stream(shards.spec(batch=8), in_process=True)

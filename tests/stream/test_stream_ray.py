@@ -19,8 +19,9 @@ from stream_making import (
     touched,
 )
 
+from pencil_scale.storage import retries
 from pencil_scale.storage.errors import PencilError
-from pencil_scale.stream.stream import Stream, StreamSpec
+from pencil_scale.stream.stream import StarvedError, Stream, StreamSpec
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,30 @@ def test_through_ray_every_row_comes_once_in_the_order_of_the_plan(
         assert np.array_equal(read["resumed"], planned(alone, 2, visited))
     for name, expected in (("first", np.arange(NUM_ROWS)), ("resumed", np.flatnonzero(~visited))):
         assert np.array_equal(np.sort(np.concatenate([read[name] for read in found])), expected)
+
+
+@pytest.mark.ray
+def test_a_stream_whose_readers_find_no_processor_any_more_says_so_and_gives_up(
+    ray_session: None, shards: Shards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    class Other:
+        def is_there(self) -> bool:
+            return True
+
+    monkeypatch.setattr("pencil_scale.stream.stream.SLOW_S", 1.0)
+    stream = Stream(shards.spec(worker_cpus=1.0, starved_s=4.0))
+    other = ray.remote(num_cpus=ray.cluster_resources()["CPU"])(Other).remote()  # as if nodes had died
+    assert ray.get(other.is_there.remote())
+    try:
+        with pytest.raises(StarvedError, match=r"worker 0 has had no samples for 4 s: .* free for reading"):
+            list(stream.batches(0))
+    finally:
+        ray.kill(other)
+        stream.close()
+    said = [record.message for record in caplog.records if record.name == retries.log.name]
+    assert [line.partition(":")[0] for line in said] == ["worker 0 has had no samples for 1 s"]
 
 
 @pytest.mark.ray
