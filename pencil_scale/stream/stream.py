@@ -70,7 +70,7 @@ class StreamSpec:
     left_out: LeftOut | None = field(default=None, repr=False, compare=False)  # watched, not trained on
     num_epochs: int = 0  # of the run: while one epoch ends, the next is already being read
     worker_cpus: float = 0.0  # reserved by every rank; the other CPUs are for reading
-    starved_s: float = float("inf")  # how long samples are waited for: longer than a reader waits for a store
+    starved_s: float = float("inf")  # without a sample; longer than a reader waits for a store
 
     @classmethod
     def from_config(
@@ -186,11 +186,9 @@ class Stream:
         self._coming = iter(self._running)
 
     def _no_samples(self, waited_s: float) -> None:
-        """Say that samples are waited for, and at some time give up."""
-        found = (
-            f"worker {self.rank} has had no samples for {waited_s:.0f} s: the store does not answer, or no "
-        )
-        found += "processor is free for reading"
+        """Say that no samples arrive, and give up after `starved_s`."""
+        why = "the store does not answer, or no processor is free for reading"
+        found = f"worker {self.rank} has had no samples for {waited_s:.0f} s: {why}"
         if waited_s >= self.spec.starved_s:
             raise StarvedError(found)
         if waited_s < 2 * SLOW_S:  # once
@@ -262,7 +260,7 @@ def _bytes_of(array: pa.LargeBinaryArray) -> npt.NDArray[np.uint8]:
 class Prefetch(Generic[Item]):
     """Runs a generator in a thread, a few items ahead; its errors are raised where the items are taken.
 
-    While an item is waited for, `on_wait` is told every minute how long that has been.
+    If the next item takes long, `on_wait` is called every minute with the seconds so far; it may raise.
     """
 
     def __init__(

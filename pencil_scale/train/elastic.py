@@ -1,7 +1,8 @@
 """Elastic runs: which nodes their workers are counted on.
 
 Ray 2.60 counts on every node that is alive, also on one that is about to leave and takes no more workers: it
-starts as many workers as fit on both kinds, gives up, and starts them again until the node is gone.
+starts as many workers as fit on both kinds, gives up, and starts them again until the node is gone. It offers
+no public way to change this.
 """
 
 from collections.abc import Mapping
