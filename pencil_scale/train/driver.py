@@ -1,8 +1,7 @@
 """Driver: starts the workers of a run, passes on their events, and forwards a stop request to them.
 
 Ray Train runs in a thread; the main thread takes the events that the workers report, until they are done.
-Driver and workers exchange events and notes through an actor, the control of a run, which ends with the
-driver's job.
+Driver and workers exchange events and notes through the control of a run.
 """
 
 import os
@@ -10,14 +9,12 @@ import pickle
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import ray.train
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import require_same_rows
@@ -28,6 +25,7 @@ from pencil_scale.storage.retries import UnreachableError
 from pencil_scale.stream.ray_tasks import cause_of, reason_of
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train.checkpoints import CheckpointStore
+from pencil_scale.train.control import failed, failure_reports, start_control, take_events
 from pencil_scale.train.elastic import ElasticTrainer
 from pencil_scale.train.local_ray import what_is_missing
 from pencil_scale.train.network import NetworkConfig
@@ -77,7 +75,7 @@ def drive(job: Job, on_event: Callable[[dict[str, Any]], None], lease: Lease) ->
                 if job.config.workers.in_process or not isinstance(cause, UnreachableError):
                     ended["error"] = cause
                 else:
-                    job.control.report.remote(_failed({"the controller": reason_of(error)}, error))
+                    job.control.report.remote(failed({"the controller": reason_of(error)}, error))
 
     fitting = threading.Thread(target=fit, name="ray train", daemon=True)
     begun = stopping = saving = False
@@ -194,90 +192,6 @@ class Attempts:
             )
 
 
-def take_events(control: Any) -> list[dict[str, Any]]:
-    """Take all events since the last call, in order."""
-    return [pickle.loads(event) for event in ray.get(control.take_events.remote())]
-
-
-def start_control() -> Any:
-    """Start the control of a run: it keeps events, as bytes, and the first note of each name.
-
-    Its class is local, so Ray sends it by value: the actor's process imports neither this module nor torch.
-    """
-
-    class Control:
-        def __init__(self) -> None:
-            self._events: list[bytes] = []
-            self._notes: dict[str, str] = {}
-            self._beat_at = time.monotonic()
-            self._places: dict[int, tuple[str, float]] = {}  # of each rank, and when it was last heard
-            self._actors: list[bytes] = []
-
-        def beat(self, rank: int, place: str) -> None:
-            self._beat_at = time.monotonic()
-            self._places[rank] = place, self._beat_at
-
-        def silent_s(self) -> float:
-            return time.monotonic() - self._beat_at
-
-        def places(self) -> dict[int, tuple[str, float]]:
-            """Where the ranks of the attempt that has ended were, and how long they had been silent."""
-            places, self._places = self._places, {}
-            return {rank: (place, time.monotonic() - at) for rank, (place, at) in places.items()}
-
-        def report(self, event: bytes) -> None:
-            self._events.append(event)
-
-        def take_events(self) -> list[bytes]:
-            events, self._events = self._events, []
-            return events
-
-        def note_actor(self, handle: bytes) -> None:
-            self._actors.append(handle)
-
-        def actors(self) -> list[bytes]:
-            return self._actors
-
-        def note(self, name: str, text: str) -> None:
-            self._notes.setdefault(name, text)
-
-        def noted(self, name: str) -> str:
-            return self._notes.get(name, "")
-
-    # On the driver's node: if another node died with the actor, the driver would lose it.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0)(Control).options(scheduling_strategy=here).remote()
-
-
-def _failure_reports(control: Any) -> Any:
-    """Report workers that die: Ray Train's controller, which runs this, replaces them silently.
-
-    The driver has no handles of the actors of Ray Train: each gives the control its own as it unpickles this.
-    """
-
-    class ReportFailures(ray.train.UserCallback):  # local, and so sent by value, as the control is
-        def __init__(self) -> None:
-            self._control = control
-
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            self._control = state["_control"]
-            handle = ray.get_runtime_context().current_actor
-            self._control.note_actor.remote(pickle.dumps(handle))
-
-        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            errors = dict(sorted(worker_exceptions.items()))
-            reasons = {f"worker {rank}": reason_of(error) for rank, error in errors.items()}
-            self._control.report.remote(_failed(reasons, next(iter(errors.values()))))
-
-    return ReportFailures()
-
-
-def _failed(reasons: dict[str, str], error: BaseException) -> bytes:
-    """An event: who failed, and why, with the traceback of one error."""
-    trace = "".join(traceback.format_exception(error))
-    return pickle.dumps({"kind": "failed", "reasons": reasons, "trace": trace})
-
-
 def _trainer(job: Job) -> ElasticTrainer:
     config = job.config
     store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
@@ -304,7 +218,7 @@ def _trainer(job: Job) -> ElasticTrainer:
             storage_filesystem=filesystem,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoint.keep),
             failure_config=ray.train.FailureConfig(max_failures=-1),  # Attempts limits them
-            callbacks=[_failure_reports(job.control)],
+            callbacks=[failure_reports(job.control)],
         ),
         torch_config=NetworkConfig(backend=backend, timeout_s=config.workers.timeout_s),
     )

@@ -83,7 +83,7 @@ class Job:
     watched: StreamSpec | None
     labels: Manifest  # the labels to start from, unless there is a checkpoint
     resume: str | None  # a checkpoint that an earlier attempt left
-    control: Any  # the actor of `pencil_scale.train.driver`
+    control: Any  # the actor of `pencil_scale.train.control`
 
 
 def train_worker(settings: dict[str, Any]) -> Any:

@@ -2,6 +2,8 @@
 
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from pencil_scale.storage.lease import Lease, LeaseLostError
 from pencil_scale.tracking.narrator import Harmless
 from pencil_scale.train import driver
 from pencil_scale.train.checkpoints import Progress
+from pencil_scale.train.control import failure_reports, start_control, take_events
 from pencil_scale.train.driver import drive
 from pencil_scale.train.worker import Job
 
@@ -84,11 +87,11 @@ class Controller:
 def test_a_driver_that_gives_up_ends_the_controller_so_that_nothing_waits_in_ray(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, control = SimpleNamespace(workers=SimpleNamespace(in_process=False)), driver.start_control()
+    config, control = SimpleNamespace(workers=SimpleNamespace(in_process=False)), start_control()
     job = cast(Job, SimpleNamespace(control=control, config=config))
 
     def fit() -> None:
-        controller = Controller.remote(driver._failure_reports(control))  # type: ignore[attr-defined]
+        controller = Controller.remote(failure_reports(control))  # type: ignore[attr-defined]
         ray.get(controller.run.remote())
 
     monkeypatch.setattr(driver, "_trainer", lambda _: SimpleNamespace(fit=fit))
@@ -124,12 +127,12 @@ def test_an_event_that_cannot_be_reported_is_logged_and_the_rest_still_arrives(
 
 @pytest.mark.ray
 def test_the_control_keeps_events_in_order_and_the_first_note_of_each_name(ray_session: None) -> None:
-    control = driver.start_control()
+    control = start_control()
     for number in (1, 2):
         control.report.remote(pickle.dumps({"kind": "step", "number": number}))
         control.note.remote("refused", f"reason {number}")
-    assert [event["number"] for event in driver.take_events(control)] == [1, 2]
-    assert driver.take_events(control) == []
+    assert [event["number"] for event in take_events(control)] == [1, 2]
+    assert take_events(control) == []
     assert ray.get([control.noted.remote(name) for name in ("refused", "stop")]) == ["reason 1", ""]
 
 
@@ -168,7 +171,7 @@ FAILED = {
 def test_workers_may_fail_any_number_of_times_if_a_new_checkpoint_lies_in_between(
     ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = attempts(driver.start_control())
+    found = attempts(start_control())
     for all_steps in range(0, 1000, 100):
         found.check([started(all_steps), FAILED])
     found.check([started(900)])
@@ -183,10 +186,18 @@ def test_a_run_waits_for_nodes_as_long_as_it_is_told_to_and_names_what_is_missin
 ) -> None:
     monkeypatch.setattr(driver, "SILENT_S", 0.0)
     monkeypatch.setattr(driver, "WORKERS_EVERY_S", 0.0)
-    control = driver.start_control()
+    control = start_control()
     attempts(control, cpus=64.0).check([])
     assert "waiting for workers for up to 3600 s: 1 need 64 CPUs, 4 are there" in capsys.readouterr().out
     attempts(control, cpus=1.0).check([])
     assert "3600 s: the cluster has room for them, but they do not start" in capsys.readouterr().out
     with pytest.raises(PencilError, match=r"no worker for .*: 1 need 64 CPUs, 4 are there; the same command"):
         attempts(control, cpus=64.0, wait_for_nodes_s=1e-9).check([])
+
+
+def test_what_the_processes_of_ray_train_are_sent_makes_them_import_neither_mlflow_nor_matplotlib() -> None:
+    sent = ("control", "elastic", "network", "worker")
+    imports = "; ".join(f"import pencil_scale.train.{name}" for name in sent)
+    shown = f"import sys; {imports}; print(*{{'matplotlib', 'mlflow', 'torch'}} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["torch"]
