@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 PER_SHARD = 1000
 CONFIG = """
 run: {{name: counted, storage: s3://lake/counted}}
-data: {{shards: "s3://lake/shards/*.tar", classes: {folder}/classes.txt, window_mb: 8}}
+data: {{shards: "s3://lake/shards/*.tar", classes: {folder}/classes.txt, window_mb: 8, keep_mb: 0}}
 images: {{crop: 8, resize: 8}}
 model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 64}}

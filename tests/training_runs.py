@@ -46,7 +46,8 @@ SPOILT = 100  # the number of a sample with an intact header and damaged pixels
 PATIENCE_S = 400  # rarely needed; the machine may be very busy
 CONFIG = """
 run: {{name: tiny, storage: {storage}, seed: 1}}
-data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt, exclude: {folder}/exclude.txt}}
+data: {{shards: "{folder}/*.tar", classes: {folder}/classes.txt, exclude: {folder}/exclude.txt,
+       keep_mb: 0}}  # every epoch reads, so that a fault can hit it
 images: {{crop: 8, pad: 1}}
 model: {{backbone: small_convnet}}
 optimizer: {{tuned_batch: 32, batch_per_worker: 16}}

@@ -93,6 +93,12 @@ class Data(Settings):
         "fail before publishing if more than this share of samples is damaged", 0.01
     )
     window_mb: Count = key("size of the window that is shuffled as a unit, per read task", 64, unit="MB")
+    keep_mb: Whole = key(
+        "memory of every reading process for decoded images; they are kept from the first epoch on if all of "
+        "them fit",
+        256,
+        unit="MB",
+    )
 
 
 class Images(Settings):

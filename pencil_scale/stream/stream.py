@@ -65,6 +65,7 @@ class StreamSpec:
     window_mb: int = 64
     resize: int | None = None
     gpu_share: float = 0.0  # of the images, which stay encoded
+    keep_mb: int = 0  # of decoded images, in every process that reads
     shuffle: bool = True
     subset: Int64s | None = field(default=None, repr=False, compare=False)  # row numbers
     left_out: LeftOut | None = field(default=None, repr=False, compare=False)  # watched, not trained on
@@ -86,6 +87,7 @@ class StreamSpec:
             seed=config.run.seed,
             window_mb=config.data.window_mb,
             resize=config.images.resize,
+            keep_mb=config.data.keep_mb,
             subset=subset,
             worker_cpus=config.workers.cpus,
             starved_s=config.storage.retry_s + config.workers.timeout_s,
@@ -99,7 +101,14 @@ class StreamSpec:
         most = min(4 * self.batch, CLEAN_PIXELS // config.images.crop**2)
         batch, rows = max(self.batch, most), self.subset if subset is None else subset
         return replace(
-            self, batch=batch, subset=rows, left_out=None, shuffle=False, gpu_share=0.0, num_epochs=0
+            self,
+            batch=batch,
+            subset=rows,
+            left_out=None,
+            shuffle=False,
+            gpu_share=0.0,
+            num_epochs=0,
+            keep_mb=0,
         )
 
 
@@ -123,7 +132,8 @@ class Stream:
             raise PencilError(f"{spec.storage}: no row to read; see the report of index_shards")
         resized = None if spec.resize is None else (spec.resize, spec.resize)
         self.image_size = resized or common_size(read, self._selection)  # height, width
-        self.read = replace(read, size=self.image_size, gpu_share=spec.gpu_share)
+        keep_bytes = spec.keep_mb << 20
+        self.read = replace(read, size=self.image_size, gpu_share=spec.gpu_share, keep_bytes=keep_bytes)
         encoded_bytes = int(self._selection.chunks.ok_bytes.sum()) / self.num_rows
         share = spec.gpu_share
         self._bytes_per_image = int(share * encoded_bytes + (1 - share) * self.read.pixel_bytes)  # once read

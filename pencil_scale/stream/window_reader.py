@@ -9,6 +9,7 @@ the epoch and yields one block at a time: it holds about one window of bytes and
 
 An image that does not decode is all zeros, and `problem` names the sample, its shard and the reason. With
 `gpu_share` some images, always the same ones, have no pixels: they stay `encoded` for a GPU to decode.
+With `keep_bytes` a process keeps what it decoded, if that is enough for all images of the catalogue.
 Neither torch nor Ray is imported here: this runs in every process that reads, which should start fast and
 stay small.
 """
@@ -19,19 +20,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import PLAN_COLUMNS, Catalogue, Chunks
 from pencil_scale.catalogue.ranges import read_images
 from pencil_scale.catalogue.schema import CHUNK_ROWS
-from pencil_scale.images.decode import UndecodableError, decode
+from pencil_scale.images.decode import Pixels, UndecodableError, decode
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.stream.plan import Int64s, Mask, Piece
+
+Objects = npt.NDArray[Any]
 
 NUM_PROBED = 32
 NUM_THREADS = 2
@@ -51,6 +55,7 @@ class ReadSpec:
     resize: int | None = None
     size: tuple[int, int] = (0, 0)  # height and width of every image that is decoded
     gpu_share: float = 0.0  # of the images, which stay encoded
+    keep_bytes: int = 0  # memory of a process for decoded images
 
     def catalogue(self) -> Catalogue:
         """Open the catalogue, once per process: its manifest names every shard."""
@@ -73,6 +78,36 @@ class ReadSpec:
             found = self.catalogue().read(row, row + 1, ["sample_id", "shard", "image_offset"]).to_pylist()[0]
         url = self.catalogue().shards[found["shard"]].url
         return f"row {row} ({found['sample_id']!r}, {url} at byte {found['image_offset']:,}): {reason}"
+
+
+class Kept:
+    """The images that this process has decoded so far, by row; memory is taken as they arrive."""
+
+    def __init__(self, spec: ReadSpec) -> None:
+        num_rows = spec.catalogue().num_rows
+        self.known = np.zeros(num_rows, np.bool_)
+        self.pixels = np.zeros((num_rows, spec.pixel_bytes), np.uint8)
+        self._reasons: dict[int, str] = {}  # of images that do not decode
+
+    @staticmethod
+    def of(spec: ReadSpec) -> "Kept | None":
+        """What is kept of a catalogue; None if its images do not fit, or if a GPU decodes some of them."""
+        needed = spec.catalogue().num_rows * spec.pixel_bytes
+        return None if spec.gpu_share or needed > spec.keep_bytes else _kept(spec)
+
+    def add(self, rows: Int64s, pixels: Pixels, reasons: Objects) -> None:
+        self.pixels[rows] = pixels
+        self._reasons |= {
+            row: why for row, why in zip(rows.tolist(), reasons, strict=True) if why is not None
+        }
+        self.known[rows] = True  # last: another thread may read
+
+    def reasons_of(self, rows: Int64s) -> Objects:
+        """Why images did not decode; None for the others."""
+        return np.array([self._reasons.get(row) for row in rows.tolist()], object)
+
+
+_kept = lru_cache(maxsize=4)(Kept)
 
 
 class LeftOut(NamedTuple):
@@ -145,18 +180,25 @@ def read_piece(spec: ReadSpec, piece: Piece) -> Iterator[pa.Table]:
     rows = piece.rows(lambda chunk: tables[chunk]["row"].to_numpy())
     known = pa.concat_tables(tables.values())  # in ascending order of rows
     samples = known.take(pa.array(np.searchsorted(known["row"].to_numpy(), rows)))
-    images = read_images(catalogue, samples)
-    for_gpu = choose_for_gpu(rows, spec.gpu_share)
+    kept, for_gpu = Kept.of(spec), choose_for_gpu(rows, spec.gpu_share)
+    is_missing = np.ones(len(rows), np.bool_) if kept is None else ~kept.known[rows]
+    images = np.full(len(rows), b"", object)
+    images[is_missing] = read_images(catalogue, samples.filter(pa.array(is_missing)))
     num_bytes = np.where(for_gpu, [len(data) for data in images], spec.pixel_bytes).sum()
-    step = max(1, spec.block_bytes * len(images) // max(1, int(num_bytes)))
-    for start in range(0, len(images), step):
-        block = samples.slice(start, step)
-        columns, reasons = _columns(spec, images[start : start + step], for_gpu[start : start + step])
-        images[start : start + step] = [b""] * len(block)  # releases the bytes
+    step = max(1, spec.block_bytes * len(rows) // max(1, int(num_bytes)))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        block, encoded, here = samples[part], images[part], is_missing[part] & ~for_gpu[part]
+        pixels, reasons = _decode(spec, encoded, here)
+        if kept is not None:
+            kept.add(rows[part][here], pixels, reasons[here])
+            pixels, reasons = kept.pixels[rows[part]], kept.reasons_of(rows[part])
         problems = [
             reason and spec.name_problem(row, reason)
             for row, reason in zip(block["row"].to_pylist(), reasons, strict=True)
         ]
+        columns = _columns(spec, pixels, encoded, for_gpu[part])
+        images[part] = b""  # releases the bytes
         classes = block["noisy_class"].cast(pa.int64())
         yield pa.table([block["row"], classes, *columns, problems], schema=spec.schema)
 
@@ -199,11 +241,11 @@ def common_size(spec: ReadSpec, selection: Selection) -> tuple[int, int]:
     return sizes.most_common(1)[0][0]
 
 
-def _columns(spec: ReadSpec, images: list[bytes], for_gpu: Mask) -> tuple[list[pa.Array], list[str | None]]:
-    """Decode the images of a block, except those for the GPU; also return what was wrong with each."""
-    reasons: list[str | None] = [None] * len(images)
-    pixels = np.zeros((np.count_nonzero(~for_gpu), *spec.size, 3), np.uint8)
-    for target, number in enumerate(np.flatnonzero(~for_gpu)):
+def _decode(spec: ReadSpec, images: Objects, wanted: Mask) -> tuple[Pixels, Objects]:
+    """Decode the wanted images [N, bytes of an image]; also return what was wrong with each, or None."""
+    reasons = np.full(len(images), None, object)
+    pixels = np.zeros((np.count_nonzero(wanted), *spec.size, 3), np.uint8)
+    for target, number in enumerate(np.flatnonzero(wanted)):
         try:
             image = decode(images[number], spec.resize)
             if image.shape[:2] != spec.size:
@@ -212,8 +254,12 @@ def _columns(spec: ReadSpec, images: list[bytes], for_gpu: Mask) -> tuple[list[p
             pixels[target] = image
         except UndecodableError as problem:
             reasons[number] = str(problem)
+    return pixels.reshape(-1, spec.pixel_bytes), reasons
+
+
+def _columns(spec: ReadSpec, pixels: Pixels, images: Objects, for_gpu: Mask) -> list[pa.Array]:
+    """The pixels of all images but those for the GPU, and the encoded bytes of these."""
     offsets = np.append(0, np.cumsum(~for_gpu) * spec.pixel_bytes)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(pixels)]
     decoded = pa.Array.from_buffers(pa.large_binary(), len(images), buffers)
-    encoded = pa.array(images, pa.large_binary(), mask=~for_gpu)
-    return [decoded, encoded], reasons
+    return [decoded, pa.array(images, pa.large_binary(), mask=~for_gpu)]

@@ -51,6 +51,44 @@ def test_every_row_comes_once_with_its_own_pixels_in_the_order_of_the_plan(
     assert sorted(np.concatenate(seen)) == list(range(NUM_ROWS))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_kept_images_are_those_that_reading_again_would_give_and_the_shards_are_not_needed_again(
+    shards: Shards, tmp_path: Path, world: int
+) -> None:
+    bench = five_shards(tmp_path)
+    for rank in range(world):
+        stream = Stream(bench.spec(keep_mb=1), rank, world, in_process=True)
+        read_again = Stream(shards.spec(), rank, world, in_process=True)
+        for epoch in range(2 if world == 1 else 4):
+            batches = list(stream.batches(epoch))
+            assert np.array_equal(rows_of(batches), rows_of(list(read_again.batches(epoch))))
+            for batch in batches:
+                assert_own_pixels(batch)
+    for shard in tmp_path.glob("*.tar"):
+        shard.unlink()
+    assert len(rows_of(list(stream.batches(9)))) == len(rows_of(batches))
+    with pytest.raises(PencilError, match=r"0\.tar"):
+        list(Stream(bench.spec(keep_mb=0), in_process=True).batches(9))
+
+
+def test_an_image_that_was_damaged_in_the_first_epoch_stays_damaged(tmp_path: Path) -> None:
+    stream = Stream(damaged(tmp_path).spec(keep_mb=1), in_process=True)
+    for epoch in range(3):
+        assert_damage_named(list(stream.batches(epoch)), tmp_path)
+
+
+def test_images_that_do_not_all_fit_are_not_kept(tmp_path: Path) -> None:
+    bench = Shards(tmp_path)
+    members = [[(f"{n:06d}.bmp", image(n, "BMP", size=256)), (f"{n:06d}.cls", b"1")] for n in range(6)]
+    bench.shard("0.tar", [member for pair in members for member in pair])
+    bench.index()
+    stream = Stream(bench.spec(keep_mb=1), in_process=True)  # 1.2 MB
+    assert len(rows_of(list(stream.batches(0)))) == 6
+    (tmp_path / "0.tar").unlink()
+    with pytest.raises(PencilError, match=r"0\.tar"):
+        list(stream.batches(1))
+
+
 def test_all_batches_but_the_last_two_are_full(shards: Shards) -> None:
     stream = Stream(shards.spec(batch=96), in_process=True)
     assert [len(batch.rows) for batch in stream.batches(0)] == [96, 96, 96, 96, 58, 58]
