@@ -5,9 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -15,6 +17,14 @@ from mlflow import MlflowClient
 from pencil_scale.config.loader import load_config
 from pencil_scale.config.settings import Config
 from pencil_scale.tracking.tracker import Tracker
+
+
+@cache
+def empty_database() -> bytes:
+    """A new database of MLflow: making one takes more of a processor than many a tiny run."""
+    with tempfile.TemporaryDirectory() as folder:
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+        return Path(folder, "mlflow.db").read_bytes()
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from catalogue_making import Bench
+from mlflow_server import empty_database
 from PIL import Image
 from tar_making import python_tar
 
@@ -53,6 +54,8 @@ class Crawl:
         self.config = folder / "config.yaml"
         (folder / "classes.txt").write_text("\n".join(NAMES) + "\n")
         (folder / "scratch").mkdir()
+        (folder / "lake").mkdir()
+        (folder / "lake" / "mlflow.db").write_bytes(empty_database())
         self.config.write_text(CONFIG.format(folder=folder))
         (folder / "clean.tar").write_bytes(shard(range(90_000, 90_040), noise=0.0))
 

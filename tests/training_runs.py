@@ -27,6 +27,7 @@ import fsspec
 import mlflow
 import numpy as np
 import numpy.typing as npt
+from mlflow_server import empty_database
 from PIL import Image
 from tar_making import python_tar
 
@@ -84,6 +85,7 @@ class TinyData:
         data = cls(folder, num_samples)
         files, path = data._index()
         files.get(path, str(folder / "lake" / "catalogue"), recursive=True)
+        (folder / "lake" / "mlflow.db").write_bytes(empty_database())
         return data
 
     def _index(self, *overrides: str) -> tuple[Any, str]:
