@@ -5,8 +5,12 @@
     python benchmarks/recipe.py configs/recipe.yaml cifar100 --noise symmetric:0.4 --held 2500
 
 The folder has Parquet files train-* and test-*. Trials need hardly any processors, so that several fit on one
-GPU. Nothing is watched, planted or published: --held leaves out as many samples as a run would watch. It
-prints the accuracy on the test set, and the share of labels that are right.
+GPU. Nothing is watched, planted or published: --held leaves out as many samples as a run would watch.
+
+It prints the accuracy on the test set, the share of labels that are right, how many wrong labels are still as
+given, and how many right ones have changed. `found` is the share of wrong given labels for which the network
+predicts the true class, and `believed` the share for which it predicts the given one: this rises if the
+network learns the noise.
 """
 
 import argparse
@@ -57,15 +61,21 @@ def main() -> None:
         stage = trial.train(epoch, chance)
         if (epoch + 1) % options.every and epoch + 1 < trial.schedule.epochs:
             continue
-        labels = trial.label_logits.argmax(1).cpu().numpy()
-        found = {
+        labels = trial.label_logits.argmax(1).cpu().numpy()[used]
+        right, is_wrong = true[used], (given != true)[used]
+        predicted = trial.predictions(stage, images[used]).argmax(1).numpy()
+        line = {
             "epoch": epoch + 1,
             "stage": stage.name,
             "test": round(trial.accuracy(stage, test_images, test_classes), 4),
-            "labels": round(float(np.mean((labels == true)[used])), 4),
+            "labels": round(float(np.mean(labels == right)), 4),
+            "kept": int((labels == given[used])[is_wrong].sum()),
+            "broken": int((labels != right)[~is_wrong].sum()),
+            "found": round(float(np.mean((predicted == right)[is_wrong])), 4),
+            "believed": round(float(np.mean((predicted == given[used])[is_wrong])), 4),
             "seconds": round(time.monotonic() - started),
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(line), flush=True)
     if options.out:
         labels = trial.label_logits.softmax(1).half().cpu().numpy()
         predictions = trial.predictions(stage, images).half().numpy()
