@@ -41,6 +41,7 @@ FREE = (
     "report.",
     "optimizer.batch_per_worker",
     "optimizer.accumulation",
+    "data.keep_mb",
     "data.exclude",  # samples may be taken down at any time
 )
 

@@ -40,8 +40,11 @@ def test_the_same_settings_resume_on_the_catalogue_they_started_with(storage: st
     assert record.catalogue_version == 3
 
 
-def test_a_run_may_resume_with_another_number_of_workers(storage: str) -> None:
-    assert find_record(storage, "night", {**SETTINGS, "workers.count": "(2, 2)"}) is not None
+@pytest.mark.parametrize("other", [{"workers.count": "(2, 2)"}, {"data.keep_mb": "0"}])
+def test_a_run_may_resume_with_another_number_of_workers_or_memory_for_images(
+    storage: str, other: dict[str, str]
+) -> None:
+    assert find_record(storage, "night", {**SETTINGS, **other}) is not None
 
 
 def test_a_name_started_with_other_settings_is_refused(storage: str) -> None:
