@@ -157,8 +157,12 @@ def build_stepper(
     """Compile the network if the config says so, and share gradients if there are other ranks."""
     options = config.optimizer
     network: Any = model
+    average = Average(model) if has_average(config) else None
+    compiled_average: Any = None
     if options.compile != "off":
         network = torch.compile(model, mode=options.compile, dynamic=False)
+        if average is not None and config.stages.pencil.teacher is not None:
+            compiled_average = torch.compile(average.network, mode=options.compile, dynamic=False)
     if world > 1:
         # Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop
         # averages them before they are used.
@@ -172,12 +176,15 @@ def build_stepper(
         optimizer,
         options.precision == "bf16",
         options.accumulation,
-        average=Average(model) if has_average(config) else None,
+        average=average,
+        compiled_average=compiled_average,
         fresh=copy.deepcopy(model.state_dict()) if config.stages.finetune.restart else {},
     )
     if not options.cuda_graph:
         return plain
-    return StepGraph(plain, odd=replace(plain, model=model), full_batch=options.batch_per_worker)
+    return StepGraph(
+        plain, odd=replace(plain, model=model, compiled_average=None), full_batch=options.batch_per_worker
+    )
 
 
 def has_average(config: Config) -> bool:

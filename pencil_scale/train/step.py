@@ -46,6 +46,7 @@ class Stepper:
     bf16: bool = False
     accumulation: int = 1
     average: Average | None = None
+    compiled_average: nn.Module | None = None
     fresh: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # the weights of a restart
     _group_weight: Tensor = field(default_factory=lambda: torch.zeros(()), init=False, repr=False)
 
@@ -100,8 +101,9 @@ class Stepper:
     def _taught(self, average: Average, batch: Batch) -> Tensor:
         """What the average of the network predicts.   [B, C]"""
         images = batch.images if batch.weak_images is None else batch.weak_images
+        network = self.compiled_average or average.network
         with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
-            class_logits: Tensor = average.network(images)
+            class_logits: Tensor = network(images)
         return class_logits
 
     def _mean_over_ranks(self, weight: Tensor) -> Callable[[], Tensor]:
