@@ -26,6 +26,7 @@ from pencil_scale.storage.hashing import GOLDEN, hashes
 TURN, SHEAR = 0.26, 0.2  # radians: 15 degrees; width per height
 SCALE, SHIFT, COVER = 0.15, 0.2, 0.4  # shares of the size, of half the side, and of the side
 COLOUR = 0.4  # of contrast and saturation; of light, in standard deviations
+FAR = 9  # where the square of an image that is not covered lies: outside
 
 
 class ImageSizeError(PencilError):
@@ -47,8 +48,15 @@ def augment(images: Tensor, rows: Tensor, seed: int, epoch: int, recipe: Images)
 
 
 def strengthen(pixels: Tensor, rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Turn, shear, scale and shift each image, change its colours, and cover a square of it with grey."""
-    drawn = torch.from_numpy(_uniform(rows.numpy(), seed, epoch, 11)).to(pixels.device, non_blocking=True)
+    """Turn, shear, scale and shift images, change their colours, and cover a square of them with grey.
+
+    Each of the three happens to half of the images: the network is to know unchanged ones as well.
+    """
+    numbers = _uniform(rows.numpy(), seed, epoch, 14)
+    numbers[:6] *= numbers[11] > 0
+    numbers[6:9] *= numbers[12] > 0
+    numbers[9:11] += np.where(numbers[13] > 0, 0, FAR)
+    drawn = torch.from_numpy(numbers[:11]).to(pixels.device, non_blocking=True)
     angle, shear, width, height, right, down = drawn[:6]  # each [B]
     cos, sin, shear = (angle * TURN).cos(), (angle * TURN).sin(), shear * SHEAR
     width, height = 1 + width * SCALE, 1 + height * SCALE
