@@ -101,7 +101,7 @@ class Stepper:
     def _taught(self, average: Average, batch: Batch) -> Tensor:
         """What the average of the network predicts.   [B, C]"""
         images = batch.images if batch.weak_images is None else batch.weak_images
-        network = self.compiled_average or average.network
+        network = average.network if self.compiled_average is None else self.compiled_average
         with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=self.bf16):
             class_logits: Tensor = network(images)
         return class_logits
