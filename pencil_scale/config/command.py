@@ -164,7 +164,8 @@ def check_versions() -> None:
     """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
     require("Python", platform.python_version(), PYTHON)
     require("Ray", _installed("ray"), RAY)
-    require("MLflow", _installed("mlflow"), MLFLOW)
+    # mlflow-skinny, the client alone, is enough where a server keeps the records.
+    require("MLflow", _installed("mlflow") or _installed("mlflow-skinny"), MLFLOW)
 
 
 def require(thing: str, found: str | None, supported: str) -> None:
