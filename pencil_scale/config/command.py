@@ -164,8 +164,7 @@ def check_versions() -> None:
     """Stop with one line if Python, Ray or the MLflow client is outside the supported range."""
     require("Python", platform.python_version(), PYTHON)
     require("Ray", _installed("ray"), RAY)
-    # mlflow-skinny, the client alone, is enough where a server keeps the records.
-    require("MLflow", _installed("mlflow") or _installed("mlflow-skinny"), MLFLOW)
+    require("MLflow", _installed("mlflow-skinny"), MLFLOW)  # the client, which mlflow itself installs
 
 
 def require(thing: str, found: str | None, supported: str) -> None:

@@ -93,8 +93,9 @@ class Tracker:
         self._project, self._where = _project(config), _where(config, run_id)
         self._receiver = Receiver(uri, **self._where, artifacts=artifacts)
         self._journal = Journal(_journal_url(config, run_id), every_s)
-        versions = {name: version(name) for name in ("torch", "torchvision", "ray", "mlflow")}
-        versions |= {"python": platform.python_version(), "pencil_scale": __version__}
+        versions = {name: version(name) for name in ("torch", "torchvision", "ray")}
+        versions |= {"mlflow": version("mlflow-skinny"), "python": platform.python_version()}
+        versions["pencil_scale"] = __version__
         tags = {f"version.{name}": found for name, found in versions.items()}
         tags |= {"catalogue_version": str(catalogue_version), "run_id": run_id, "seed": str(config.run.seed)}
         if commit := git_commit():
