@@ -1,13 +1,14 @@
 """Run cells of the paper's tables for CIFAR-10 and CIFAR-100 with the commands of a user, several at once.
 
-    python benchmarks/paper_tables.py --data cifar10 --folder runs/tables --cells symmetric:0.3 asymmetric:0.4
+    python benchmarks/paper_tables.py --data cifar10 --folder runs/tables --cells symmetric:0.3,asymmetric:0.4
     python benchmarks/paper_tables.py --data cifar100 --folder runs/tables --cells symmetric:0.4 \\
         --length 0.5 workers.gpu=true workers.cpus=1 optimizer.precision=bf16 optimizer.compile=default
 
 `--data` is a folder with Parquet files train-* and test-*, whose name says which dataset it is. Without
-`--cells`, all cells are run. `--length 0.5` halves every stage, and doubles a constant label rate, so that
-labels travel as far. CIFAR-100 has an alpha of 0.01 instead of 0.1, with which no label could change its
-class. The same command again prints what has finished, resumes what was interrupted, and starts the rest.
+`--cells`, all cells are run. Settings on the command line replace those of the paper. `--length 0.5` halves
+every stage, and doubles a constant label rate, so that labels travel as far. CIFAR-100 has an alpha of 0.01
+instead of 0.1, with which no label could change its class. The same command again prints what has finished,
+resumes what was interrupted, and starts the rest.
 """
 
 import argparse
@@ -97,7 +98,9 @@ class Cell:
             (self.folder / "shards" / "done").touch()
         config = str(ROOT / "configs" / f"{self.dataset}.yaml")
         self._command("pipelines.index_shards", config, *self._places())
-        self._command("pencil_scale.train", config, *self._places(), *self.settings(), *self.overrides)
+        chosen = {setting.partition("=")[0] for setting in self.overrides}
+        settings = [setting for setting in self.settings() if setting.partition("=")[0] not in chosen]
+        self._command("pencil_scale.train", config, *self._places(), *settings, *self.overrides)
 
     def _places(self) -> list[str]:
         shards = self.folder / "shards"
@@ -154,19 +157,20 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings for every run")
     parser.add_argument("--data", type=Path, required=True, help="folder cifar10 or cifar100")
     parser.add_argument("--folder", type=Path, required=True, help="for shards and results")
-    parser.add_argument("--cells", nargs="+", help="noises, as in symmetric:0.5 (all)")
+    parser.add_argument("--cells", help="noises, as in symmetric:0.5,asymmetric:0.4 (all)")
     parser.add_argument("--length", type=float, default=1.0, help="share of the paper's epochs")
     parser.add_argument("--shards", type=int, default=45, help="thousands of images to train on (45)")
     parser.add_argument("--at-once", type=int, default=4, help="runs at the same time")
     given = parser.parse_intermixed_args()
     if (dataset := given.data.name) not in PAPER:
         parser.error(f"--data {given.data}: a folder named {' or '.join(PAPER)} was expected")
-    if unknown := set(given.cells or ()) - set(PAPER[dataset]):
+    noises = given.cells.split(",") if given.cells else list(PAPER[dataset])
+    if unknown := set(noises) - set(PAPER[dataset]):
         parser.error(f"--cells {min(unknown)}: not in the paper; it has {', '.join(PAPER[dataset])}")
     data, folder = given.data.resolve(), given.folder.resolve() / dataset
     cells = [
         Cell(data, noise, folder / noise.replace(":", "-"), given.length, given.shards, given.overrides)
-        for noise in given.cells or PAPER[dataset]
+        for noise in noises
     ]
     print(f"{given.length:g} of the paper's epochs; percent after the last epoch, and of right labels")
     print("dataset   noise           cross entropy  paper   ours  labels given  repaired   images/s")
