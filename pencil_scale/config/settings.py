@@ -339,6 +339,12 @@ class Evidence(Settings):
         ge=0,
         le=0.2,
     )
+    clean: Literal["validation", "test"] | None = key(
+        "clean set, data.validation or data.test, whose accuracy shows which of the labels that the network "
+        "contradicts are wrong, also where errors follow the image; its samples must have been drawn as "
+        "those to train on; nights ignore it; null: only random errors are repaired",
+        None,
+    )
 
     @model_validator(mode="after")
     def _folds_fit(self) -> Self:
@@ -347,6 +353,8 @@ class Evidence(Settings):
                 f"folds: each of {self.folds} trainings watches 1/{self.folds} of the samples; leave watched "
                 "out, or set folds: 1"
             )
+        if self.watched == 0 and self.clean is not None:
+            raise ValueError("clean: it is compared with watched samples; leave watched out, or clean")
         return self
 
 
@@ -513,6 +521,13 @@ class Config(Settings):
                 f"stages.{strong[0]}.augment: strong changes images, and a head (model.head) is trained on "
                 "features; use weak"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _clean_exists(self) -> Self:
+        name = self.evidence.clean
+        if name is not None and getattr(self.data, name) is None:
+            raise ValueError(f"evidence.clean: {name}, but data.{name} is not set; set it, or leave this out")
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,9 @@ are mixed up systematically or the network is sure of its own mistakes, and only
 network restores most planted errors, the labels are decided as if its surest predictions were right: these
 changes are a proposal.
 
+With a `proof` from a clean set the labels that it proves wrong change too, random or not, and the gain is
+what it proves. Where it proves nothing, everything is as without it.
+
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples. Such predictions do not
 depend on the label, so a wrong class can be tried in place of each one, as if it had been planted: that shows
@@ -49,11 +52,13 @@ from pencil_scale.method.evidence import (
     Judged,
     NoiseModel,
     Predictions,
+    Proof,
     contradicted,
     fit_noise,
     judge,
     limit_changes,
     net_gain,
+    proven_gain,
     suppose,
     unexplained,
 )
@@ -93,6 +98,7 @@ def assess(
     folds: Sequence[Manifest] = (),
     start: Manifest | None = None,
     moves: bool = True,
+    proof: Proof | None = None,
 ) -> Assessment:
     """Fit the noise, decide all labels, and measure the decisions; `folds` are of further trainings.
 
@@ -111,10 +117,11 @@ def assess(
     if seen is None:
         return Assessment(labels)
     known, fitted = contradicted(*seen), fit_noise(*seen)
-    found = first = _measure(fitted, manifest, roles, original, folds, start)
+    found = first = _measure(fitted, manifest, roles, original, folds, start, proof)
     rest = unexplained(fitted, *known)
     # A repair that is a gain even without that share of its changes needs no person.
     patterned = rest > 0 and not (first.gain and first.gain.low > rest * first.gain.changed > 0)
+    patterned &= proof is None
     if patterned:
         proposal = suppose(*seen, known[0] / known[1])
         proposed = _measure(proposal, manifest, roles, original, folds, start)
@@ -151,9 +158,11 @@ def _measure(
     original: npt.NDArray[np.int32],
     folds: Sequence[Manifest],
     start: Manifest | None,
+    proof: Proof | None = None,
 ) -> Measured:
     noise = replace(
         noise,
+        min_sureness=proof.min_sureness if proof else None,
         watched_below=float(roles.threshold),
         since=manifest.first_epoch,
         crossed_until=manifest.newest_epoch if folds else 0,
@@ -165,14 +174,16 @@ def _measure(
     bars = [max(limit_changes(noise, some, share).min_log_odds for some in both) for share in limits]
     surely, likely = (np.count_nonzero(both[1] > bar) for bar in bars)
     share = SURE if start is None else SURE_AT_NIGHT
-    unsure = bool(surely < share * likely and likely > CLEAN * len(both[1]))
+    unsure = bool(surely < share * likely and likely > CLEAN * len(both[1])) and proof is None
     noise, num_judged = replace(noise, min_log_odds=bars[unsure]), len(both[1]) + found.num_planted
-    if len(found.errors) < FEWEST:
-        return Measured(noise, num_judged, unsure)
     is_found = found.errors > noise.min_log_odds
     # Deliberate errors are compared with rows that were predicted as they were.
     changed = float((found.trained > noise.min_log_odds).mean()) if len(found.trained) else 0.0
     gain = net_gain(is_found, is_found & found.restored, changed, len(found.trained), noise)
+    if proof is not None:
+        gain = proven_gain(proof, gain)
+    if len(found.errors) < FEWEST:
+        return Measured(noise, num_judged, unsure, gain if proof else None)
     return Measured(noise, num_judged, unsure, gain, float((found.if_assumed > 0).mean()))
 
 

@@ -5,6 +5,7 @@
     noise = limit_changes(noise, judged.log_odds, noise.wrong_low)     # no more than are surely wrong
     gain = net_gain(found, restored, changed_share, num_rows, noise)
     suppose(watched_predictions, given, share)              # the model if this share of the labels were wrong
+    proof = prove(clean, watched)                           # what a clean set says about contradicted labels
 
 The model has three numbers. A label is replaced by a random class with probability `replaced`; the true class
 has the probability that the network gives it, after a calibration by temperature and power. An unsure network
@@ -20,6 +21,11 @@ Noise per class or per pair of classes fits better, and in trials it did harm wh
 Errors that follow such a pattern are therefore not found by this rule. `contradicted` and `unexplained` show
 that there may be some. An overfitted network is as sure of its mistakes on clean labels, so what it
 contradicts can only be proposed to a person.
+
+A clean set can tell, whatever pattern the errors follow. It shows how often the network is wrong when it is
+so sure of its best class. If it contradicts the given labels clearly more often than that, the rest of what
+it contradicts is wrong (`prove`). The clean samples need not be equally hard, but of equally sure predictions
+equally many must be right.
 """
 
 from collections.abc import Sequence
@@ -55,6 +61,8 @@ DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
 # none of their repairs does harm then, and of the 49 with wrong labels 25 are published.
 DOUBT_OF_WEAK = 1.3
 Z95 = NormalDist().inv_cdf(0.95)
+SURENESS = np.arange(-1.5, 10.5, 0.5)  # log-odds; predictions between two of them are counted together
+PROVEN = 1000.0  # added to the log-odds of what a clean set proves
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ class NoiseModel:
     watched_below: float = 0.0  # images that hash below this were not trained on
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
     crossed_until: int = 0  # up to this epoch, each row was predicted by a network never trained on it
+    min_sureness: float | None = None  # a label changes if the best class is another, with these log-odds
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
@@ -203,12 +212,23 @@ def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged
     right = on_given * (1 - replaced + drawn) + 1e-12
     rival = others[rows, place] * drawn + 1e-12
     total = right + (1 - on_given) * drawn
-    return Judged(predictions.classes[rows, place], np.log(rival / right), right / total, rival / total)
+    found = Judged(predictions.classes[rows, place], np.log(rival / right), right / total, rival / total)
+    if noise.min_sureness is None:
+        return found
+    is_sure = sureness(predictions.log_p[:, 0]) >= noise.min_sureness
+    proven = (found.rival == predictions.classes[:, 0]) & is_sure
+    rival_right = others[rows, place] / (others[rows, place] + on_given + 1e-12)
+    return Judged(
+        rival=found.rival,
+        log_odds=np.where(proven, PROVEN + found.log_odds, found.log_odds),
+        given_right=np.where(proven, 1 - rival_right, found.given_right),
+        rival_right=np.where(proven, rival_right, found.rival_right),
+    )
 
 
 def limit_changes(noise: NoiseModel, log_odds: Floats, share: float) -> NoiseModel:
-    """Raise the bar until no more than this share of the labels changes."""
-    most = int(share * len(log_odds))
+    """Raise the bar until no more than this share of the labels changes, and those that are proven wrong."""
+    most = max(int(share * len(log_odds)), int((log_odds > PROVEN / 2).sum()))
     ahead = np.sort(log_odds[log_odds > 0])[::-1]
     return noise if len(ahead) <= most else replace(noise, min_log_odds=float(ahead[most]))
 
@@ -233,6 +253,61 @@ def unexplained(noise: NoiseModel, num: int, of: int) -> float:
     if share - noise.wrong_high <= MOST_SURE_ERRORS + 2 * np.sqrt(share * (1 - share) / max(of, 1)):
         return 0.0
     return 1 - noise.wrong_high / share
+
+
+def sureness(log_p: Floats) -> Floats:
+    """The log-odds of classes against all others."""
+    return log_p - np.log(np.maximum(-np.expm1(log_p), 1e-12))
+
+
+def count_by_sureness(predicted: Floats, classes: Classes) -> Classes:
+    """Count, by how sure the network is, the samples whose best class is this one, and all.   [2, M]
+
+    `predicted` has the most likely classes of each sample, and then their log-probabilities.   [N, 2 K]
+    """
+    best = predicted[:, predicted.shape[1] // 2].astype(np.float64)
+    group = np.searchsorted(SURENESS, sureness(best), side="right")
+    right = predicted[:, 0] == classes
+    return np.stack([np.bincount(some, minlength=len(SURENESS) + 1) for some in (group[right], group)])
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a clean set shows about the labels that a network contradicts; shares of all labels."""
+
+    min_sureness: float  # of the network, where the labels that it contradicts should change
+    changed: float  # these labels
+    wrong: float  # the least share of wrong ones among these, as a share of all labels
+    gain: float  # what is gained at least if they change
+    low: float  # its lower bound, with 95 %
+
+
+def prove(clean: Classes, watched: Classes) -> Proof | None:
+    """Find the contradicted labels whose change is a gain, if any, from two counts by sureness.
+
+    `clean` counts correct predictions, and `watched` those that agree with the given label. At worst, every
+    error of the network contradicts a label that is right: then it costs one, and is not a wrong label found.
+    """
+    (right, seen), (agree, num) = clean, watched
+    total = max(int(num.sum()), 1)
+    errs = 1 - (right + 0.5) / (seen + 1)
+    # Of the predictions that are so sure, or surer:
+    changed, errors, variance = (
+        values[::-1].cumsum()[::-1]
+        for values in (
+            (num - agree) / total,
+            errs * num / total,
+            4 * errs * (1 - errs) / (seen + 1) * (num / total) ** 2,
+        )
+    )
+    gain = changed - 2 * errors
+    low = gain - Z95 * np.sqrt(changed * (1 - changed) / total + variance)
+    best = int(low.argmax())
+    if low[best] <= 0:
+        return None
+    least = NEVER if best == 0 else SURENESS[best - 1]
+    found = (least, changed[best], changed[best] - errors[best], gain[best], low[best])
+    return Proof(*map(float, found))
 
 
 @dataclass(frozen=True)
@@ -277,3 +352,9 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
         changed,
         len(found),
     )
+
+
+def proven_gain(proof: Proof, gain: Gain) -> Gain:
+    """The least gain that a clean set proves, if as many labels change as it was proven for."""
+    share = min(1.0, gain.changed / proof.changed)
+    return replace(gain, gain=proof.gain * share, low=proof.low * share, high=gain.changed)

@@ -45,7 +45,7 @@ class Host(Protocol):
     def epoch(self, epoch: int) -> tuple[int, Iterable[Batch]]: ...  # steps and batches that remain of it
     def prepare(self, batch: Batch, epoch: int, stage: Stage) -> Batch: ...  # on the device, never empty
     def save(self, progress: Progress) -> None: ...  # labels and weights as a pair
-    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None: ...
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, Any]) -> None: ...
     def report(self, kind: str, **what: Any) -> None: ...  # an event; "live" are figures of this rank
     def stop(self) -> bool: ...  # whether any rank was asked to stop
     def readiness(self, schedule: Schedule) -> Readiness: ...  # whether labels may start to move

@@ -15,7 +15,7 @@ Each rank evaluates its own share of a clean set, every sample once. A share tha
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
     clean = CleanSet(spec, rank, world)
-    right, seen = count_right(model, clean.batches(), preparation)      # of this rank
+    right, seen = count_right(model, clean.batches(), preparation)      # of this rank, by sureness
 """
 
 import copy
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,7 @@ from pencil_scale.images.augment import augment, centre, strengthen
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone, find_head
+from pencil_scale.method.evidence import SURENESS, count_by_sureness
 from pencil_scale.method.schedule import Stage
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.storage.storage import Storage
@@ -335,20 +337,14 @@ def featured_by(config: Config, weights: str | None) -> Callable[[Batch], Batch]
     return featured
 
 
-@torch.no_grad()
-def count_right(model: nn.Module, batches: Iterable[Batch], preparation: Preparation) -> tuple[int, int]:
-    """Count the samples whose class the network predicts, and all samples that could be read."""
-    device = preparation.device
-    right, seen = torch.zeros(2, dtype=torch.int64, device=device)
-    training, _ = model.training, model.eval()
-    for batch in batches:
-        predicted = preparation.predictions(model, batch.images).argmax(-1)
-        readable = batch.weight.to(device, non_blocking=True) > 0
-        true_class = batch.noisy_class.to(device, non_blocking=True)
-        right += ((predicted == true_class) & readable).sum()
-        seen += readable.sum()
-    model.train(training)
-    return int(right), int(seen)
+def count_right(
+    model: nn.Module, batches: Iterable[Batch], preparation: Preparation
+) -> npt.NDArray[np.int64]:
+    """Count, by sureness, the samples whose class the network predicts, and all that can be read.   [2, M]"""
+    found = np.zeros((2, len(SURENESS) + 1), np.int64)
+    for _, predicted, true_class in predict(model, batches, preparation):
+        found += count_by_sureness(predicted.cpu().numpy(), true_class.numpy())
+    return found
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import ray.train
 import torch
 
@@ -19,6 +20,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.method.backbones import find_head
+from pencil_scale.method.evidence import Proof, prove
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -28,6 +30,7 @@ from pencil_scale.train.checkpoints import Kept, Saved, fetch_checkpoint
 from pencil_scale.train.folds import Fold
 from pencil_scale.train.gate import judge, unmeasured, unready
 from pencil_scale.train.plan import RunPlan, price_of
+from pencil_scale.train.watch import CLEAN_BY_SURENESS, WATCHED_BY_SURENESS
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 EVIDENCE = "evidence"  # the warning about what could not be measured
@@ -43,6 +46,7 @@ TABLE = {
     "watched": "samples watched",
     "corrected": "labels changed",
     "wrong_labels": "labels wrong at random, estimated",
+    "proven_wrong": "labels wrong by the clean set, at least",
     "gain": "gain in right labels, estimated",
     "gain_true": "gain in right labels, true",
     "watch_agreement": "agreement on watched samples",
@@ -126,7 +130,8 @@ def publish(
     start = Manifest.load(record.labels) if is_night and config.evidence.watched != 0 else None
     only_learns = is_night and config.stages.pencil.epochs == 0
     moved = [fold.labels for fold in folds]
-    found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, moves=not only_learns)
+    proof = _proof(saved.figures[: kept.epoch]) if start is None else None
+    found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, not only_learns, proof)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
@@ -162,6 +167,8 @@ def publish(
         "catalogue_version": record.catalogue_version,
         **compare_with_outcome(config, record.estimate, saved, fold_figures),
     }
+    if config.evidence.clean is not None and start is None:
+        facts["proven_wrong"] = round(proof.wrong * report.num_rows) if proof else 0
     lease.put(storage.run(record.name, "epochs.json"), json.dumps(saved.figures, indent=1).encode())
     write_facts(storage.url, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
@@ -171,6 +178,20 @@ def publish(
         tracker.set_tag("labels.held_because", "; ".join(doubts))
     tracker.log_model(config.model.backbone, kept.weights, plan.class_names, config.images.crop, alias)
     return Summary(facts)
+
+
+def _proof(figures: Figures) -> Proof | None:
+    """What the clean set of `evidence.clean` proves, if anything.
+
+    If the last stage mixes images, samples that are trained on have predictions of the end of the pencil
+    stage, and watched ones of the published epoch: the higher of both bars serves for all.
+    """
+    moving = [epoch for epoch in figures if epoch["stage"] == "pencil"]
+    used = [epoch for epoch in (*moving[-1:], *figures[-1:]) if CLEAN_BY_SURENESS in epoch]
+    counts = [(epoch[CLEAN_BY_SURENESS], epoch[WATCHED_BY_SURENESS]) for epoch in used]
+    proofs = [prove(*map(np.array, both)) for both in counts]
+    found = [proof for proof in proofs if proof is not None]
+    return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
 
 
 def _complete(config: Config, record: RunRecord, weights: dict[str, Any]) -> dict[str, Any]:

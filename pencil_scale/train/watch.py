@@ -15,6 +15,7 @@ Epochs within a standard error of each other cannot be told apart; the latest of
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,11 +23,13 @@ from torch import nn
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
+from pencil_scale.method.evidence import SURENESS, count_by_sureness
 from pencil_scale.train.checkpoints import Kept, Saved
 from pencil_scale.train.preparation import Preparation, predict
 from pencil_scale.train.ranks import Ranks
 
 FIRST = "backbone"  # the stage before labels move
+CLEAN_BY_SURENESS, WATCHED_BY_SURENESS = "clean_by_sureness", "watched_by_sureness"  # figures of an epoch
 
 
 class Watch:
@@ -50,23 +53,27 @@ class Watch:
         if saved and self.best is None and saved.progress.step == 0 and self._seen:
             self.best = Kept(saved.progress.epoch, saved.shown, saved.labels)
 
-    def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, float]:
+    def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, Any]:
         """Predict the samples, store the predictions if an epoch is over, and compare with what was given."""
         found = [(np.zeros(0, np.int64), np.zeros(0, np.bool_))]
+        by_sureness = np.zeros((2, len(SURENESS) + 1), np.int64)
         for some, predicted, given in predict(model, self._samples(), self._preparation):
             if epoch is not None:
                 self._owners.mark(some, predicted, epoch)
             found.append((some.numpy(), predicted[:, 0].cpu().numpy() == given.numpy()))
+            by_sureness += count_by_sureness(predicted.cpu().numpy(), given.numpy())
         self._owners.drain()
         rows, agrees = map(np.concatenate, zip(*chain(*self._ranks.gather(found)), strict=True))
         judging = judges(rows)
         self._agree = sorted(rows[judging & agrees].tolist())
         self.num_selecting = int((~judging).sum())
-        figures = {
+        figures: dict[str, Any] = {
             "watch_agreement": float(agrees[~judging].sum() / max(self.num_selecting, 1)),
             "watch_agreement_judged": float(agrees[judging].sum() / max(judging.sum(), 1)),
             "watched_selecting": self.num_selecting,
         }
+        if self._preparation.config.evidence.clean is not None:
+            figures[WATCHED_BY_SURENESS] = np.sum(self._ranks.gather(by_sureness), axis=0).tolist()
         if stage == FIRST:
             self._seen.append((stage, figures["watch_agreement"]))
             return figures

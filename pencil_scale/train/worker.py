@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -62,7 +63,7 @@ from pencil_scale.train.preparation import (
 )
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import forget_momentum
-from pencil_scale.train.watch import Watch
+from pencil_scale.train.watch import CLEAN_BY_SURENESS, Watch
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
@@ -284,15 +285,18 @@ class Worker:
         self.report("saving")
         self._save_pair(progress, self._snapshot())
 
-    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, float]) -> None:
+    def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, Any]) -> None:
         """Evaluate, study the labels, report to the driver, and save."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
         self.is_averaged = stage.decay is not None
         for name, clean in self.clean.items():
-            counts = count_right(self._shown(), clean.batches(), self.preparation)
-            right, seen = (self.ranks.total(count) for count in counts)
+            mine = count_right(self._shown(), clean.batches(), self.preparation)
+            counts = np.sum(self.ranks.gather(mine), axis=0)
+            right, seen = counts.sum(1).tolist()
             figures[f"{name}_accuracy"] = right / seen if seen else math.nan
+            if name == self.job.config.evidence.clean:
+                figures[CLEAN_BY_SURENESS] = counts.tolist()
         if self.watch is not None:
             figures |= self.watch.look(self._shown(), stage.name, epoch)
         manifest = self._snapshot()

@@ -17,6 +17,7 @@ from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.roles import Roles, choose_roles
 from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.labels.table import LabelTable
+from pencil_scale.method.evidence import Proof
 
 NUM, CLASSES = 3000, 3
 TRUE = np.arange(NUM) % CLASSES
@@ -39,6 +40,7 @@ def run(
     rows: range = ALL,
     clean: range = range(0),
     confused: bool = False,
+    proof: Proof | None = None,
 ) -> Made:
     """Index noisy samples, give them roles, and predict each as a network of this skill would.
 
@@ -56,7 +58,7 @@ def run(
         logits[np.arange(NUM), (TRUE + 2) % CLASSES] = np.random.default_rng(3).normal(-9, 1, NUM)
     logits[roles.planted, roles.planted_class] += learned
     table.mark(np.array(rows), packed(logits[rows]), epoch=0)
-    return Made(catalogue, given, roles, assess(table.snapshot(), catalogue, roles))
+    return Made(catalogue, given, roles, assess(table.snapshot(), catalogue, roles, proof=proof))
 
 
 def noisy_samples(
@@ -166,6 +168,23 @@ def test_labels_that_are_mixed_up_systematically_are_proposed_and_their_gain_is_
     assert made.found.noise.wrong_high < num / of
     decided = PublishedLabels(made.found.labels).rows(ALL).decide()
     assert (decided.corrected_class == TRUE).mean() > (made.given == TRUE).mean() + 0.05
+
+
+@pytest.mark.parametrize("planted", [0.0, 0.1])
+def test_labels_that_are_mixed_up_change_if_a_clean_set_proves_that_they_are_wrong(
+    tmp_path: Path, planted: float
+) -> None:
+    evidence = Evidence(watched=0.3, planted=planted)
+    proof = Proof(min_sureness=2.0, changed=0.3, wrong=0.29, gain=0.28, low=0.25)
+    made = run(tmp_path, 0.3, skill=4.0, evidence=evidence, confused=True, proof=proof)
+    assert not made.found.patterned
+    assert not made.found.unsure
+    assert made.found.gain is not None
+    decided = PublishedLabels(made.found.labels).rows(ALL).decide()
+    before, after = (made.given == TRUE).mean(), (decided.corrected_class == TRUE).mean()
+    assert after > 0.95
+    assert 0.2 < made.found.gain.low < made.found.gain.gain < after - before
+    assert (decided.confidence[decided.changed] > 0.5).all()
 
 
 def crossed(folder: Path, noise: float, skill: float, memorised: float) -> tuple[Made, Assessment]:

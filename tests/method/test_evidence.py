@@ -1,23 +1,31 @@
 """The model of label noise against labels whose truth is known."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from pencil_scale.method.evidence import (
+    SURENESS,
     NoiseModel,
     Predictions,
+    Proof,
     contradicted,
+    count_by_sureness,
     fit_noise,
     judge,
     limit_changes,
     net_gain,
+    prove,
+    proven_gain,
     suppose,
+    sureness,
     unexplained,
 )
 
 CLASSES = 10
+_MODEL = NoiseModel(temperature=1.0, replaced=0.1, wrong=0.09, wrong_low=0.05, wrong_high=0.1)
 
 
 class Crowd(NamedTuple):
@@ -233,3 +241,86 @@ def test_no_more_is_gained_than_labels_changed_however_many_seem_wrong() -> None
     flags = np.arange(60) < 30
     found = net_gain(flags, flags, 0.1, 700, noise)  # half of 0.29 would have been found, and 0.1 changed
     assert found.low < found.gain == pytest.approx(0.1) == found.high
+
+
+def ambiguous(num: int, seed: int = 1) -> Crowd:
+    """Samples that people mistake for a second class as often as each looks like it; so does a network."""
+    random = np.random.default_rng(seed)
+    true = random.integers(CLASSES, size=num)
+    second = (true + random.integers(1, CLASSES, num)) % CLASSES
+    likeness = random.beta(0.6, 2.0, num) / 2
+    given = np.where(random.random(num) < likeness, second, true)
+    logits = random.normal(size=(num, CLASSES))
+    logits[np.arange(num), true] += 8 + np.log(1 - likeness)
+    logits[np.arange(num), second] += 8 + np.log(likeness)
+    return Crowd(true, given, Predictions.from_logits(logits))
+
+
+def by_sureness(predictions: Predictions, classes: np.ndarray) -> np.ndarray:
+    return count_by_sureness(np.concatenate([predictions.classes, predictions.log_p], 1), classes)
+
+
+def proof_of(clean: Crowd, watched: Crowd) -> Proof | None:
+    return prove(by_sureness(clean.predictions, clean.true), by_sureness(watched.predictions, watched.given))
+
+
+def test_predictions_are_counted_by_how_sure_they_are() -> None:
+    log_p = np.log([0.1, 0.5, 0.5, 1.0])
+    predicted = np.stack([[1, 1, 0, 1], [0, 0, 1, 0], log_p, log_p - 1], 1)
+    right, seen = count_by_sureness(predicted, np.array([1, 1, 1, 1]))
+    even = np.searchsorted(SURENESS, 0.0, side="right")
+    assert (right[0], right[even], right[-1], right.sum()) == (1, 1, 1, 3)
+    assert (seen[0], seen[even], seen[-1], seen.sum()) == (1, 2, 1, 4)
+
+
+def test_a_clean_set_proves_errors_that_follow_the_image() -> None:
+    clean, watched, others = ambiguous(2000, seed=3), ambiguous(2500, seed=2), ambiguous(8000)
+    model, proof = fit_noise(watched.predictions, watched.given), proof_of(clean, watched)
+    assert proof is not None
+    given, without = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
+    with_it = (repaired(others, replace(model, min_sureness=proof.min_sureness)) == others.true).mean()
+    assert given < 0.9
+    assert with_it > without + 0.03
+    assert 0 < proof.low < proof.gain <= with_it - given + 0.01
+    assert 0 < proof.wrong < 1 - given
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("skill", [0.0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("seen_clean", [150, 3000])
+@pytest.mark.parametrize("easier", [0.0, 2.0])
+def test_a_clean_set_even_an_easier_one_lets_no_weak_network_make_labels_worse(
+    noise: float, skill: float, seen_clean: int, easier: float
+) -> None:
+    clean, watched = crowd(seen_clean, 0, skill + easier, seed=3), crowd(2500, noise, skill, seed=2)
+    others, proof = crowd(8000, noise, skill), proof_of(clean, watched)
+    model = fit_noise(watched.predictions, watched.given)
+    if proof is not None:
+        model = replace(model, min_sureness=proof.min_sureness)
+    before, after = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
+    assert after >= before - 0.002
+
+
+def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:
+    watched = ambiguous(2500)
+    seen = by_sureness(watched.predictions, watched.given)
+    assert prove(np.zeros_like(seen), seen) is None
+    assert prove(by_sureness(watched.predictions, watched.true), np.zeros_like(seen)) is None
+
+
+def test_a_proven_gain_shrinks_with_the_share_of_labels_that_change() -> None:
+    proof = Proof(min_sureness=2.0, changed=0.2, wrong=0.15, gain=0.1, low=0.08)
+    none, half = (net_gain(np.ones(9, bool), np.ones(9, bool), share, 999, _MODEL) for share in (0.0, 0.1))
+    assert proven_gain(proof, none).gain == proven_gain(proof, none).high == 0
+    assert (proven_gain(proof, half).gain, proven_gain(proof, half).low) == (0.05, 0.04)
+
+
+def test_a_proven_change_comes_before_all_others_and_has_likely_classes() -> None:
+    watched = ambiguous(2500)
+    model = replace(fit_noise(watched.predictions, watched.given), min_sureness=1.0)
+    judged = judge(watched.predictions, watched.given, model)
+    is_sure = sureness(watched.predictions.log_p[:, 0]) >= 1
+    proven = (watched.predictions.classes[:, 0] != watched.given) & is_sure
+    assert judged.log_odds[proven].min() > judged.log_odds[~proven].max()
+    assert (judged.rival_right[proven] > judged.given_right[proven]).all()
+    assert (judged.rival == watched.predictions.classes[:, 0])[proven].all()

@@ -32,7 +32,7 @@ def clean_batch(*channels: int, true: list[int], weight: list[float]) -> Batch:
 
 def test_correct_predictions_are_counted_and_unreadable_images_are_not() -> None:
     batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
-    assert count_right(Brightest(), batches, PREPARATION) == (2, 3)
+    assert count_right(Brightest(), batches, PREPARATION).sum(1).tolist() == [2, 3]
 
 
 def test_the_network_returns_to_training_mode() -> None:
@@ -53,10 +53,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
     return five_shards(tmp_path_factory.mktemp("clean"))
 
 
-def counts(shards: Shards, rank: int, world: int) -> tuple[tuple[int, int], bool]:
+def counts(shards: Shards, rank: int, world: int) -> tuple[list[int], bool]:
     """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
     clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world)
-    first, again = (count_right(RedModuloThree(), clean.batches(), PREPARATION) for _ in range(2))
+    first, again = (
+        count_right(RedModuloThree(), clean.batches(), PREPARATION).sum(1).tolist() for _ in range(2)
+    )
     clean.close()
     assert first == again
     return first, clean.is_large
