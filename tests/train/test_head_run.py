@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from feature_making import classifier
-from training_runs import TinyData, kill_quietly
+from tar_making import python_tar
+from training_runs import COLOURS, TinyData, kill_quietly, sample
 
 from benchmarks.processes import family
 from pencil_scale.config.loader import load_config
@@ -19,7 +20,7 @@ from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.storage import Storage
 from pencil_scale.train.run import train
 from pencil_scale.train.summary import Summary
-from pipelines import import_features
+from pipelines import import_features, index_shards
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 pytestmark += [pytest.mark.usefixtures("ray_session")]
@@ -82,11 +83,35 @@ def with_name(config: Config, name: str) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def test_two_workers_train_the_head_as_one_does(tmp_path: Path) -> None:
+def clean_set(data: TinyData, num: int) -> list[str]:
+    """Index a shard of samples with right classes; return the settings that use it as evidence."""
+    chance, clean = np.random.default_rng(9), data.folder / "clean"
+    clean.mkdir()
+    samples = [sample(number, chance) for number in range(len(COLOURS) * 1000, len(COLOURS) * 1000 + num)]
+    right = [
+        (name, b"%d" % (int(name[:5]) % 4) if name.endswith("cls") else body)
+        for one in samples
+        for name, body in one
+    ]
+    (clean / "000.tar").write_bytes(python_tar(right))
+    settings = [f"data.test={clean}/*.tar", "evidence.clean=test", "evidence.watched=0.3"]
+    index_shards.run(load_config(data.folder / "config.yaml", settings))
+    return settings
+
+
+def test_two_workers_train_the_head_as_one_does_and_count_the_clean_set_once(tmp_path: Path) -> None:
     data = TinyData.make(tmp_path)
-    alone = run(data, *ALONE, "run.name=alone", "optimizer.batch_per_worker=32", "gate.hold=false")
-    both = run(data, "run.name=both", "gate.hold=false")
+    settings = [*clean_set(data, 203), "gate.hold=false"]
+    alone = run(data, *ALONE, "run.name=alone", "optimizer.batch_per_worker=32", *settings)
+    both = run(data, "run.name=both", *settings)
     assert both.facts["coverage"] == [1.0] * 6
+    assert alone.facts["proven_wrong"] > 0.15 * data.num_samples
+    for summary in (alone, both):
+        name = summary.facts["run"]
+        last = json.loads((tmp_path / f"lake/runs/{name}/epochs.json").read_text())[-1]
+        assert sum(last["clean_by_sureness"][1]) == 203
+        assert sum(last["watched_by_sureness"][1]) == summary.facts["watched"] > 100
+        assert last["test_accuracy"] == sum(last["clean_by_sureness"][0]) / 203
     one, two = (torch.load(summary.facts["model"], weights_only=True) for summary in (alone, both))
     assert np.allclose(one["1.weight"], two["1.weight"], atol=0.2)
 
