@@ -341,8 +341,8 @@ class Evidence(Settings):
     )
     clean: Literal["validation", "test"] | None = key(
         "clean set, data.validation or data.test, whose accuracy shows which of the labels that the network "
-        "contradicts are wrong, also where errors follow the image; its samples must have been drawn as "
-        "those to train on; nights ignore it; null: only random errors are repaired",
+        "contradicts are wrong, also where errors follow the image; its samples must come from the same "
+        "source as the others; nights that continue another ignore it; null: only random errors are repaired",
         None,
     )
 

@@ -17,7 +17,7 @@ network restores most planted errors, the labels are decided as if its surest pr
 changes are a proposal.
 
 With a `proof` from a clean set the labels that it proves wrong change too, random or not, and the gain is
-what it proves. Where it proves nothing, everything is as without it.
+what it proves. Where it proves nothing, or less than is known without it, everything is as without it.
 
 If a run trained several times, `assess(manifest, catalogue, roles, folds)` takes every prediction from the
 network that was never trained on the sample, and fits the noise to all samples. Such predictions do not
@@ -47,6 +47,7 @@ from pencil_scale.labels.published import LabelRows, PublishedLabels, is_decided
 from pencil_scale.labels.roles import FEWEST, Roles
 from pencil_scale.labels.start_labels import cross, keep_decided, regive, unmoved, unplant
 from pencil_scale.method.evidence import (
+    PROVEN,
     Floats,
     Gain,
     Judged,
@@ -117,11 +118,15 @@ def assess(
     if seen is None:
         return Assessment(labels)
     known, fitted = contradicted(*seen), fit_noise(*seen)
-    found = first = _measure(fitted, manifest, roles, original, folds, start, proof)
+    found = first = _measure(fitted, manifest, roles, original, folds, start)
     rest = unexplained(fitted, *known)
     # A repair that is a gain even without that share of its changes needs no person.
     patterned = rest > 0 and not (first.gain and first.gain.low > rest * first.gain.changed > 0)
-    patterned &= proof is None
+    if proof is not None:
+        proven = _measure(fitted, manifest, roles, original, folds, start, proof)
+        least = first.gain.low if first.gain and not (patterned or first.unsure) else 0.0
+        if proven.gain and proven.gain.low > least:
+            found, first, patterned = proven, proven, False
     if patterned:
         proposal = suppose(*seen, known[0] / known[1])
         proposed = _measure(proposal, manifest, roles, original, folds, start)
@@ -163,6 +168,7 @@ def _measure(
     noise = replace(
         noise,
         min_sureness=proof.min_sureness if proof else None,
+        proven_right=proof.right if proof else 1.0,
         watched_below=float(roles.threshold),
         since=manifest.first_epoch,
         crossed_until=manifest.newest_epoch if folds else 0,
@@ -181,7 +187,7 @@ def _measure(
     changed = float((found.trained > noise.min_log_odds).mean()) if len(found.trained) else 0.0
     gain = net_gain(is_found, is_found & found.restored, changed, len(found.trained), noise)
     if proof is not None:
-        gain = proven_gain(proof, gain)
+        gain = proven_gain(proof, gain, float((found.trained > PROVEN / 2).mean()))
     if len(found.errors) < FEWEST:
         return Measured(noise, num_judged, unsure, gain if proof else None)
     return Measured(noise, num_judged, unsure, gain, float((found.if_assumed > 0).mean()))

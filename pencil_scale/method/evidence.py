@@ -138,6 +138,7 @@ class NoiseModel:
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
     crossed_until: int = 0  # up to this epoch, each row was predicted by a network never trained on it
     min_sureness: float | None = None  # a label changes if the best class is another, with these log-odds
+    proven_right: float = 1.0  # share of these changes that are right
 
 
 def fit_noise(predictions: Predictions, given: Classes) -> NoiseModel:
@@ -218,6 +219,7 @@ def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged
     is_sure = sureness(predictions.log_p[:, 0]) >= noise.min_sureness
     proven = (found.rival == predictions.classes[:, 0]) & is_sure
     rival_right = others[rows, place] / (others[rows, place] + on_given + 1e-12)
+    rival_right = np.minimum(rival_right, noise.proven_right)
     return Judged(
         rival=found.rival,
         log_odds=np.where(proven, PROVEN + found.log_odds, found.log_odds),
@@ -277,8 +279,11 @@ class Proof:
 
     min_sureness: float  # of the network, where the labels that it contradicts should change
     changed: float  # these labels
-    wrong: float  # the least share of wrong ones among these, as a share of all labels
-    gain: float  # what is gained at least if they change
+    wrong_low: float  # lower bound of those that are wrong, with 95 %
+    right: (
+        float  # share of the changes that are right, if every error of the network contradicts a right label
+    )
+    gain: float  # what is gained then
     low: float  # its lower bound, with 95 %
 
 
@@ -297,16 +302,18 @@ def prove(clean: Classes, watched: Classes) -> Proof | None:
         for values in (
             (num - agree) / total,
             errs * num / total,
-            4 * errs * (1 - errs) / (seen + 1) * (num / total) ** 2,
+            errs * (1 - errs) / (seen + 1) * (num / total) ** 2,
         )
     )
-    gain = changed - 2 * errors
-    low = gain - Z95 * np.sqrt(changed * (1 - changed) / total + variance)
+    gain, chance = changed - 2 * errors, changed * (1 - changed) / total
+    low = gain - Z95 * np.sqrt(chance + 4 * variance)
+    wrong_low = changed - errors - Z95 * np.sqrt(chance + variance)
     best = int(low.argmax())
     if low[best] <= 0:
         return None
     least = NEVER if best == 0 else SURENESS[best - 1]
-    found = (least, changed[best], changed[best] - errors[best], gain[best], low[best])
+    of_changes = 1 - errors[best] / changed[best]
+    found = (least, changed[best], wrong_low[best], of_changes, gain[best], low[best])
     return Proof(*map(float, found))
 
 
@@ -354,7 +361,10 @@ def net_gain(found: Flags, restored: Flags, changed: float, num_rows: int, noise
     )
 
 
-def proven_gain(proof: Proof, gain: Gain) -> Gain:
-    """The least gain that a clean set proves, if as many labels change as it was proven for."""
-    share = min(1.0, gain.changed / proof.changed)
-    return replace(gain, gain=proof.gain * share, low=proof.low * share, high=gain.changed)
+def proven_gain(proof: Proof, gain: Gain, proven: float) -> Gain:
+    """The gain that a clean set proves, if this share of all other labels changes by it.
+
+    Changes beyond the share that it was proven for count as errors.
+    """
+    share, more = min(1.0, proven / proof.changed), max(0.0, proven - proof.changed)
+    return replace(gain, gain=proof.gain * share - more, low=proof.low * share - more, high=gain.changed)

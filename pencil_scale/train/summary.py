@@ -46,7 +46,7 @@ TABLE = {
     "watched": "samples watched",
     "corrected": "labels changed",
     "wrong_labels": "labels wrong at random, estimated",
-    "proven_wrong": "labels wrong by the clean set, at least",
+    "proven_wrong": "labels proven wrong, at least",
     "gain": "gain in right labels, estimated",
     "gain_true": "gain in right labels, true",
     "watch_agreement": "agreement on watched samples",
@@ -57,6 +57,7 @@ TABLE = {
     "labels": "labels",
 }
 Figures = list[dict[str, Any]]  # of every epoch of a training
+BY_SURENESS = (CLEAN_BY_SURENESS, WATCHED_BY_SURENESS)
 SIGNED = ("gain", "gain_true")
 
 
@@ -130,7 +131,7 @@ def publish(
     start = Manifest.load(record.labels) if is_night and config.evidence.watched != 0 else None
     only_learns = is_night and config.stages.pencil.epochs == 0
     moved = [fold.labels for fold in folds]
-    proof = _proof(saved.figures[: kept.epoch]) if start is None else None
+    proof = proof_of(saved.figures[: kept.epoch]) if start is None else None
     found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, not only_learns, proof)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
@@ -168,7 +169,7 @@ def publish(
         **compare_with_outcome(config, record.estimate, saved, fold_figures),
     }
     if config.evidence.clean is not None and start is None:
-        facts["proven_wrong"] = round(proof.wrong * report.num_rows) if proof else 0
+        facts["proven_wrong"] = round(proof.wrong_low * report.num_rows) if proof else 0
     lease.put(storage.run(record.name, "epochs.json"), json.dumps(saved.figures, indent=1).encode())
     write_facts(storage.url, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
@@ -180,16 +181,15 @@ def publish(
     return Summary(facts)
 
 
-def _proof(figures: Figures) -> Proof | None:
+def proof_of(figures: Figures) -> Proof | None:
     """What the clean set of `evidence.clean` proves, if anything.
 
-    If the last stage mixes images, samples that are trained on have predictions of the end of the pencil
-    stage, and watched ones of the published epoch: the higher of both bars serves for all.
+    If the last stage mixes images, samples that are trained on have predictions of the end of the stage
+    before, and watched ones of the published epoch: the higher of both bars serves for all.
     """
-    moving = [epoch for epoch in figures if epoch["stage"] == "pencil"]
-    used = [epoch for epoch in (*moving[-1:], *figures[-1:]) if CLEAN_BY_SURENESS in epoch]
-    counts = [(epoch[CLEAN_BY_SURENESS], epoch[WATCHED_BY_SURENESS]) for epoch in used]
-    proofs = [prove(*map(np.array, both)) for both in counts]
+    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
+    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
+    proofs = [prove(*(np.array(epoch[name]) for name in BY_SURENESS)) for epoch in used]
     found = [proof for proof in proofs if proof is not None]
     return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
 

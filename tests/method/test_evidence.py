@@ -282,7 +282,8 @@ def test_a_clean_set_proves_errors_that_follow_the_image() -> None:
     assert given < 0.9
     assert with_it > without + 0.03
     assert 0 < proof.low < proof.gain <= with_it - given + 0.01
-    assert 0 < proof.wrong < 1 - given
+    assert 0 < proof.wrong_low < 1 - given
+    assert 0.5 < proof.right < 1
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
@@ -309,18 +310,23 @@ def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:
 
 
 def test_a_proven_gain_shrinks_with_the_share_of_labels_that_change() -> None:
-    proof = Proof(min_sureness=2.0, changed=0.2, wrong=0.15, gain=0.1, low=0.08)
-    none, half = (net_gain(np.ones(9, bool), np.ones(9, bool), share, 999, _MODEL) for share in (0.0, 0.1))
-    assert proven_gain(proof, none).gain == proven_gain(proof, none).high == 0
-    assert (proven_gain(proof, half).gain, proven_gain(proof, half).low) == (0.05, 0.04)
+    proof = Proof(min_sureness=2.0, changed=0.2, wrong_low=0.14, right=0.75, gain=0.1, low=0.08)
+    shares = (0.0, 0.1, 0.3)
+    found = [net_gain(np.ones(9, bool), np.ones(9, bool), share, 999, _MODEL) for share in shares]
+    none, half, more = (proven_gain(proof, *both) for both in zip(found, shares, strict=True))
+    assert none.gain == none.high == 0
+    assert (half.gain, half.low) == (0.05, 0.04)
+    assert (more.gain, more.low) == pytest.approx((0.0, -0.02))  # what was not proven counts as errors
 
 
 def test_a_proven_change_comes_before_all_others_and_has_likely_classes() -> None:
     watched = ambiguous(2500)
-    model = replace(fit_noise(watched.predictions, watched.given), min_sureness=1.0)
+    fitted = fit_noise(watched.predictions, watched.given)
+    model = replace(fitted, min_sureness=1.0, proven_right=0.8)
     judged = judge(watched.predictions, watched.given, model)
     is_sure = sureness(watched.predictions.log_p[:, 0]) >= 1
     proven = (watched.predictions.classes[:, 0] != watched.given) & is_sure
     assert judged.log_odds[proven].min() > judged.log_odds[~proven].max()
     assert (judged.rival_right[proven] > judged.given_right[proven]).all()
+    assert judged.rival_right[proven].max() == 0.8
     assert (judged.rival == watched.predictions.classes[:, 0])[proven].all()
