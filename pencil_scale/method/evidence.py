@@ -24,8 +24,9 @@ contradicts can only be proposed to a person.
 
 A clean set can tell, whatever pattern the errors follow. It shows how often the network is wrong when it is
 so sure of its best class. If it contradicts the given labels clearly more often than that, the rest of what
-it contradicts is wrong (`prove`). The clean samples need not be equally hard, but of equally sure predictions
-equally many must be right.
+it contradicts is wrong (`prove`). Of equally sure predictions equally many must be right, which holds if the
+clean samples come from the same source. A network that is clearly surer of clean samples than of others, or
+less sure, shows that they do not (`shift`), and nothing is proven.
 """
 
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
 DOUBT_OF_WEAK = 1.3
 Z95 = NormalDist().inv_cdf(0.95)
 SURENESS = np.arange(-1.5, 10.5, 0.5)  # log-odds; predictions between two of them are counted together
+MOST_SHIFT = 0.1  # between the shares of clean and of watched samples of which a network is so sure
 PROVEN = 1000.0  # added to the log-odds of what a clean set proves
 
 
@@ -295,6 +297,8 @@ def prove(clean: Classes, watched: Classes) -> Proof | None:
     """
     (right, seen), (agree, num) = clean, watched
     total = max(int(num.sum()), 1)
+    if shift(clean, watched) > 0:
+        return None
     errs = 1 - (right + 0.5) / (seen + 1)
     # Of the predictions that are so sure, or surer:
     changed, errors, variance = (
@@ -315,6 +319,19 @@ def prove(clean: Classes, watched: Classes) -> Proof | None:
     of_changes = 1 - errors[best] / changed[best]
     found = (least, changed[best], wrong_low[best], of_changes, gain[best], low[best])
     return Proof(*map(float, found))
+
+
+def shift(clean: Classes, watched: Classes) -> float:
+    """How much the shares of samples of which the network is so sure differ, beyond chance and what is usual.
+
+    The largest difference of the cumulative shares (Kolmogorov and Smirnov), less what chance exceeds in one
+    of a hundred cases, and less `MOST_SHIFT`.
+    """
+    seen, num = clean[1], watched[1]
+    if not seen.sum() or not num.sum():
+        return 0.0
+    largest = np.abs(seen.cumsum() / seen.sum() - num.cumsum() / num.sum()).max()
+    return float(largest - 1.63 * np.sqrt(1 / seen.sum() + 1 / num.sum()) - MOST_SHIFT)
 
 
 @dataclass(frozen=True)

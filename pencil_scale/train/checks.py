@@ -99,12 +99,7 @@ def _require_shards(patterns: Iterable[str], indexed: list[str], is_subset: bool
     A shard that was removed from the list keeps its rows as long as it exists, and indexing again would not
     change that; so this is only a note, and none is needed where a subset says what is trained on.
     """
-    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
-    urls = (url for lines in files for line in lines for url in expand_braces(line))
-    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
-    globs = [path for path in wanted if any(sign in path for sign in "*?[")]
-    others = [url for url in indexed if _bare(url) not in wanted]
-    others = [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
+    others = _unnamed(patterns, indexed)
     if not others:
         return
     such_as = f"such as {without_passwords(others[0])}"
@@ -120,6 +115,28 @@ def _require_shards(patterns: Iterable[str], indexed: list[str], is_subset: bool
         "or index into another run.storage",
         flush=True,
     )
+
+
+def require_same_shards(name: str, patterns: Iterable[str], catalogue: Catalogue) -> None:
+    """Refuse a clean set of which other shards were indexed: they would all be counted."""
+    indexed = [entry.url for entry in catalogue.shards if entry.state == "indexed"]
+    if others := _unnamed(patterns, indexed):
+        such_as, folder = without_passwords(others[0]), without_passwords(catalogue.folder)
+        raise PencilError(
+            f"data.{name}: {len(others):,} of {many(len(indexed), 'shard')} in its catalogue are not named "
+            f"here, such as {such_as}; they would be counted too: undo the change, or, to replace the set, "
+            f"remove {folder} and run `{program('pipelines.index_shards')}` again"
+        )
+
+
+def _unnamed(patterns: Iterable[str], indexed: list[str]) -> list[str]:
+    """The shards of a catalogue that no pattern names."""
+    files = (lines_of(pattern[1:]) if pattern.startswith("@") else [pattern] for pattern in patterns)
+    urls = (url for lines in files for line in lines for url in expand_braces(line))
+    wanted = {_bare(filesystem_of(url)[1]) for url in urls}
+    globs = [path for path in wanted if any(sign in path for sign in "*?[")]
+    others = [url for url in indexed if _bare(url) not in wanted]
+    return [url for url in others if not any(fnmatchcase(_bare(url), glob) for glob in globs)]
 
 
 def _bare(url: str) -> str:

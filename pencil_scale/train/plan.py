@@ -48,7 +48,7 @@ from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
-from pencil_scale.train.checks import Problems
+from pencil_scale.train.checks import Problems, require_same_shards
 from pencil_scale.train.preparation import Preparation, build_network, has_average, open_features
 
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -204,6 +204,10 @@ def _evidence_lines(evidence: Evidence, roles: Roles) -> Iterator[str]:
         f"evidence: {len(roles.watched):,} samples are watched and not trained on, "
         f"{len(roles.planted):,} labels are wrong on purpose while the run trains{missing}"
     )
+    if evidence.clean is not None and len(roles.watched):
+        yield f"evidence: data.{evidence.clean} shows which of the contradicted labels are wrong"
+    elif evidence.clean is not None:
+        yield "evidence: evidence.clean is not used, because it is compared with watched samples"
 
 
 def _headline(config: Config, facts: Facts, catalogue: Catalogue, num_parameters: int) -> str:
@@ -255,6 +259,8 @@ def _check_clean(
         )
     for name in (name for name in given if (name in record.clean if record else given[name])):
         catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
+        if record is None:
+            require_same_shards(name, getattr(config.data, name), catalogue)
         if differs := difference(catalogue.class_names, class_names):
             raise PencilError(
                 f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "

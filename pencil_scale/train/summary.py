@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import ray.train
 import torch
 
@@ -20,7 +21,7 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.method.backbones import find_head
-from pencil_scale.method.evidence import Proof, prove
+from pencil_scale.method.evidence import Proof, prove, shift
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -34,6 +35,7 @@ from pencil_scale.train.watch import CLEAN_BY_SURENESS, WATCHED_BY_SURENESS
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 EVIDENCE = "evidence"  # the warning about what could not be measured
+CLEAN = "evidence.clean"  # the warning that a clean set proves nothing
 TABLE = {
     "given_label_accuracy": "labels right as given",
     "corrected_label_accuracy": "labels right as repaired",
@@ -58,6 +60,7 @@ TABLE = {
 }
 Figures = list[dict[str, Any]]  # of every epoch of a training
 BY_SURENESS = (CLEAN_BY_SURENESS, WATCHED_BY_SURENESS)
+Counts = npt.NDArray[np.int64]
 SIGNED = ("gain", "gain_true")
 
 
@@ -94,7 +97,7 @@ class Summary:
         Where the truth is known and the labels got worse, the very last line says so.
         """
         warnings = self.facts["warnings"]
-        lines = [f"WARNING: {warnings[kind]}" for kind in (GATE, EVIDENCE) if kind in warnings]
+        lines = [f"WARNING: {warnings[kind]}" for kind in (GATE, EVIDENCE, CLEAN) if kind in warnings]
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
@@ -146,6 +149,9 @@ def publish(
     if missing := "" if config.evidence.watched == 0 or only_learns else unmeasured(found):
         warnings = {**warnings, EVIDENCE: missing}
         tracker.set_tag(f"warning.{EVIDENCE}", missing)
+    if config.evidence.clean is not None and proof is None and start is None:
+        warnings = {**warnings, CLEAN: no_proof(figures)}
+        tracker.set_tag(f"warning.{CLEAN}", warnings[CLEAN])
     held = hold and bool(doubts)
     labels = storage.held(record.name) if held else storage.published(record.name)
     _save(kept, storage.model(record.name), labels, lease)
@@ -168,8 +174,8 @@ def publish(
         "catalogue_version": record.catalogue_version,
         **compare_with_outcome(config, record.estimate, saved, fold_figures),
     }
-    if config.evidence.clean is not None and start is None:
-        facts["proven_wrong"] = round(proof.wrong_low * report.num_rows) if proof else 0
+    if proof is not None:
+        facts["proven_wrong"] = round(proof.wrong_low * report.num_rows)
     lease.put(storage.run(record.name, "epochs.json"), json.dumps(saved.figures, indent=1).encode())
     write_facts(storage.url, record.name, facts, lease)
     tracker.log_json("summary", {key: without_passwords(value) for key, value in facts.items()})
@@ -187,11 +193,35 @@ def proof_of(figures: Figures) -> Proof | None:
     If the last stage mixes images, samples that are trained on have predictions of the end of the stage
     before, and watched ones of the published epoch: the higher of both bars serves for all.
     """
-    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
-    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
-    proofs = [prove(*(np.array(epoch[name]) for name in BY_SURENESS)) for epoch in used]
+    proofs = [prove(*counts) for counts in _compared(figures)]
     found = [proof for proof in proofs if proof is not None]
     return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
+
+
+def no_proof(figures: Figures) -> str:
+    """Say why the clean set of `evidence.clean` proves nothing."""
+    if not (compared := _compared(figures)):
+        return "the clean set proves nothing, because no samples are watched, with which it would be compared"
+    (right, seen), (agree, num) = compared[-1]
+    shares = f"right for {right.sum() / max(seen.sum(), 1):.2f} of the clean samples"
+    shares += f", and agrees with {agree.sum() / max(num.sum(), 1):.2f} of the watched labels"
+    if any(shift(*counts) > 0 for counts in compared):
+        return (
+            "the clean set proves nothing, because it seems to come from another source: the network is far "
+            f"more, or less, often sure of clean samples than of watched ones (it is {shares}); take clean "
+            "samples at random from the same source"
+        )
+    return (
+        "the clean set proves nothing: where the network contradicts labels, it may be wrong itself just as "
+        f"often (it is {shares}); a stronger network or more clean samples may prove something"
+    )
+
+
+def _compared(figures: Figures) -> list[tuple[Counts, Counts]]:
+    """The counts by sureness, of clean and of watched samples, of the networks whose predictions decide."""
+    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
+    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
+    return [(np.array(epoch[BY_SURENESS[0]]), np.array(epoch[BY_SURENESS[1]])) for epoch in used]
 
 
 def _complete(config: Config, record: RunRecord, weights: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pencil_scale.method.evidence import (
     net_gain,
     prove,
     proven_gain,
+    shift,
     suppose,
     sureness,
     unexplained,
@@ -300,6 +301,16 @@ def test_a_clean_set_even_an_easier_one_lets_no_weak_network_make_labels_worse(
         model = replace(model, min_sureness=proof.min_sureness)
     before, after = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
     assert after >= before - 0.002
+
+
+def test_a_clean_set_of_samples_that_the_network_finds_easy_proves_nothing() -> None:
+    watched, clean = ambiguous(2500), ambiguous(6000, seed=3)
+    easiest = np.argsort(-clean.predictions.log_p[:, 0])[:3000]
+    chosen = Crowd(clean.true[easiest], clean.given[easiest], clean.predictions.take(easiest))
+    assert proof_of(clean, watched) is not None
+    assert proof_of(chosen, watched) is None
+    seen = [by_sureness(some.predictions, some.given) for some in (clean, chosen, watched)]
+    assert shift(seen[0], seen[2]) < 0 < shift(seen[1], seen[2])
 
 
 def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:

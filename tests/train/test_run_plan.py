@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from catalogue_making import CLASSES, Bench, samples
@@ -134,6 +135,21 @@ def test_a_clean_set_of_another_class_list_is_refused(checks: CheckBench) -> Non
         PencilError, match=r"data.test: the class list of its catalogue, version 1, has the same"
     ):
         make_plan(config, record=replace(STARTED, catalogue_version=2))
+
+
+def test_a_clean_set_of_other_shards_than_were_indexed_is_refused_until_its_catalogue_is_made_again(
+    checks: CheckBench,
+) -> None:
+    checks.indexed()
+    checks.shard("other.tar", samples(range(60, 64)))
+    other = f"{checks.folder}/other.tar"
+    changed = load_config(checks.folder / "config.yaml", ["images.crop=4", f"data.test={other}"])
+    for config in (changed, checks.indexed(test=other)):
+        with pytest.raises(PencilError, match=r"data.test: 1 of [12] shards? in its catalogue are not named"):
+            make_plan(config)
+    files, root = fsspec.core.url_to_fs(checks.storage)
+    files.rm(f"{root}/catalogue/test", recursive=True)
+    assert make_plan(checks.indexed(test=other)).clean["test"].version == 1
 
 
 def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: CheckBench) -> None:

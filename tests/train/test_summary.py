@@ -6,7 +6,7 @@ import pytest
 
 from pencil_scale.labels.run_record import ways_on
 from pencil_scale.method.evidence import SURENESS
-from pencil_scale.train.summary import Summary, proof_of
+from pencil_scale.train.summary import Summary, no_proof, proof_of
 
 TRUTH = {"given_label_accuracy": 0.7, "corrected_label_accuracy": 0.69, "label_accuracy_n": 1000}
 WORSE = "WORSE: of 1,000 labels whose true class is known, 700 were right as given and 690 are right now"
@@ -83,3 +83,14 @@ def test_without_watched_samples_the_clean_set_proves_nothing() -> None:
     del some["watched_by_sureness"]
     assert proof_of([some]) is None
     assert proof_of([]) is None
+    assert "no samples are watched" in no_proof([some])
+
+
+def test_why_a_clean_set_proves_nothing_is_said() -> None:
+    weak, easy = epoch("finetune", sure=99), epoch("finetune", sure=9)
+    assert "where the network contradicts labels, it may be wrong itself" in no_proof([weak])
+    assert "right for 0.20 of the clean samples, and agrees with 0.50 of the watched" in no_proof([weak])
+    easy["clean_by_sureness"] = [[0] * 20 + [1000] + [0] * (len(SURENESS) - 20)] * 2
+    assert proof_of([easy]) is None
+    assert "seems to come from another source" in no_proof([easy])
+    assert summary("finished", warnings={"evidence.clean": "no"}).last_lines() == ["WARNING: no"]
