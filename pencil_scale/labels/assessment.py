@@ -53,7 +53,6 @@ from pencil_scale.method.evidence import (
     Judged,
     NoiseModel,
     Predictions,
-    Proof,
     contradicted,
     fit_noise,
     judge,
@@ -63,6 +62,7 @@ from pencil_scale.method.evidence import (
     suppose,
     unexplained,
 )
+from pencil_scale.method.proof import Proof
 from pencil_scale.storage.hashing import hashes
 
 Mask = npt.NDArray[np.bool_]

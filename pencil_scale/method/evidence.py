@@ -5,7 +5,6 @@
     noise = limit_changes(noise, judged.log_odds, noise.wrong_low)     # no more than are surely wrong
     gain = net_gain(found, restored, changed_share, num_rows, noise)
     suppose(watched_predictions, given, share)              # the model if this share of the labels were wrong
-    proof = prove(clean, watched)                           # what a clean set says about contradicted labels
 
 The model has three numbers. A label is replaced by a random class with probability `replaced`; the true class
 has the probability that the network gives it, after a calibration by temperature and power. An unsure network
@@ -20,23 +19,18 @@ within wide bounds only (`doubt`).
 Noise per class or per pair of classes fits better, and in trials it did harm wherever the network was weak.
 Errors that follow such a pattern are therefore not found by this rule. `contradicted` and `unexplained` show
 that there may be some. An overfitted network is as sure of its mistakes on clean labels, so what it
-contradicts can only be proposed to a person.
-
-A clean set can tell, whatever pattern the errors follow. It shows how often the network is wrong when it is
-so sure of its best class. If it contradicts the given labels clearly more often than that, the rest of what
-it contradicts is wrong (`prove`). Of equally sure predictions equally many must be right, which holds if the
-clean samples come from the same source. A network that is clearly surer of clean samples than of others, or
-less sure, shows that they do not (`shift`), and nothing is proven.
+contradicts can only be proposed to a person, unless a clean set proves more (`proof.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import NormalDist
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+
+from pencil_scale.method.proof import Z95, Proof, sureness
 
 Floats = npt.NDArray[np.float64]
 Classes = npt.NDArray[np.int64]
@@ -61,9 +55,6 @@ DOUBT_OF_TWO, DOUBT_PER_CLASS = 1.7, 0.5
 # those right in 80 %. Weight and power were chosen on 74 such models with clean or randomly wrong labels:
 # none of their repairs does harm then, and of the 49 with wrong labels 25 are published.
 DOUBT_OF_WEAK = 1.3
-Z95 = NormalDist().inv_cdf(0.95)
-SURENESS = np.arange(-1.5, 10.5, 0.5)  # log-odds; predictions between two of them are counted together
-MOST_SHIFT = 0.1  # between the shares of clean and of watched samples of which a network is so sure
 PROVEN = 1000.0  # added to the log-odds of what a clean set proves
 
 
@@ -139,7 +130,7 @@ class NoiseModel:
     watched_below: float = 0.0  # images that hash below this were not trained on
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
     crossed_until: int = 0  # up to this epoch, each row was predicted by a network never trained on it
-    min_sureness: float | None = None  # a label changes if the best class is another, with these log-odds
+    min_sureness: float | None = None  # a network as sure as this of another class changes the label
     proven_right: float = 1.0  # share of these changes that are right
 
 
@@ -257,81 +248,6 @@ def unexplained(noise: NoiseModel, num: int, of: int) -> float:
     if share - noise.wrong_high <= MOST_SURE_ERRORS + 2 * np.sqrt(share * (1 - share) / max(of, 1)):
         return 0.0
     return 1 - noise.wrong_high / share
-
-
-def sureness(log_p: Floats) -> Floats:
-    """The log-odds of classes against all others."""
-    return log_p - np.log(np.maximum(-np.expm1(log_p), 1e-12))
-
-
-def count_by_sureness(predicted: Floats, classes: Classes) -> Classes:
-    """Count, by how sure the network is, the samples whose best class is this one, and all.   [2, M]
-
-    `predicted` has the most likely classes of each sample, and then their log-probabilities.   [N, 2 K]
-    """
-    best = predicted[:, predicted.shape[1] // 2].astype(np.float64)
-    group = np.searchsorted(SURENESS, sureness(best), side="right")
-    right = predicted[:, 0] == classes
-    return np.stack([np.bincount(some, minlength=len(SURENESS) + 1) for some in (group[right], group)])
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a clean set shows about the labels that a network contradicts; shares of all labels."""
-
-    min_sureness: float  # of the network, where the labels that it contradicts should change
-    changed: float  # these labels
-    wrong_low: float  # lower bound of those that are wrong, with 95 %
-    right: (
-        float  # share of the changes that are right, if every error of the network contradicts a right label
-    )
-    gain: float  # what is gained then
-    low: float  # its lower bound, with 95 %
-
-
-def prove(clean: Classes, watched: Classes) -> Proof | None:
-    """Find the contradicted labels whose change is a gain, if any, from two counts by sureness.
-
-    `clean` counts correct predictions, and `watched` those that agree with the given label. At worst, every
-    error of the network contradicts a label that is right: then it costs one, and is not a wrong label found.
-    """
-    (right, seen), (agree, num) = clean, watched
-    total = max(int(num.sum()), 1)
-    if shift(clean, watched) > 0:
-        return None
-    errs = 1 - (right + 0.5) / (seen + 1)
-    # Of the predictions that are so sure, or surer:
-    changed, errors, variance = (
-        values[::-1].cumsum()[::-1]
-        for values in (
-            (num - agree) / total,
-            errs * num / total,
-            errs * (1 - errs) / (seen + 1) * (num / total) ** 2,
-        )
-    )
-    gain, chance = changed - 2 * errors, changed * (1 - changed) / total
-    low = gain - Z95 * np.sqrt(chance + 4 * variance)
-    wrong_low = changed - errors - Z95 * np.sqrt(chance + variance)
-    best = int(low.argmax())
-    if low[best] <= 0:
-        return None
-    least = NEVER if best == 0 else SURENESS[best - 1]
-    of_changes = 1 - errors[best] / changed[best]
-    found = (least, changed[best], wrong_low[best], of_changes, gain[best], low[best])
-    return Proof(*map(float, found))
-
-
-def shift(clean: Classes, watched: Classes) -> float:
-    """How much the shares of samples of which the network is so sure differ, beyond chance and what is usual.
-
-    The largest difference of the cumulative shares (Kolmogorov and Smirnov), less what chance exceeds in one
-    of a hundred cases, and less `MOST_SHIFT`.
-    """
-    seen, num = clean[1], watched[1]
-    if not seen.sum() or not num.sum():
-        return 0.0
-    largest = np.abs(seen.cumsum() / seen.sum() - num.cumsum() / num.sum()).max()
-    return float(largest - 1.63 * np.sqrt(1 / seen.sum() + 1 / num.sum()) - MOST_SHIFT)
 
 
 @dataclass(frozen=True)

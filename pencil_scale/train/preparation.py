@@ -48,7 +48,7 @@ from pencil_scale.images.augment import augment, centre, strengthen
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone, find_head
-from pencil_scale.method.evidence import SURENESS, count_by_sureness
+from pencil_scale.method.proof import SURENESS, count_by_sureness
 from pencil_scale.method.schedule import Stage
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.storage.storage import Storage

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import ray.train
 import torch
 
@@ -21,7 +19,6 @@ from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.report import study_labels, worse
 from pencil_scale.labels.run_record import RunRecord, ways_on
 from pencil_scale.method.backbones import find_head
-from pencil_scale.method.evidence import Proof, prove, shift
 from pencil_scale.storage.errors import DamagedError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.storage.storage import Storage
@@ -31,7 +28,7 @@ from pencil_scale.train.checkpoints import Kept, Saved, fetch_checkpoint
 from pencil_scale.train.folds import Fold
 from pencil_scale.train.gate import judge, unmeasured, unready
 from pencil_scale.train.plan import RunPlan, price_of
-from pencil_scale.train.watch import CLEAN_BY_SURENESS, WATCHED_BY_SURENESS
+from pencil_scale.train.watch import no_proof, proof_of
 
 GATE = "gate"  # the warning about labels that would be held, if gate.hold=false
 EVIDENCE = "evidence"  # the warning about what could not be measured
@@ -59,8 +56,6 @@ TABLE = {
     "labels": "labels",
 }
 Figures = list[dict[str, Any]]  # of every epoch of a training
-BY_SURENESS = (CLEAN_BY_SURENESS, WATCHED_BY_SURENESS)
-Counts = npt.NDArray[np.int64]
 SIGNED = ("gain", "gain_true")
 
 
@@ -135,7 +130,7 @@ def publish(
     only_learns = is_night and config.stages.pencil.epochs == 0
     moved = [fold.labels for fold in folds]
     proof = proof_of(saved.figures[: kept.epoch]) if start is None else None
-    found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, not only_learns, proof)
+    found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, moves=not only_learns, proof=proof)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
     max_loss = config.stages.pencil.max_class_loss
@@ -185,43 +180,6 @@ def publish(
         tracker.set_tag("labels.held_because", "; ".join(doubts))
     tracker.log_model(config.model.backbone, kept.weights, plan.class_names, config.images.crop, alias)
     return Summary(facts)
-
-
-def proof_of(figures: Figures) -> Proof | None:
-    """What the clean set of `evidence.clean` proves, if anything.
-
-    If the last stage mixes images, samples that are trained on have predictions of the end of the stage
-    before, and watched ones of the published epoch: the higher of both bars serves for all.
-    """
-    proofs = [prove(*counts) for counts in _compared(figures)]
-    found = [proof for proof in proofs if proof is not None]
-    return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
-
-
-def no_proof(figures: Figures) -> str:
-    """Say why the clean set of `evidence.clean` proves nothing."""
-    if not (compared := _compared(figures)):
-        return "the clean set proves nothing, because no samples are watched, with which it would be compared"
-    (right, seen), (agree, num) = compared[-1]
-    shares = f"right for {right.sum() / max(seen.sum(), 1):.2f} of the clean samples"
-    shares += f", and agrees with {agree.sum() / max(num.sum(), 1):.2f} of the watched labels"
-    if any(shift(*counts) > 0 for counts in compared):
-        return (
-            "the clean set proves nothing, because it seems to come from another source: the network is far "
-            f"more, or less, often sure of clean samples than of watched ones (it is {shares}); take clean "
-            "samples at random from the same source"
-        )
-    return (
-        "the clean set proves nothing: where the network contradicts labels, it may be wrong itself just as "
-        f"often (it is {shares}); a stronger network or more clean samples may prove something"
-    )
-
-
-def _compared(figures: Figures) -> list[tuple[Counts, Counts]]:
-    """The counts by sureness, of clean and of watched samples, of the networks whose predictions decide."""
-    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
-    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
-    return [(np.array(epoch[BY_SURENESS[0]]), np.array(epoch[BY_SURENESS[1]])) for epoch in used]
 
 
 def _complete(config: Config, record: RunRecord, weights: dict[str, Any]) -> dict[str, Any]:

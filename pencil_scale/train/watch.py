@@ -4,6 +4,7 @@
     figures |= watch.look(model, "pencil", epoch)           # after every epoch
     watch.keep(epochs_done, model, labels)                  # if this is the best epoch of its kind so far
     watch.best                                              # the epoch to return to, or to publish
+    proof_of(figures)                                       # what a clean set proves, compared with them
 
 One half of the samples selects: it says when labels may start to move, and which epoch is the best. The other
 half judges whether the network got worse while labels moved. No label of these samples is ever learned, so
@@ -13,23 +14,26 @@ Epochs within a standard error of each other cannot be told apart; the latest of
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
-from pencil_scale.method.evidence import SURENESS, count_by_sureness
+from pencil_scale.method.proof import SURENESS, Proof, count_by_sureness, prove, shift
 from pencil_scale.train.checkpoints import Kept, Saved
 from pencil_scale.train.preparation import Preparation, predict
 from pencil_scale.train.ranks import Ranks
 
 FIRST = "backbone"  # the stage before labels move
 CLEAN_BY_SURENESS, WATCHED_BY_SURENESS = "clean_by_sureness", "watched_by_sureness"  # figures of an epoch
+BY_SURENESS = (CLEAN_BY_SURENESS, WATCHED_BY_SURENESS)
+Counts = npt.NDArray[np.int64]
 
 
 class Watch:
@@ -60,8 +64,9 @@ class Watch:
         for some, predicted, given in predict(model, self._samples(), self._preparation):
             if epoch is not None:
                 self._owners.mark(some, predicted, epoch)
-            found.append((some.numpy(), predicted[:, 0].cpu().numpy() == given.numpy()))
-            by_sureness += count_by_sureness(predicted.cpu().numpy(), given.numpy())
+            top, classes = predicted.cpu().numpy(), given.numpy()
+            found.append((some.numpy(), top[:, 0] == classes))
+            by_sureness += count_by_sureness(top, classes)
         self._owners.drain()
         rows, agrees = map(np.concatenate, zip(*chain(*self._ranks.gather(found)), strict=True))
         judging = judges(rows)
@@ -108,3 +113,40 @@ def is_best(agreements: Sequence[float], num: int) -> bool:
     """Whether the last epoch is within a standard error of the best."""
     highest = max(agreements)
     return agreements[-1] >= highest - math.sqrt(highest * (1 - highest) / max(num, 1))
+
+
+def proof_of(figures: Sequence[Mapping[str, Any]]) -> Proof | None:
+    """What the clean set of `evidence.clean` proves, if anything.
+
+    If the last stage mixes images, samples that are trained on have predictions of the end of the stage
+    before, and watched ones of the published epoch: the higher of both bars serves for all.
+    """
+    proofs = [prove(*counts) for counts in _compared(figures)]
+    found = [proof for proof in proofs if proof is not None]
+    return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
+
+
+def no_proof(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Say why the clean set of `evidence.clean` proves nothing."""
+    if not (compared := _compared(figures)):
+        return "the clean set proves nothing, because no samples are watched, with which it would be compared"
+    (right, seen), (agree, num) = compared[-1]
+    shares = f"right for {right.sum() / max(seen.sum(), 1):.2f} of the clean samples"
+    shares += f", and agrees with {agree.sum() / max(num.sum(), 1):.2f} of the watched labels"
+    if any(shift(*counts) > 0 for counts in compared):
+        return (
+            "the clean set proves nothing, because it seems to come from another source: the network is far "
+            f"more, or less, often sure of clean samples than of watched ones (it is {shares}); take clean "
+            "samples at random from the same source"
+        )
+    return (
+        "the clean set proves nothing: where the network contradicts labels, it may be wrong itself just as "
+        f"often (it is {shares}); a stronger network or more clean samples may prove something"
+    )
+
+
+def _compared(figures: Sequence[Mapping[str, Any]]) -> list[tuple[Counts, Counts]]:
+    """The counts by sureness, of clean and of watched samples, of the networks whose predictions decide."""
+    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
+    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
+    return [(np.array(epoch[BY_SURENESS[0]]), np.array(epoch[BY_SURENESS[1]])) for epoch in used]

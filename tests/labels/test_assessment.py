@@ -17,7 +17,7 @@ from pencil_scale.labels.published import PublishedLabels
 from pencil_scale.labels.roles import Roles, choose_roles
 from pencil_scale.labels.start_labels import set_roles, start_labels
 from pencil_scale.labels.table import LabelTable
-from pencil_scale.method.evidence import Proof
+from pencil_scale.method.proof import Proof
 
 NUM, CLASSES = 3000, 3
 TRUE = np.arange(NUM) % CLASSES

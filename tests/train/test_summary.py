@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from pencil_scale.labels.run_record import ways_on
-from pencil_scale.method.evidence import SURENESS
-from pencil_scale.train.summary import Summary, no_proof, proof_of
+from pencil_scale.train.summary import Summary
 
 TRUTH = {"given_label_accuracy": 0.7, "corrected_label_accuracy": 0.69, "label_accuracy_n": 1000}
 WORSE = "WORSE: of 1,000 labels whose true class is known, 700 were right as given and 690 are right now"
@@ -58,39 +57,5 @@ def test_the_table_counts_the_samples_of_one_training_if_there_were_several() ->
     assert "training" not in summary("finished", watched=300).table()
 
 
-def epoch(stage: str, sure: int, bins: tuple[int, ...] = (9, 20)) -> dict[str, Any]:
-    """An epoch whose network is always right where it is `sure`, and contradicts half of the labels there."""
-    clean, watched = ([[0] * (len(SURENESS) + 1) for _ in range(2)] for _ in range(2))
-    for number in bins:
-        clean[0][number], clean[1][number] = (500, 500) if number >= sure else (100, 500)
-        watched[0][number], watched[1][number] = 250, 500
-    return {"stage": stage, "clean_by_sureness": clean, "watched_by_sureness": watched}
-
-
-def test_the_clean_set_proves_only_what_it_proves_of_both_networks_whose_predictions_count() -> None:
-    better, worse = epoch("finetune", sure=9), epoch("pencil", sure=20)
-    both, first, last = (proof_of(figures) for figures in ([worse, better], [better], [worse]))
-    assert both is not None
-    assert first is not None
-    assert both == last
-    assert first.min_sureness < both.min_sureness
-    assert proof_of([epoch("pencil", sure=99), better]) is None
-    assert proof_of([epoch("backbone", sure=99), better]) is None
-
-
-def test_without_watched_samples_the_clean_set_proves_nothing() -> None:
-    some = epoch("finetune", sure=9)
-    del some["watched_by_sureness"]
-    assert proof_of([some]) is None
-    assert proof_of([]) is None
-    assert "no samples are watched" in no_proof([some])
-
-
-def test_why_a_clean_set_proves_nothing_is_said() -> None:
-    weak, easy = epoch("finetune", sure=99), epoch("finetune", sure=9)
-    assert "where the network contradicts labels, it may be wrong itself" in no_proof([weak])
-    assert "right for 0.20 of the clean samples, and agrees with 0.50 of the watched" in no_proof([weak])
-    easy["clean_by_sureness"] = [[0] * 20 + [1000] + [0] * (len(SURENESS) - 20)] * 2
-    assert proof_of([easy]) is None
-    assert "seems to come from another source" in no_proof([easy])
+def test_a_clean_set_that_proves_nothing_is_a_warning_in_the_last_lines() -> None:
     assert summary("finished", warnings={"evidence.clean": "no"}).last_lines() == ["WARNING: no"]

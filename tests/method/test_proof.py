@@ -1,0 +1,111 @@
+"""What a clean set proves about contradicted labels, against labels whose truth is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from crowd_making import CLASSES, Crowd, crowd, repaired
+
+from pencil_scale.method.evidence import NoiseModel, Predictions, fit_noise, judge, net_gain, proven_gain
+from pencil_scale.method.proof import SURENESS, Proof, count_by_sureness, prove, shift, sureness
+
+_MODEL = NoiseModel(temperature=1.0, replaced=0.1, wrong=0.09, wrong_low=0.05, wrong_high=0.1)
+
+
+def ambiguous(num: int, seed: int = 1) -> Crowd:
+    """Samples that people mistake for a second class as often as each looks like it; so does a network."""
+    random = np.random.default_rng(seed)
+    true = random.integers(CLASSES, size=num)
+    second = (true + random.integers(1, CLASSES, num)) % CLASSES
+    likeness = random.beta(0.6, 2.0, num) / 2
+    given = np.where(random.random(num) < likeness, second, true)
+    logits = random.normal(size=(num, CLASSES))
+    logits[np.arange(num), true] += 8 + np.log(1 - likeness)
+    logits[np.arange(num), second] += 8 + np.log(likeness)
+    return Crowd(true, given, Predictions.from_logits(logits))
+
+
+def by_sureness(predictions: Predictions, classes: np.ndarray) -> np.ndarray:
+    return count_by_sureness(np.concatenate([predictions.classes, predictions.log_p], 1), classes)
+
+
+def proof_of(clean: Crowd, watched: Crowd) -> Proof | None:
+    return prove(by_sureness(clean.predictions, clean.true), by_sureness(watched.predictions, watched.given))
+
+
+def test_predictions_are_counted_by_how_sure_they_are() -> None:
+    log_p = np.log([0.1, 0.5, 0.5, 1.0])
+    predicted = np.stack([[1, 1, 0, 1], [0, 0, 1, 0], log_p, log_p - 1], 1)
+    right, seen = count_by_sureness(predicted, np.array([1, 1, 1, 1]))
+    even = np.searchsorted(SURENESS, 0.0, side="right")
+    assert (right[0], right[even], right[-1], right.sum()) == (1, 1, 1, 3)
+    assert (seen[0], seen[even], seen[-1], seen.sum()) == (1, 2, 1, 4)
+
+
+def test_a_clean_set_proves_errors_that_follow_the_image() -> None:
+    clean, watched, others = ambiguous(2000, seed=3), ambiguous(2500, seed=2), ambiguous(8000)
+    model, proof = fit_noise(watched.predictions, watched.given), proof_of(clean, watched)
+    assert proof is not None
+    given, without = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
+    with_it = (repaired(others, replace(model, min_sureness=proof.min_sureness)) == others.true).mean()
+    assert given < 0.9
+    assert with_it > without + 0.03
+    assert 0 < proof.low < proof.gain <= with_it - given + 0.01
+    assert 0 < proof.wrong_low < 1 - given
+    assert 0.5 < proof.right < 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("skill", [0.0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("seen_clean", [150, 3000])
+@pytest.mark.parametrize("easier", [0.0, 2.0])
+def test_a_clean_set_even_an_easier_one_lets_no_weak_network_make_labels_worse(
+    noise: float, skill: float, seen_clean: int, easier: float
+) -> None:
+    clean, watched = crowd(seen_clean, 0, skill + easier, seed=3), crowd(2500, noise, skill, seed=2)
+    others, proof = crowd(8000, noise, skill), proof_of(clean, watched)
+    model = fit_noise(watched.predictions, watched.given)
+    if proof is not None:
+        model = replace(model, min_sureness=proof.min_sureness)
+    before, after = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
+    assert after >= before - 0.002
+
+
+def test_a_clean_set_of_samples_that_the_network_finds_easy_proves_nothing() -> None:
+    watched, clean = ambiguous(2500), ambiguous(6000, seed=3)
+    easiest = np.argsort(-clean.predictions.log_p[:, 0])[:3000]
+    chosen = Crowd(clean.true[easiest], clean.given[easiest], clean.predictions.take(easiest))
+    assert proof_of(clean, watched) is not None
+    assert proof_of(chosen, watched) is None
+    seen = [by_sureness(some.predictions, some.given) for some in (clean, chosen, watched)]
+    assert shift(seen[0], seen[2]) < 0 < shift(seen[1], seen[2])
+
+
+def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:
+    watched = ambiguous(2500)
+    seen = by_sureness(watched.predictions, watched.given)
+    assert prove(np.zeros_like(seen), seen) is None
+    assert prove(by_sureness(watched.predictions, watched.true), np.zeros_like(seen)) is None
+
+
+def test_a_proven_gain_shrinks_with_the_share_of_labels_that_change() -> None:
+    proof = Proof(min_sureness=2.0, changed=0.2, wrong_low=0.14, right=0.75, gain=0.1, low=0.08)
+    shares = (0.0, 0.1, 0.3)
+    found = [net_gain(np.ones(9, bool), np.ones(9, bool), share, 999, _MODEL) for share in shares]
+    none, half, more = (proven_gain(proof, *both) for both in zip(found, shares, strict=True))
+    assert none.gain == none.high == 0
+    assert (half.gain, half.low) == (0.05, 0.04)
+    assert (more.gain, more.low) == pytest.approx((0.0, -0.02))  # what was not proven counts as errors
+
+
+def test_a_proven_change_comes_before_all_others_and_has_likely_classes() -> None:
+    watched = ambiguous(2500)
+    fitted = fit_noise(watched.predictions, watched.given)
+    model = replace(fitted, min_sureness=1.0, proven_right=0.8)
+    judged = judge(watched.predictions, watched.given, model)
+    is_sure = sureness(watched.predictions.log_p[:, 0]) >= 1
+    proven = (watched.predictions.classes[:, 0] != watched.given) & is_sure
+    assert judged.log_odds[proven].min() > judged.log_odds[~proven].max()
+    assert (judged.rival_right[proven] > judged.given_right[proven]).all()
+    assert judged.rival_right[proven].max() == 0.8
+    assert (judged.rival == watched.predictions.classes[:, 0])[proven].all()
