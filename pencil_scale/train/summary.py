@@ -92,12 +92,14 @@ class Summary:
         Where the truth is known and the labels got worse, the very last line says so.
         """
         warnings = self.facts["warnings"]
-        lines = [f"WARNING: {warnings[kind]}" for kind in (GATE, EVIDENCE, CLEAN) if kind in warnings]
+        shown = (CLEAN,) if self.held else (GATE, EVIDENCE, CLEAN)
+        lines = [f"WARNING: {warnings[kind]}" for kind in shown if kind in warnings]
         if self.held:
             name = self.facts["run"]
             held = [f"HELD: {reason}" for reason in self.facts["held_because"]]
             lines = [
                 *held,
+                *lines,
                 f"The labels of {name} are not published.",
                 *ways_on(name, self.facts.get("corrected")),
             ]
