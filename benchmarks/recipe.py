@@ -59,7 +59,17 @@ def main() -> None:
     started = time.monotonic()
     for epoch in range(trial.schedule.epochs):
         stage = trial.train(epoch, chance)
-        if (epoch + 1) % options.every and epoch + 1 < trial.schedule.epochs:
+        is_last = epoch + 1 == trial.schedule.epochs or trial.schedule.starts_at(epoch + 1)
+        if is_last and options.out:
+            folder = Path(options.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            found = {
+                "labels": trial.label_logits.softmax(1).half().cpu().numpy(),
+                "predictions": trial.predictions(stage, images).half().numpy(),
+                "tested": trial.predictions(stage, test_images).half().numpy(),
+            }
+            np.savez_compressed(folder / stage.name, given=given, true=true, used=used, **found)
+        if (epoch + 1) % options.every and not is_last:
             continue
         labels = trial.label_logits.argmax(1).cpu().numpy()[used]
         right, is_wrong = true[used], (given != true)[used]
@@ -76,12 +86,6 @@ def main() -> None:
             "seconds": round(time.monotonic() - started),
         }
         print(json.dumps(line), flush=True)
-    if options.out:
-        labels = trial.label_logits.softmax(1).half().cpu().numpy()
-        predictions = trial.predictions(stage, images).half().numpy()
-        np.savez_compressed(
-            options.out, labels=labels, predictions=predictions, given=given, true=true, used=used
-        )
 
 
 def parse() -> argparse.Namespace:
@@ -95,8 +99,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--given", help="given labels, as FILE.npz#NAME")
     parser.add_argument("--noise", default="", help="symmetric:RATE or asymmetric:RATE")
     parser.add_argument("--held", type=int, default=0, help="samples to leave out")
-    parser.add_argument("--out", help="store labels and predictions of all samples in this .npz file")
-    parser.add_argument("--start", help="start from the labels in this file, written by --out")
+    parser.add_argument("--out", help="store labels and predictions of all samples here, after each stage")
+    parser.add_argument("--start", help="start from the labels in this file of --out")
     parser.add_argument("--sharpen", type=float, default=1.0, help="multiply the logits of --start")
     parser.add_argument("--every", type=int, default=5, help="epochs between two lines")
     return parser.parse_intermixed_args()
@@ -132,7 +136,7 @@ def labels_of(
 
 
 def logits_of(file: str, factor: float) -> torch.Tensor:
-    """The label logits in a file written by --out, times a factor."""
+    """The label logits in a file of --out, times a factor."""
     labels = torch.from_numpy(np.load(file)["labels"]).float()
     return labels.clamp(min=1e-7).log() * factor
 

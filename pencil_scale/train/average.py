@@ -2,7 +2,7 @@
 
 average = Average(model)
 average.restart()                   # equal to the network
-average.follow(decay=0.998)         # after every step: 0.998 of itself, 0.002 of the network
+average.follow(decay=0.998)         # after every step: 0.998 of itself, 0.002 of the network; less at first
 average.network(images)             # in evaluation mode, without gradients
 """
 
@@ -19,20 +19,30 @@ class Average:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.network = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self.steps = torch.zeros((), device=next(model.parameters()).device)  # since it was equal
 
     @torch.no_grad()
     def restart(self) -> None:
         """Equal the network as it is now."""
         for mine, its in self._pairs():
             mine.copy_(its)
+        self.steps.zero_()
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
-        """Move towards the network as it is now, keeping `decay` of what was there."""
+        """Move towards the network as it is now, keeping `decay` of what was there.
+
+        At first less is kept, so that the average reaches back a ninth of its steps at most: weights that are
+        far apart, as those at the start of a stage are, have a mean that predicts worse than either.
+        """
         pairs = self._pairs()
         numbers = [pair for pair in pairs if pair[0].is_floating_point()]
         mine, its = ([pair[side] for pair in numbers] for side in (0, 1))
-        torch._foreach_lerp_(mine, its, 1 - decay)
+        self.steps += 1
+        pace = (9 / (self.steps + 9)).clamp(min=1 - decay)  # on the device: a recorded step reads it anew
+        moves = torch._foreach_sub(its, mine)
+        torch._foreach_mul_(moves, pace)
+        torch._foreach_add_(mine, moves)
         for count, newer in (pair for pair in pairs if not pair[0].is_floating_point()):
             count.copy_(newer)
 
@@ -42,9 +52,10 @@ class Average:
         for mine, its in self._pairs():
             its.copy_(mine)
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Continue from stored weights."""
+    def load(self, weights: Mapping[str, Tensor], steps: int) -> None:
+        """Continue from stored weights, after this many steps."""
         self.network.load_state_dict(weights)
+        self.steps.fill_(steps)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(_tensors(self.network), _tensors(self._model), strict=True))

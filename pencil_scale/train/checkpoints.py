@@ -89,6 +89,7 @@ class Saved:
     best: Kept | None = None  # the best epoch by the watched samples, if it is not the last
     agreed: list[int] | None = None  # judging samples that were predicted as given before labels moved
     average: dict[str, Tensor] | None = None  # of the network over its steps
+    average_steps: int = 0  # since the average was last equal to the network
     is_averaged: bool = False  # whether the average is what the last epoch was evaluated with
 
     @property
@@ -106,6 +107,7 @@ def write_checkpoint(folder: Path, saved: Saved) -> None:
     (folder / LABELS).write_bytes(saved.labels.encode())
     state = {"version": VERSION, "run": saved.run, "progress": asdict(saved.progress)}
     state |= {"figures": saved.figures, "agreed": saved.agreed, "is_averaged": saved.is_averaged}
+    state["average_steps"] = saved.average_steps
     if saved.best is not None:
         (folder / BEST).mkdir(exist_ok=True)
         torch.save(saved.best.weights, folder / BEST / WEIGHTS)
@@ -141,6 +143,7 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
             best=best,
             agreed=state["agreed"],
             average=_read_weights(folder / AVERAGE) if (folder / AVERAGE).exists() else None,
+            average_steps=state.get("average_steps", 0),
             is_averaged=state.get("is_averaged", False),
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:

@@ -181,7 +181,7 @@ class Worker:
             self.model.load_state_dict(saved.weights)
             self.stepper.optimizer.load_state_dict(saved.optimizer)
             if self.stepper.average is not None and saved.average is not None:
-                self.stepper.average.load(saved.average)
+                self.stepper.average.load(saved.average, saved.average_steps)
 
     def _open_labels(self) -> None:
         """Restore the parts of the label table that this rank owns."""
@@ -370,9 +370,10 @@ class Worker:
         if self.saved_in is None or not options.in_process:  # in this process, Ray keeps the folder as it is
             self.saved_in = claim_scratch(options.scratch, "checkpoint")
         weights, optimizer = self.model.state_dict(), self.stepper.optimizer.state_dict()
-        average = self.stepper.average.network.state_dict() if self.stepper.average else None
-        saved = Saved(run, weights, optimizer, progress, manifest, self.figures, None, None, average)
-        saved = replace(saved, is_averaged=self.is_averaged)
+        saved = Saved(run, weights, optimizer, progress, manifest, self.figures, is_averaged=self.is_averaged)
+        if (average := self.stepper.average) is not None:
+            steps = int(average.steps)
+            saved = replace(saved, average=average.network.state_dict(), average_steps=steps)
         if self.watch is not None:
             best = self.watch.best
             is_this = best is not None and (best.epoch, 0) == (progress.epoch, progress.step)

@@ -143,7 +143,7 @@ def test_an_average_follows_the_network_and_moves_the_labels_in_its_place() -> N
     before = [weight.clone() for weight in model.parameters()]
     stepper.step(batch, taught, 0, 2)
     for was, now, mean in zip(before, model.parameters(), average.network.parameters(), strict=True):
-        torch.testing.assert_close(mean, 0.9 * was + 0.1 * now)
+        torch.testing.assert_close(mean, 0.1 * was + 0.9 * now)  # the first step counts most
         assert not torch.equal(was, now)
     with torch.no_grad():
         predicted = average.network(batch.images)
@@ -151,6 +151,21 @@ def test_an_average_follows_the_network_and_moves_the_labels_in_its_place() -> N
     assert torch.equal(found.predicted, top_predictions(predicted))
     expected = alone.move_labels(predicted, batch.label_logits, batch.noisy_class)
     assert torch.equal(found.label_logits, expected)
+
+
+@pytest.mark.parametrize(("steps", "followed"), [(0, 0.9), (1, 9 / 11), (17, 1 / 3), (80, 0.1), (500, 0.1)])
+def test_an_average_follows_faster_at_first_and_again_after_a_restart(steps: int, followed: float) -> None:
+    model = nn.Linear(1, 1)
+    average = Average(model)
+    for _ in range(2):
+        for _ in range(steps):
+            average.follow(0.9)
+        before = float(average.network.get_parameter("weight"))
+        with torch.no_grad():
+            model.weight += 1.0
+        average.follow(0.9)
+        assert float(average.network.get_parameter("weight")) - before == pytest.approx(followed, abs=1e-5)
+        average.restart()
 
 
 def test_a_stage_starts_from_new_weights_or_from_the_average_and_without_momentum() -> None:
