@@ -63,12 +63,15 @@ def main() -> None:
         if is_last and options.out:
             folder = Path(options.out)
             folder.mkdir(parents=True, exist_ok=True)
-            found = {
-                "labels": trial.label_logits.softmax(1).half().cpu().numpy(),
-                "predictions": trial.predictions(stage, images).half().numpy(),
-                "tested": trial.predictions(stage, test_images).half().numpy(),
-            }
-            np.savez_compressed(folder / stage.name, given=given, true=true, used=used, **found)
+            np.savez_compressed(
+                folder / stage.name,
+                labels=trial.label_logits.softmax(1).half().cpu().numpy(),
+                predictions=trial.predictions(stage, images).half().numpy(),
+                tested=trial.predictions(stage, test_images).half().numpy(),
+                given=given,
+                true=true,
+                used=used,
+            )
         if (epoch + 1) % options.every and not is_last:
             continue
         labels = trial.label_logits.argmax(1).cpu().numpy()[used]

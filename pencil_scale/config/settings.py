@@ -243,19 +243,33 @@ class FinetuneStage(Settings):
         "of the rate: steps, as drop_after says, or a fall along a cosine from epoch to epoch", "steps"
     )
     restart: bool = key("start from new weights, as at the start of the run; labels stay", False)
+    sharpen: Positive = key(
+        "learn labels as if their logits were this many times as large; 1: as they are", 1.0
+    )
+    move_labels: bool = key(
+        "let labels move on, as at the end of the pencil stage; false: they are fixed", False
+    )
     average: Between | None = key(
         "evaluate and publish an average of the network; it keeps this share of itself at every step, such "
         "as 0.999; null: the network itself",
         None,
     )
     augment: Augment = key(AUGMENT, "weak")
-    mixup: Amount = key(MIXUP, 0.0)
+    mixup: Amount = key(f"{MIXUP}; with move_labels it needs average", 0.0)
+
+    @model_validator(mode="after")
+    def _mixtures_move_no_label(self) -> Self:
+        if self.mixup and self.move_labels and self.average is None:
+            raise ValueError(
+                "mixup: with move_labels it needs average; predictions of mixtures move no label"
+            )
+        return self
 
 
 class Stages(Settings):
     backbone: BackboneStage = key("cross entropy on the given classes", BackboneStage())
     pencil: PencilStage = key("weights and labels move together", PencilStage())
-    finetune: FinetuneStage = key("labels are fixed, the learning rate decays", FinetuneStage())
+    finetune: FinetuneStage = key("the learning rate decays, labels are fixed", FinetuneStage())
 
     @property
     def num_epochs(self) -> int:

@@ -3,7 +3,7 @@
     schedule = Schedule(config.stages, config.optimizer, num_classes=14, batch=2048)
     stage = schedule.stage_at(7)
     loss = stage.loss(class_logits, label_logits, noisy_class)             # [B]
-    moved = stage.move_labels(class_logits, label_logits, noisy_class)     # [B, C]; unchanged in 1 and 3
+    moved = stage.move_labels(class_logits, label_logits, noisy_class)     # [B, C]; unchanged if labels stay
 
 Rates, alpha and lambda are tuned for one batch and one class count. The learning rate scales with the batch;
 the 1/c of the losses and the pull use `tuned_classes`, so a config carries over to another class list.
@@ -45,6 +45,7 @@ class Stage:
     decay: float | None = None  # of an average of the network
     strong: bool = False  # augmentation
     mixup: float = 0.0
+    sharpen: float = 1.0  # the labels that are learned
     restarts: bool = False  # from new weights
     from_average: bool = False  # of the round before
 
@@ -61,6 +62,8 @@ class Stage:
         """
         if self.name == "backbone" and own is not None:
             label_logits = initial_logits(noisy_class, class_logits.shape[-1])
+        if self.sharpen != 1:
+            label_logits = label_logits.float() * self.sharpen
         if own is not None:
             return mixed_loss(class_logits, label_logits, own)
         if self.name == "backbone":
@@ -133,8 +136,11 @@ class Schedule:
 
     def label_rates(self) -> list[float]:
         """The label rate of every epoch in which labels move."""
-        pencil = self.stages.pencil
-        return [self._pencil(epoch).label_rate for epoch in range(pencil.epochs)] * pencil.rounds
+        pencil, finetune = self.stages.pencil, self.stages.finetune
+        rates = [self._pencil(epoch).label_rate for epoch in range(pencil.epochs)]
+        if finetune.move_labels:
+            rates += rates[-1:] * finetune.epochs
+        return rates * pencil.rounds
 
     def _finetune(self, epoch: int) -> Stage:
         stage = self.stages.finetune
@@ -142,13 +148,20 @@ class Schedule:
             factor = (1 + math.cos(math.pi * epoch / stage.epochs)) / 2
         else:
             factor = 1 / stage.drop_by ** sum(after <= epoch for after in stage.drop_after or ())
+        moving = Stage("pencil", 0.0)
+        if stage.move_labels and self.stages.pencil.epochs:
+            moving = self._pencil(self.stages.pencil.epochs - 1)
         return Stage(
             name="finetune",
             learning_rate=stage.rate * self.rate_factor * factor,
             class_factor=self.class_factor,
+            label_rate=moving.label_rate,
+            pull=moving.pull,
+            form=moving.form,
             decay=stage.average,
             strong=stage.augment == "strong",
             mixup=stage.mixup,
+            sharpen=stage.sharpen,
             restarts=stage.restart,
         )
 

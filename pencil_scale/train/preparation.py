@@ -163,7 +163,7 @@ def build_stepper(
     compiled_average: Any = None
     if options.compile != "off":
         network = torch.compile(model, mode=options.compile, dynamic=False)
-        if average is not None and config.stages.pencil.teacher is not None:
+        if average is not None and (config.stages.pencil.teacher or config.stages.finetune.move_labels):
             compiled_average = torch.compile(average.network, mode=options.compile, dynamic=False)
     if world > 1:
         # Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop

@@ -222,6 +222,8 @@ def test_mixtures_in_the_first_stage_are_compared_with_given_classes_and_later_w
 def test_mixtures_without_a_teacher_are_refused_where_labels_move() -> None:
     with pytest.raises(PencilError, match=r"stages\.pencil: .* mixup: needs teacher"):
         schedule(f"{CIFAR} stages.pencil.mixup=1.0")
+    with pytest.raises(PencilError, match=r"stages\.finetune: .* mixup: with move_labels it needs average"):
+        schedule(f"{CIFAR} stages.finetune.mixup=1.0 stages.finetune.move_labels=true")
 
 
 def test_rounds_repeat_the_last_two_stages_from_what_was_reached() -> None:
@@ -242,3 +244,36 @@ def test_the_outlook_counts_the_visits_of_all_rounds() -> None:
     with pytest.raises(PencilError, match="and the stage has 5 epochs"):
         check_outlook(schedule(few))
     assert "of 15 visits" in check_outlook(schedule(f"{few} stages.pencil.rounds=3"))
+
+
+def test_labels_move_on_in_the_last_stage_as_at_the_end_of_the_stage_before() -> None:
+    lengths = "stages.backbone.epochs=2 stages.pencil.epochs=3 stages.finetune.epochs=4"
+    lambdas = "stages.pencil.lambda=[[0,3000],[2,500]] stages.pencil.alpha=0.04"
+    stages = schedule(f"{lengths} {lambdas} stages.finetune.move_labels=true")
+    before, after = stages.stage_at(4), stages.stage_at(5)
+    assert (before.name, after.name) == ("pencil", "finetune")
+    fresh = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
+    labels, given_class = initial_logits(torch.arange(5), 10), torch.arange(5)
+    moved = after.move_labels(fresh, labels, given_class)
+    assert_close(moved, before.move_labels(fresh, labels, given_class))
+    assert not torch.equal(moved, labels)
+    rates = stages.label_rates()
+    assert len(rates) == 7
+    assert rates[2:] == [before.label_rate] * 5
+
+
+def test_labels_do_not_move_without_a_pencil_stage() -> None:
+    stages = schedule("stages.backbone.epochs=1 stages.pencil.epochs=0 stages.finetune.move_labels=true")
+    assert not stages.stage_at(1).moves_labels
+    assert stages.label_rates() == []
+
+
+@pytest.mark.parametrize("own", [None, torch.full((5, 1), 0.7)])
+def test_a_label_can_be_learned_as_if_it_were_surer(own: torch.Tensor | None) -> None:
+    chance = torch.Generator().manual_seed(1)
+    logits, labels = torch.randn(5, 10, generator=chance), torch.randn(5, 10, generator=chance).half()
+    plain, sharp = (schedule(f"{CIFAR} stages.finetune.sharpen={by}").stage_at(200) for by in (1, 3))
+    given_class = torch.zeros(5, dtype=torch.long)
+    found = sharp.loss(logits, labels, given_class, own)
+    assert_close(found, plain.loss(logits, labels.float() * 3, given_class, own))
+    assert not torch.equal(found, plain.loss(logits, labels, given_class, own))

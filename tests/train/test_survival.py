@@ -15,7 +15,7 @@ from pencil_scale.train import __main__ as train
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TAKEN_DOWN = 777
-AVERAGED = ("stages.pencil.teacher=0.9", "stages.finetune.average=0.8")
+AVERAGED = ("stages.pencil.teacher=0.9", "stages.finetune.average=0.8", "stages.finetune.move_labels=true")
 STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
 
 
