@@ -32,6 +32,8 @@ EVERYTHING: dict[str, dict[str, object]] = {
         "average": 0.998,
         "schedule": "cosine",
         "restart": "true",
+        "move_labels": "true",
+        "sharpen": 3,
     },
 }
 SETS = {"none": NONE, "the config's": {}, "everything": EVERYTHING}
