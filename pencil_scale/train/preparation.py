@@ -163,7 +163,7 @@ def build_stepper(
     compiled_average: Any = None
     if options.compile != "off":
         network = torch.compile(model, mode=options.compile, dynamic=False)
-        if average is not None and (config.stages.pencil.teacher or config.stages.finetune.move_labels):
+        if average is not None:
             compiled_average = torch.compile(average.network, mode=options.compile, dynamic=False)
     if world > 1:
         # Buffers are not shared: each rank keeps the running statistics of its own batches, and the loop
@@ -220,8 +220,8 @@ class Preparation:
         brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         if len(batch.rows) < FEWEST_ROWS:
             return self._padded(brought)
-        if stage.decay and stage.moves_labels and (stage.strong or stage.mixup):
-            brought = replace(brought, weak_images=images)  # for the teacher
+        if stage.decay and (stage.mixup or (stage.strong and stage.moves_labels)):
+            brought = replace(brought, weak_images=images)  # for the average
         if stage.strong:
             images = strengthen(images, batch.rows, self.config.run.seed, epoch)
             brought = replace(brought, images=images)

@@ -89,7 +89,7 @@ class Stepper:
             gradients = [weight.grad for weight in weights if weight.grad is not None]
             torch._foreach_div_(gradients, mean_weight())
         predicted = class_logits.detach()
-        if self.average is not None and stage.decay and stage.moves_labels:
+        if self.average is not None and stage.decay and (stage.moves_labels or batch.weak_images is not None):
             predicted = self._taught(self.average, batch)
         if last:
             self.optimizer.step()

@@ -207,3 +207,15 @@ def test_a_teacher_that_sees_the_images_unmixed_moves_their_labels() -> None:
     assert torch.equal(found.predicted, top_predictions(predicted))
     expected = taught.move_labels(predicted, batch.label_logits, batch.noisy_class)
     assert torch.equal(found.label_logits, expected)
+
+
+def test_an_average_predicts_the_images_of_mixtures_where_labels_are_fixed() -> None:
+    batch, model, own = batch_of([1, 1, 1], seed=1), linear(), torch.full((3, 1), 0.7)
+    mixed = replace(batch, images=torch.lerp(batch.images.roll(1, 0), batch.images, 0.7), own=own)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.5), average=Average(model))
+    with torch.no_grad():
+        predicted = model(batch.images)
+    fixed = Stage("finetune", 0.1, decay=0.9, mixup=1.0)
+    found = stepper.step(replace(mixed, weak_images=batch.images), fixed, 0, 1)
+    assert torch.equal(found.predicted, top_predictions(predicted))
+    assert torch.equal(found.label_logits, batch.label_logits)
