@@ -1,7 +1,8 @@
 """Measure how right repaired labels are, beside cleanlab on cross-validated predictions of the same network.
 
     python benchmarks/label_quality.py --digits --noise symmetric:0.3
-    python benchmarks/label_quality.py --parquet cifar10=train-*.parquet --given cifar10n.npz#random1
+    python benchmarks/label_quality.py --parquet cifar10=train-*.parquet --given cifar10n.npz#random1 \\
+        --clean cifar10=test-*.parquet
     python benchmarks/label_quality.py --folders clothes=PHOTOS --noise symmetric:0.2 symmetric:0.4 \\
         --set model.head=linear model.backbone=pipelines.demo_photos:efficientnet_lite0
 
@@ -10,6 +11,8 @@ trained by the same command, without the pencil stage: once for as many epochs a
 long`), once until it stops improving (`stopped early`). The labels that `find_label_issues` finds get the
 most likely class. All its ways to filter are tried, and the best is shown: it is chosen by the truth, which
 no user has. The last line gives cleanlab the predictions of our run.
+
+With `--clean`, ours has these images to prove errors with (evidence.clean).
 
 Precision and recall are those of the labels found wrong; `right` is the share of right labels after repair.
 """
@@ -55,12 +58,18 @@ def read_folders(name: str, folder: str) -> Images:
     return Images(name, [path.read_bytes() for path, _ in paths], np.array([n for _, n in paths]), len(names))
 
 
-def repairs(images: Images, given: Classes, seed: int, more: Sequence[str]) -> Iterator[Found]:
+def repairs(
+    images: Images, given: Classes, seed: int, more: Sequence[str], clean: Images | None = None
+) -> Iterator[Found]:
     """Repair the labels with ours, then with cleanlab."""
     home = Path(tempfile.mkdtemp(prefix="label-quality-"))
     try:
         write_shards(home, images, given)
         command(home, "pipelines.init", "shards/train-*.tar", "--storage", "storage", "--output", "own.yaml")
+        if clean is not None:
+            write_shards(home, clean, clean.classes, "test")
+            more = [*more, f"data.test={home}/shards/test-*.tar", "evidence.clean=test"]
+            command(home, "pipelines.index_shards", "own.yaml", *more)
         outcome = train(home, "ours", seed, more)
         labels = PublishedLabels(find_published(str(home / "storage"), "ours", held=True).manifest)
         decided = np.concatenate([part.decide().corrected_class for part in labels.batches()])
@@ -134,6 +143,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, help="samples drawn; default: all")
     parser.add_argument("--noise", nargs="+", default=["symmetric:0.3"], help="as in no_harm.py")
     parser.add_argument("--given", metavar="FILE.npz#NAME", help="given labels, instead of --noise")
+    parser.add_argument("--clean", metavar="NAME=GLOB", help="clean images for ours, as Parquet")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="for every training")
     return parser.parse_args()
@@ -146,6 +156,7 @@ def main() -> int:
     sets += [read_parquet(*one.split("=", 1)) for one in words.parquet]
     sets += [read_idx(*one.split("=", 1)) for one in words.idx]
     sets += [read_folders(*one.split("=", 1)) for one in words.folders]
+    clean = read_parquet(*words.clean.split("=", 1)) if words.clean else None
     for images in sets:
         for noise in [words.given] if words.given else words.noise:
             some = images if words.given else draw(images, words.size or len(images.classes), words.seed)
@@ -153,7 +164,7 @@ def main() -> int:
             share = (given == some.classes).mean()
             print(f"{images.name}, {len(given):,} samples, {Path(noise).name}: {share:.3f} right as given")
             print(f"  {'':55} precision  recall   right")
-            for found in repairs(some, given, words.seed, words.set):
+            for found in repairs(some, given, words.seed, words.set, clean):
                 show(found, some.classes, given)
     return 0
 

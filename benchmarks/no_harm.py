@@ -197,12 +197,12 @@ def run_trial(trial: Trial, images: Images, more: Sequence[str], code_state: str
         shutil.rmtree(home, ignore_errors=True)
 
 
-def write_shards(home: Path, images: Images, given: Classes) -> None:
+def write_shards(home: Path, images: Images, given: Classes, prefix: str = "train") -> None:
     """Write a class list, and shards of a thousand samples."""
-    (home / "shards").mkdir()
+    (home / "shards").mkdir(exist_ok=True)
     names = "".join(f"class{number:02d}\n" for number in range(images.num_classes))
     (home / "shards" / "classes.txt").write_text(names)
-    with wds.ShardWriter(f"{home}/shards/train-%06d.tar", maxcount=1000, verbose=0) as writer:
+    with wds.ShardWriter(f"{home}/shards/{prefix}-%06d.tar", maxcount=1000, verbose=0) as writer:
         for number, (file, label) in enumerate(zip(images.files, given, strict=True)):
             kind = "png" if file.startswith(b"\x89PNG") else "jpg"
             writer.write({"__key__": f"{number:08d}", kind: file, "cls": int(label)})
