@@ -21,7 +21,7 @@ STAGES = ("backbone", "pencil", "finetune")
 NONE: dict[str, dict[str, object]] = {
     "backbone": {"mixup": 0},
     "pencil": {"mixup": 0, "teacher": "null"},
-    "finetune": {"mixup": 0, "average": "null", "schedule": "steps"},
+    "finetune": {"mixup": 0, "average": "null", "schedule": "steps", "sharpen": 1, "move_labels": "false"},
 }
 EVERYTHING: dict[str, dict[str, object]] = {
     "backbone": {"mixup": 1, "augment": "strong"},
@@ -31,7 +31,6 @@ EVERYTHING: dict[str, dict[str, object]] = {
         "augment": "strong",
         "average": 0.998,
         "schedule": "cosine",
-        "restart": "true",
         "move_labels": "true",
         "sharpen": 3,
     },

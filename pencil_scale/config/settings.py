@@ -247,7 +247,8 @@ class FinetuneStage(Settings):
         "learn labels as if their logits were this many times as large; 1: as they are", 1.0
     )
     move_labels: bool = key(
-        "let labels move on, as at the end of the pencil stage; false: they are fixed", False
+        "let labels move on, as at the end of the pencil stage, if it has epochs; false: they are fixed",
+        False,
     )
     average: Between | None = key(
         "evaluate and publish an average of the network; it keeps this share of itself at every step, such "
@@ -258,7 +259,9 @@ class FinetuneStage(Settings):
     mixup: Amount = key(f"{MIXUP}; with move_labels it needs average", 0.0)
 
     @model_validator(mode="after")
-    def _mixtures_move_no_label(self) -> Self:
+    def _labels_can_move(self) -> Self:
+        if self.restart and self.move_labels:
+            raise ValueError("move_labels: not together with restart, because new weights would ruin them")
         if self.mixup and self.move_labels and self.average is None:
             raise ValueError(
                 "mixup: with move_labels it needs average; predictions of mixtures move no label"
@@ -269,7 +272,7 @@ class FinetuneStage(Settings):
 class Stages(Settings):
     backbone: BackboneStage = key("cross entropy on the given classes", BackboneStage())
     pencil: PencilStage = key("weights and labels move together", PencilStage())
-    finetune: FinetuneStage = key("the learning rate decays, labels are fixed", FinetuneStage())
+    finetune: FinetuneStage = key("the learning rate decays, labels are fixed or move on", FinetuneStage())
 
     @property
     def num_epochs(self) -> int:

@@ -44,6 +44,11 @@ def check_outlook(schedule: Schedule) -> str:
     stage = schedule.stages.pencil
     if stage.epochs == 0:
         return "labels: the pencil stage has no epochs; no label moves"
+    if schedule.stages.finetune.move_labels and not schedule.label_rates()[-1]:
+        raise PencilError(
+            "stages.finetune.move_labels: labels would move on as at the end of the pencil stage, where "
+            "stages.pencil.lambda is 0; let it end above 0, or set stages.finetune.move_labels=false"
+        )
     outlook = _outlook(schedule)
     numbers = f"alpha {stage.alpha:g} at {stage.tuned_classes} classes, form '{stage.compatibility}'"
     visits, epochs = (many(len(schedule.label_rates()), what) for what in ("visit", "epoch"))
@@ -60,7 +65,7 @@ def check_outlook(schedule: Schedule) -> str:
         )
     why = "it oscillates forever" if outlook.swings else f"the new class stays at {outlook.share:.2f}"
     if outlook.visits is not None:
-        why = f"it takes {many(outlook.visits, 'visit')}, and the stage has {epochs}"
+        why = f"it takes {many(outlook.visits, 'visit')}, and labels move in {epochs}"
     if stage.allow_fixed_labels:
         return f"labels: WARNING: no label changes with {numbers}: {why} (allowed by allow_fixed_labels)"
     raise PencilError(

@@ -147,7 +147,7 @@ class Narrator:
         self._track_epoch(figures)
         for name, text in found.warnings.items():
             self._warn(name, text)
-        if found.transitions is None:  # the pencil stage has ended, or has not started
+        if found.transitions is None:  # labels do not move, or no longer
             self.draw()
         else:
             self._undrawn = figures["epoch"], found.transitions

@@ -32,8 +32,8 @@ class Average:
     def follow(self, decay: float) -> None:
         """Move towards the network as it is now, keeping `decay` of what was there.
 
-        At first less is kept, so that the average reaches back a ninth of its steps at most: weights that are
-        far apart, as those at the start of a stage are, have a mean that predicts worse than either.
+        At first less is kept, so that the average reaches back a tenth of its steps, as a mean: weights that
+        are far apart, as those at the start of a stage are, have a mean that predicts worse than either.
         """
         pairs = self._pairs()
         numbers = [pair for pair in pairs if pair[0].is_floating_point()]

@@ -131,7 +131,8 @@ def publish(
     start = Manifest.load(record.labels) if is_night and config.evidence.watched != 0 else None
     only_learns = is_night and config.stages.pencil.epochs == 0
     moved = [fold.labels for fold in folds]
-    proof = proof_of(saved.figures[: kept.epoch]) if start is None else None
+    mixes = config.stages.finetune.mixup > 0 and config.stages.finetune.average is None
+    proof = proof_of(saved.figures[: kept.epoch], mixes) if start is None else None
     found = assess(kept.labels, plan.catalogue, plan.roles, moved, start, moves=not only_learns, proof=proof)
     kept = replace(kept, labels=found.labels, weights=_complete(config, record, kept.weights))
     report = study_labels(found.labels, plan.catalogue, plan.stream.subset)
@@ -147,7 +148,7 @@ def publish(
         warnings = {**warnings, EVIDENCE: missing}
         tracker.set_tag(f"warning.{EVIDENCE}", missing)
     if config.evidence.clean is not None and proof is None and start is None:
-        warnings = {**warnings, CLEAN: no_proof(figures)}
+        warnings = {**warnings, CLEAN: no_proof(figures, mixes)}
         tracker.set_tag(f"warning.{CLEAN}", warnings[CLEAN])
     held = hold and bool(doubts)
     labels = storage.held(record.name) if held else storage.published(record.name)

@@ -115,20 +115,20 @@ def is_best(agreements: Sequence[float], num: int) -> bool:
     return agreements[-1] >= highest - math.sqrt(highest * (1 - highest) / max(num, 1))
 
 
-def proof_of(figures: Sequence[Mapping[str, Any]]) -> Proof | None:
+def proof_of(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> Proof | None:
     """What the clean set of `evidence.clean` proves, if anything.
 
-    If the last stage mixes images, samples that are trained on have predictions of the end of the stage
-    before, and watched ones of the published epoch: the higher of both bars serves for all.
+    If the last stage mixes images without an average, samples that are trained on have predictions of the
+    end of the stage before, and watched ones of the published epoch: the higher of both bars serves for all.
     """
-    proofs = [prove(*counts) for counts in _compared(figures)]
+    proofs = [prove(*counts) for counts in _compared(figures, mixes)]
     found = [proof for proof in proofs if proof is not None]
     return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
 
 
-def no_proof(figures: Sequence[Mapping[str, Any]]) -> str:
+def no_proof(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> str:
     """Say why the clean set of `evidence.clean` proves nothing."""
-    if not (compared := _compared(figures)):
+    if not (compared := _compared(figures, mixes)):
         return "the clean set proves nothing, because no samples are watched, with which it would be compared"
     (right, seen), (agree, num) = compared[-1]
     shares = f"right for {right.sum() / max(seen.sum(), 1):.2f} of the clean samples"
@@ -145,8 +145,8 @@ def no_proof(figures: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _compared(figures: Sequence[Mapping[str, Any]]) -> list[tuple[Counts, Counts]]:
+def _compared(figures: Sequence[Mapping[str, Any]], mixes: bool) -> list[tuple[Counts, Counts]]:
     """The counts by sureness, of clean and of watched samples, of the networks whose predictions decide."""
-    before = [epoch for epoch in figures if epoch["stage"] != "finetune"]
+    before = [epoch for epoch in figures if mixes and epoch["stage"] != "finetune"]
     used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
     return [(np.array(epoch[BY_SURENESS[0]]), np.array(epoch[BY_SURENESS[1]])) for epoch in used]

@@ -118,7 +118,7 @@ def test_the_check_before_a_run_reports_when_labels_change() -> None:
 
 def test_a_stage_too_short_for_any_change_is_refused_with_numbers_that_change_a_label() -> None:
     short = "stages.pencil.epochs=5"
-    with pytest.raises(PencilError, match="it takes 10 visits, and the stage has 5 epochs") as refused:
+    with pytest.raises(PencilError, match="it takes 10 visits, and labels move in 5 epochs") as refused:
         check_outlook(schedule(short))
     tried = re.search(r"try (\S+) or (\S+), or set stages.pencil.allow_fixed_labels", str(refused.value))
     assert tried is not None
@@ -241,7 +241,7 @@ def test_rounds_repeat_the_last_two_stages_from_what_was_reached() -> None:
 
 def test_the_outlook_counts_the_visits_of_all_rounds() -> None:
     few = "stages.pencil.epochs=5 stages.pencil.lambda=400 stages.pencil.tuned_classes=10"
-    with pytest.raises(PencilError, match="and the stage has 5 epochs"):
+    with pytest.raises(PencilError, match="and labels move in 5 epochs"):
         check_outlook(schedule(few))
     assert "of 15 visits" in check_outlook(schedule(f"{few} stages.pencil.rounds=3"))
 
@@ -277,3 +277,12 @@ def test_a_label_can_be_learned_as_if_it_were_surer(own: torch.Tensor | None) ->
     found = sharp.loss(logits, labels, given_class, own)
     assert_close(found, plain.loss(logits, labels.float() * 3, given_class, own))
     assert not torch.equal(found, plain.loss(logits, labels, given_class, own))
+
+
+def test_a_last_stage_that_could_not_move_labels_well_is_refused() -> None:
+    moving = f"{CIFAR} stages.finetune.move_labels=true"
+    with pytest.raises(PencilError, match=r"stages\.finetune: .* move_labels: not together with restart"):
+        schedule(f"{moving} stages.finetune.restart=true")
+    falling = schedule(f"{moving} stages.pencil.alpha=0 stages.pencil.lambda=[[0,3000],[129,0]]")
+    with pytest.raises(PencilError, match=r"where stages\.pencil\.lambda is 0; let it end above 0"):
+        check_outlook(falling)

@@ -55,7 +55,7 @@ def train(stepper: Stepper | StepGraph, stages: list[Stage]) -> list[Tensor]:
         for nth, batch in enumerate(batches("cuda")):
             if stage.mixup:
                 own = torch.full((len(batch.rows), 1), 1 - 0.5 / (2 + nth)).cuda()
-                unmixed = batch.images.flip(-1) if stage.moves_labels else None
+                unmixed = batch.images.flip(-1) if stage.decay else None
                 batch = replace(batch, own=own, weak_images=unmixed)
             for group in stepper.optimizer.param_groups:
                 group["lr"] = stage.learning_rate / (1 + nth)
@@ -79,7 +79,15 @@ def repeatable() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("more", [{}, {"teacher": 0.9, "mixup": 1.0}, {"average": 0.9, "mixup": 1.0}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"teacher": 0.9, "mixup": 1.0},
+        {"average": 0.9, "mixup": 1.0},
+        {"average": 0.9, "mixup": 1.0, "move_labels": True, "sharpen": 3.0},
+    ],
+)
 def test_weights_and_labels_end_where_plain_steps_bring_them(
     repeatable: None, bf16: bool, more: dict[str, float]
 ) -> None:

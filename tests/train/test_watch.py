@@ -111,13 +111,14 @@ def epoch(stage: str, sure: int, bins: tuple[int, ...] = (9, 20)) -> dict[str, A
 
 def test_the_clean_set_proves_only_what_it_proves_of_both_networks_whose_predictions_count() -> None:
     better, worse = epoch("finetune", sure=9), epoch("pencil", sure=20)
-    both, first, last = (proof_of(figures) for figures in ([worse, better], [better], [worse]))
+    both, first, last = (proof_of(figures, mixes=True) for figures in ([worse, better], [better], [worse]))
     assert both is not None
     assert first is not None
     assert both == last
     assert first.min_sureness < both.min_sureness
-    assert proof_of([epoch("pencil", sure=99), better]) is None
-    assert proof_of([epoch("backbone", sure=99), better]) is None
+    assert proof_of([epoch("pencil", sure=99), better], mixes=True) is None
+    assert proof_of([epoch("backbone", sure=99), better], mixes=True) is None
+    assert proof_of([worse, better]) == first  # the last stage has predicted all samples
 
 
 def test_without_watched_samples_the_clean_set_proves_nothing() -> None:
