@@ -64,7 +64,7 @@ def main() -> None:
             folder = Path(options.out)
             folder.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(
-                folder / stage.name,
+                folder / f"{epoch + 1}-{stage.name}",
                 labels=trial.label_logits.softmax(1).half().cpu().numpy(),
                 predictions=trial.predictions(stage, images).half().numpy(),
                 tested=trial.predictions(stage, test_images).half().numpy(),
@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--given", help="given labels, as FILE.npz#NAME")
     parser.add_argument("--noise", default="", help="symmetric:RATE or asymmetric:RATE")
     parser.add_argument("--held", type=int, default=0, help="samples to leave out")
-    parser.add_argument("--out", help="store labels and predictions of all samples here, after each stage")
+    parser.add_argument("--out", help="folder in which labels and predictions are stored after each stage")
     parser.add_argument("--start", help="start from the labels in this file of --out")
     parser.add_argument("--sharpen", type=float, default=1.0, help="multiply the logits of --start")
     parser.add_argument("--every", type=int, default=5, help="epochs between two lines")

@@ -148,22 +148,20 @@ class Schedule:
             factor = (1 + math.cos(math.pi * epoch / stage.epochs)) / 2
         else:
             factor = 1 / stage.drop_by ** sum(after <= epoch for after in stage.drop_after or ())
-        moving = Stage("pencil", 0.0)
-        if stage.move_labels and self.stages.pencil.epochs:
-            moving = self._pencil(self.stages.pencil.epochs - 1)
-        return Stage(
+        found = Stage(
             name="finetune",
             learning_rate=stage.rate * self.rate_factor * factor,
             class_factor=self.class_factor,
-            label_rate=moving.label_rate,
-            pull=moving.pull,
-            form=moving.form,
             decay=stage.average,
             strong=stage.augment == "strong",
             mixup=stage.mixup,
             sharpen=stage.sharpen,
             restarts=stage.restart,
         )
+        if not (stage.move_labels and self.stages.pencil.epochs):
+            return found
+        last = self._pencil(self.stages.pencil.epochs - 1)
+        return replace(found, label_rate=last.label_rate, pull=last.pull, form=last.form)
 
     def _pencil(self, epoch: int) -> Stage:
         stage = self.stages.pencil

@@ -2,7 +2,7 @@
 
 average = Average(model)
 average.restart()                   # equal to the network
-average.follow(decay=0.998)         # after every step: 0.998 of itself, 0.002 of the network; less at first
+average.follow(decay=0.998)         # after every step: 0.998 of itself; less in the first steps
 average.network(images)             # in evaluation mode, without gradients
 """
 
@@ -32,14 +32,16 @@ class Average:
     def follow(self, decay: float) -> None:
         """Move towards the network as it is now, keeping `decay` of what was there.
 
-        At first less is kept, so that the average reaches back a tenth of its steps, as a mean: weights that
-        are far apart, as those at the start of a stage are, have a mean that predicts worse than either.
+        In the first steps less is kept: the mean age of what was averaged is then a tenth of the steps so far.
+        Weights change fast at the start of a stage, and an average over too many of them predicts badly.
         """
         pairs = self._pairs()
         numbers = [pair for pair in pairs if pair[0].is_floating_point()]
         mine, its = ([pair[side] for pair in numbers] for side in (0, 1))
         self.steps += 1
-        pace = (9 / (self.steps + 9)).clamp(min=1 - decay)  # on the device: a recorded step reads it anew
+        pace = (9 / (self.steps + 9)).clamp(
+            min=1 - decay
+        )  # a tensor, so that a recorded step does not fix it
         moves = torch._foreach_sub(its, mine)
         torch._foreach_mul_(moves, pace)
         torch._foreach_add_(mine, moves)

@@ -143,7 +143,7 @@ def read_checkpoint(folder: Path, run: str) -> Saved:
             best=best,
             agreed=state["agreed"],
             average=_read_weights(folder / AVERAGE) if (folder / AVERAGE).exists() else None,
-            average_steps=state.get("average_steps", 0),
+            average_steps=state["average_steps"],
             is_averaged=state.get("is_averaged", False),
         )
     except (OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, RuntimeError) as error:
