@@ -32,16 +32,14 @@ class Average:
     def follow(self, decay: float) -> None:
         """Move towards the network as it is now, keeping `decay` of what was there.
 
-        In the first steps less is kept: the mean age of what was averaged is then a tenth of the steps so far.
+        In the first steps less is kept: the mean age of what is averaged is then a tenth of the steps so far.
         Weights change fast at the start of a stage, and an average over too many of them predicts badly.
         """
         pairs = self._pairs()
         numbers = [pair for pair in pairs if pair[0].is_floating_point()]
         mine, its = ([pair[side] for pair in numbers] for side in (0, 1))
         self.steps += 1
-        pace = (9 / (self.steps + 9)).clamp(
-            min=1 - decay
-        )  # a tensor, so that a recorded step does not fix it
+        pace = (9 / (self.steps + 9)).clamp(min=1 - decay)  # a tensor: a recorded step computes it anew
         moves = torch._foreach_sub(its, mine)
         torch._foreach_mul_(moves, pace)
         torch._foreach_add_(mine, moves)
