@@ -1,14 +1,20 @@
 """Run cells of the paper's tables for CIFAR-10 and CIFAR-100 with the commands of a user, several at once.
 
     python benchmarks/paper_tables.py --data cifar10 --folder runs/tables --cells symmetric:0.3,asymmetric:0.4
+    python benchmarks/paper_tables.py --data cifar10 --folder runs/recipe --recipe \\
+        --cells cifar10n.npz#random1,symmetric:0.5
     python benchmarks/paper_tables.py --data cifar100 --folder runs/tables --cells symmetric:0.4 \\
         --length 0.5 workers.gpu=true workers.cpus=1 optimizer.precision=bf16 optimizer.compile=default
 
 `--data` is a folder with Parquet files train-* and test-*, whose name says which dataset it is. Without
 `--cells`, all cells are run. Settings on the command line replace those of the paper. `--length 0.5` halves
 every stage, and doubles a constant label rate, so that labels travel as far. CIFAR-100 has an alpha of 0.01
-instead of 0.1, with which no label could change its class. The same command again prints what has finished,
-resumes what was interrupted, and starts the rest.
+instead of 0.1, with which no label could change its class.
+
+`--recipe` runs configs/recipe.yaml on all images instead, and then a cell can also be FILE.npz#NAME: labels
+given by people. `learned` are the labels at the end of training, `repaired` those that are published.
+
+The same command again prints what has finished, resumes what was interrupted, and starts the rest.
 """
 
 import argparse
@@ -74,29 +80,34 @@ class Cell:
     length: float
     num_shards: int
     overrides: Sequence[str]
+    recipe: bool
 
     @property
     def dataset(self) -> str:
         return self.data.name
 
     @property
-    def summary(self) -> dict[str, Any] | None:
-        file = self.folder / "runs" / self.dataset / "summary.json"
-        found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
-        return found
+    def config(self) -> str:
+        return "recipe" if self.recipe else self.dataset
+
+    def stored(self, name: str) -> Any:
+        """A JSON file of the run; None if there is none yet."""
+        file = self.folder / "runs" / self.config / name
+        return json.loads(file.read_text()) if file.exists() else None
 
     def run(self) -> None:
         """Make the shards, index them, and train, as far as this has not been done."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.summary is not None:
+        if self.stored("summary.json") is not None:
             return
         if not (self.folder / "shards" / "done").exists():
             flips = ["--flips", FLIPS[self.dataset]] if self.noise.startswith("asymmetric") else []
-            for part, noise in (("train", ["--noise", self.noise, *flips]), ("test", [])):
+            given = ["--given-labels" if "#" in self.noise else "--noise", self.noise, *flips]
+            for part, noise in (("train", given), ("test", [])):
                 source, shards = f"{self.data}/{part}-*.parquet", str(self.folder / "shards")
                 self._command("pipelines.make_shards", "table", source, shards, "--prefix", part, *noise)
             (self.folder / "shards" / "done").touch()
-        config = str(ROOT / "configs" / f"{self.dataset}.yaml")
+        config = str(ROOT / "configs" / f"{self.config}.yaml")
         self._command("pipelines.index_shards", config, *self._places())
         chosen = {setting.partition("=")[0] for setting in self.overrides}
         settings = [setting for setting in self.settings() if setting.partition("=")[0] not in chosen]
@@ -112,7 +123,9 @@ class Cell:
         ]
 
     def settings(self) -> list[str]:
-        """The paper's settings for this noise, for a schedule of this length."""
+        """The paper's settings for this noise, for a schedule of this length; none for the recipe."""
+        if self.recipe:
+            return ["gate.hold=false"]
         rate, alpha, beta, start, end = SETTINGS.get(self.noise, OTHERWISE)
         if self.dataset == "cifar100":
             rate, alpha, beta, start, end = CIFAR100
@@ -139,14 +152,20 @@ class Cell:
 
 def line_of(cell: Cell) -> str:
     """A line of the table."""
-    plain, paper = PAPER[cell.dataset][cell.noise]
-    shown = f"{cell.dataset:<9} {cell.noise:<15} {plain:>13.2f} {paper or float('nan'):>6.2f}"
-    if (found := cell.summary) is None:
+    noise, known = cell.noise.rpartition("#")[2], PAPER[cell.dataset].get(cell.noise, (None, None))
+    plain, paper = ("-" if one is None else f"{one:.2f}" for one in known)
+    shown = f"{cell.dataset:<9} {noise:<15} {plain:>13} {paper:>6}"
+    if (found := cell.stored("summary.json")) is None:
         return f"{shown}   failed: see {cell.folder / 'log.txt'}"
+    learned = cell.stored("epochs.json")[-1]["corrected_label_accuracy"]
     right = [
-        100 * found[key] for key in ("given_label_accuracy", "corrected_label_accuracy", "test_accuracy")
+        found["test_accuracy"],
+        found["given_label_accuracy"],
+        learned,
+        found["corrected_label_accuracy"],
     ]
-    return f"{shown} {right[2]:>6.2f} {right[0]:>13.2f} {right[1]:>9.2f} {found['images_per_s']:>10,.0f}"
+    columns = [f"{100 * share:{width}.2f}" for share, width in zip(right, (6, 13, 8, 9), strict=True)]
+    return f"{shown} {' '.join(columns)} {found['images_per_s']:>9,.0f}"
 
 
 def main() -> int:
@@ -158,22 +177,40 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder cifar10 or cifar100")
     parser.add_argument("--folder", type=Path, required=True, help="for shards and results")
     parser.add_argument("--cells", help="noises, as in symmetric:0.5,asymmetric:0.4 (all)")
+    parser.add_argument("--recipe", action="store_true", help="configs/recipe.yaml, not the paper's settings")
     parser.add_argument("--length", type=float, default=1.0, help="share of the paper's epochs")
-    parser.add_argument("--shards", type=int, default=45, help="thousands of images to train on (45)")
+    parser.add_argument("--shards", type=int, help="thousands of images to train on (45; 50 by the recipe)")
     parser.add_argument("--at-once", type=int, default=4, help="runs at the same time")
     given = parser.parse_intermixed_args()
     if (dataset := given.data.name) not in PAPER:
         parser.error(f"--data {given.data}: a folder named {' or '.join(PAPER)} was expected")
     noises = given.cells.split(",") if given.cells else list(PAPER[dataset])
-    if unknown := set(noises) - set(PAPER[dataset]):
+    unknown = {
+        noise for noise in noises if noise not in PAPER[dataset] and not (given.recipe and "#" in noise)
+    }
+    if unknown:
         parser.error(f"--cells {min(unknown)}: not in the paper; it has {', '.join(PAPER[dataset])}")
+    if given.recipe and given.length != 1:
+        parser.error(
+            "--length is for the paper's settings; give the recipe's epochs as stages.pencil.epochs=..."
+        )
     data, folder = given.data.resolve(), given.folder.resolve() / dataset
+    num_shards = given.shards or (50 if given.recipe else 45)
     cells = [
-        Cell(data, noise, folder / noise.replace(":", "-"), given.length, given.shards, given.overrides)
+        Cell(
+            data,
+            str(Path(noise).resolve()) if "#" in noise else noise,
+            folder / noise.rpartition("#")[2].replace(":", "-"),
+            given.length,
+            num_shards,
+            given.overrides,
+            given.recipe,
+        )
         for noise in noises
     ]
-    print(f"{given.length:g} of the paper's epochs; percent after the last epoch, and of right labels")
-    print("dataset   noise           cross entropy  paper   ours  labels given  repaired   images/s")
+    how = "the recipe" if given.recipe else f"{given.length:g} of the paper's epochs"
+    print(f"{how}; percent after the last epoch, and of right labels")
+    print("dataset   noise           cross entropy  paper   ours  labels given  learned  repaired  images/s")
     failed = 0
     with ThreadPoolExecutor(given.at_once) as pool:
         for cell, done in [(cell, pool.submit(cell.run)) for cell in cells]:
