@@ -167,7 +167,7 @@ def _measure(
 ) -> Measured:
     noise = replace(
         noise,
-        min_sureness=proof.min_sureness if proof else None,
+        min_margin=proof.min_margin if proof else None,
         proven_right=proof.right if proof else 1.0,
         watched_below=float(roles.threshold),
         since=manifest.first_epoch,

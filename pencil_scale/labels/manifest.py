@@ -39,7 +39,7 @@ from pencil_scale.storage.urls import filesystem_of
 Result = TypeVar("Result")
 
 KIND = "pencil_scale labels"
-VERSION = 6
+VERSION = 7
 LABELS, LEDGER = "parts", "ledger"  # the folders of a store
 FOLD = "-fold-"  # between the id of a run and the number of a further training
 READS = 3  # of a file whose bytes are not those that a manifest names

@@ -30,7 +30,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from pencil_scale.method.proof import Z95, Proof, sureness
+from pencil_scale.method.proof import Z95, Proof, margins
 
 Floats = npt.NDArray[np.float64]
 Classes = npt.NDArray[np.int64]
@@ -108,6 +108,10 @@ class Predictions:
         total = top.sum(-1) + num_others * other
         return top / total[:, None], other / total
 
+    def margins(self, given: Classes) -> Floats:
+        """By how much the best class is likelier than the given one."""
+        return margins(self.classes, self.log_p, given, self.num_classes)
+
     def of_class(self, classes: Classes, top: Floats, other: Floats) -> Floats:
         """The probability of one class of each sample, given those of `calibrated`."""
         is_it = self.classes == classes[:, None]
@@ -130,7 +134,7 @@ class NoiseModel:
     watched_below: float = 0.0  # images that hash below this were not trained on
     since: int = 0  # first epoch, in the life of the label table, of the network it was fitted to
     crossed_until: int = 0  # up to this epoch, each row was predicted by a network never trained on it
-    min_sureness: float | None = None  # a network as sure as this of another class changes the label
+    min_margin: float | None = None  # a label contradicted by more than this changes: a clean set proves it
     proven_right: float = 1.0  # share of these changes that are right
 
 
@@ -207,10 +211,9 @@ def judge(predictions: Predictions, given: Classes, noise: NoiseModel) -> Judged
     rival = others[rows, place] * drawn + 1e-12
     total = right + (1 - on_given) * drawn
     found = Judged(predictions.classes[rows, place], np.log(rival / right), right / total, rival / total)
-    if noise.min_sureness is None:
+    if noise.min_margin is None:
         return found
-    is_sure = sureness(predictions.log_p[:, 0]) >= noise.min_sureness
-    proven = (found.rival == predictions.classes[:, 0]) & is_sure
+    proven = predictions.margins(given) > noise.min_margin
     rival_right = others[rows, place] / (others[rows, place] + on_given + 1e-12)
     rival_right = np.minimum(rival_right, noise.proven_right)
     return Judged(

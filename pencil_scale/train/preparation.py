@@ -15,7 +15,7 @@ Each rank evaluates its own share of a clean set, every sample once. A share tha
 threads of this process and kept; a larger one is read by Ray Data each time, as training samples are.
 
     clean = CleanSet(spec, rank, world)
-    right, seen = count_right(model, clean.batches(), preparation)      # of this rank, by sureness
+    counts = count_clean(model, clean.batches(), preparation)           # of this rank, by margin and sureness
 """
 
 import copy
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +47,7 @@ from pencil_scale.images.augment import augment, centre, strengthen
 from pencil_scale.images.gpu_decode import decode_on_gpu
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone, find_head
-from pencil_scale.method.proof import SURENESS, count_by_sureness
+from pencil_scale.method.proof import Counts, count, no_counts
 from pencil_scale.method.schedule import Stage
 from pencil_scale.storage.hashing import hashes
 from pencil_scale.storage.storage import Storage
@@ -337,24 +336,23 @@ def featured_by(config: Config, weights: str | None) -> Callable[[Batch], Batch]
     return featured
 
 
-def count_right(
-    model: nn.Module, batches: Iterable[Batch], preparation: Preparation
-) -> npt.NDArray[np.int64]:
-    """Count, by sureness, the samples whose class the network predicts, and all that can be read.   [2, M]"""
-    found = np.zeros((2, len(SURENESS) + 1), np.int64)
-    for _, predicted, true_class in predict(model, batches, preparation):
-        found += count_by_sureness(predicted.cpu().numpy(), true_class.numpy())
-    return found
+def count_clean(model: nn.Module, batches: Iterable[Batch], preparation: Preparation) -> Counts:
+    """Count the samples that can be read, by margin and by sureness, as `proof.count` does."""
+    found = (counts for *_, counts in predict(model, batches, preparation))
+    return sum(found, start=no_counts())
 
 
 @torch.no_grad()
 def predict(
     model: nn.Module, batches: Iterable[Batch], preparation: Preparation
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the rows of readable images, what the network predicts for them, and their given classes."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Counts]]:
+    """Yield rows of readable images, what the network predicts for them, their given classes, and counts."""
     training, _ = model.training, model.eval()
     for batch in batches:
         readable = batch.weight > 0
-        predicted = top_predictions(preparation.predictions(model, batch.images))
-        yield batch.rows[readable], predicted[readable.to(preparation.device)], batch.noisy_class[readable]
+        logits = preparation.predictions(model, batch.images)
+        predicted = top_predictions(logits)[readable.to(preparation.device)]
+        given = batch.noisy_class[readable]
+        counts = count(predicted.cpu().numpy(), given.numpy(), logits.shape[1])
+        yield batch.rows[readable], predicted, given, counts
     model.train(training)

@@ -19,21 +19,19 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
-from pencil_scale.method.proof import SURENESS, Proof, count_by_sureness, prove, shift
+from pencil_scale.method.proof import Counts, Proof, no_counts, prove, shift
 from pencil_scale.train.checkpoints import Kept, Saved
 from pencil_scale.train.preparation import Preparation, predict
 from pencil_scale.train.ranks import Ranks
 
 FIRST = "backbone"  # the stage before labels move
-CLEAN_BY_SURENESS, WATCHED_BY_SURENESS = "clean_by_sureness", "watched_by_sureness"  # figures of an epoch
-BY_SURENESS = (CLEAN_BY_SURENESS, WATCHED_BY_SURENESS)
-Counts = npt.NDArray[np.int64]
+CLEAN_COUNTS, WATCHED_COUNTS = "clean_counts", "watched_counts"  # figures of an epoch
+COUNTS = (CLEAN_COUNTS, WATCHED_COUNTS)
 
 
 class Watch:
@@ -60,13 +58,12 @@ class Watch:
     def look(self, model: nn.Module, stage: str, epoch: int | None) -> dict[str, Any]:
         """Predict the samples, store the predictions if an epoch is over, and compare with what was given."""
         found = [(np.zeros(0, np.int64), np.zeros(0, np.bool_))]
-        by_sureness = np.zeros((2, len(SURENESS) + 1), np.int64)
-        for some, predicted, given in predict(model, self._samples(), self._preparation):
+        counts = no_counts()
+        for some, predicted, given, more in predict(model, self._samples(), self._preparation):
             if epoch is not None:
                 self._owners.mark(some, predicted, epoch)
-            top, classes = predicted.cpu().numpy(), given.numpy()
-            found.append((some.numpy(), top[:, 0] == classes))
-            by_sureness += count_by_sureness(top, classes)
+            found.append((some.numpy(), predicted[:, 0].cpu().numpy() == given.numpy()))
+            counts += more
         self._owners.drain()
         rows, agrees = map(np.concatenate, zip(*chain(*self._ranks.gather(found)), strict=True))
         judging = judges(rows)
@@ -78,7 +75,7 @@ class Watch:
             "watched_selecting": self.num_selecting,
         }
         if self._preparation.config.evidence.clean is not None:
-            figures[WATCHED_BY_SURENESS] = np.sum(self._ranks.gather(by_sureness), axis=0).tolist()
+            figures[WATCHED_COUNTS] = np.sum(self._ranks.gather(counts), axis=0).tolist()
         if stage == FIRST:
             self._seen.append((stage, figures["watch_agreement"]))
             return figures
@@ -123,16 +120,15 @@ def proof_of(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> Proof
     """
     proofs = [prove(*counts) for counts in _compared(figures, mixes)]
     found = [proof for proof in proofs if proof is not None]
-    return max(found, key=lambda proof: proof.min_sureness) if found and None not in proofs else None
+    return max(found, key=lambda proof: proof.min_margin) if found and None not in proofs else None
 
 
 def no_proof(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> str:
     """Say why the clean set of `evidence.clean` proves nothing."""
     if not (compared := _compared(figures, mixes)):
         return "the clean set proves nothing, because no samples are watched, with which it would be compared"
-    (right, seen), (agree, num) = compared[-1]
-    shares = f"right for {right.sum() / max(seen.sum(), 1):.2f} of the clean samples"
-    shares += f", and agrees with {agree.sum() / max(num.sum(), 1):.2f} of the watched labels"
+    right, agree = (counts[0, 0] / max(counts[0].sum(), 1) for counts in compared[-1])
+    shares = f"right for {right:.2f} of the clean samples, and agrees with {agree:.2f} of the watched labels"
     if any(shift(*counts) > 0 for counts in compared):
         return (
             "the clean set proves nothing, because it seems to come from another source: the network is far "
@@ -146,7 +142,7 @@ def no_proof(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> str:
 
 
 def _compared(figures: Sequence[Mapping[str, Any]], mixes: bool) -> list[tuple[Counts, Counts]]:
-    """The counts by sureness, of clean and of watched samples, of the networks whose predictions decide."""
+    """The counts of clean and of watched samples by the networks whose predictions decide."""
     before = [epoch for epoch in figures if mixes and epoch["stage"] != "finetune"]
-    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*BY_SURENESS} <= epoch.keys()]
-    return [(np.array(epoch[BY_SURENESS[0]]), np.array(epoch[BY_SURENESS[1]])) for epoch in used]
+    used = [epoch for epoch in (*before[-1:], *figures[-1:]) if {*COUNTS} <= epoch.keys()]
+    return [(np.array(epoch[COUNTS[0]]), np.array(epoch[COUNTS[1]])) for epoch in used]

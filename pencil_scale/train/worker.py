@@ -56,14 +56,14 @@ from pencil_scale.train.preparation import (
     Preparation,
     build_network,
     claim_scratch,
-    count_right,
+    count_clean,
     featured_by,
     open_features,
     set_up_process,
 )
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import forget_momentum
-from pencil_scale.train.watch import CLEAN_BY_SURENESS, Watch
+from pencil_scale.train.watch import CLEAN_COUNTS, Watch
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
@@ -291,12 +291,12 @@ class Worker:
         figures["rows_planned"] = self.stream.num_rows
         self.is_averaged = stage.decay is not None
         for name, clean in self.clean.items():
-            mine = count_right(self._shown(), clean.batches(), self.preparation)
+            mine = count_clean(self._shown(), clean.batches(), self.preparation)
             counts = np.sum(self.ranks.gather(mine), axis=0)
-            right, seen = counts.sum(1).tolist()
-            figures[f"{name}_accuracy"] = right / seen if seen else math.nan
+            seen = int(counts[0].sum())
+            figures[f"{name}_accuracy"] = int(counts[0, 0]) / seen if seen else math.nan
             if name == self.job.config.evidence.clean:
-                figures[CLEAN_BY_SURENESS] = counts.tolist()
+                figures[CLEAN_COUNTS] = counts.tolist()
         if self.watch is not None:
             figures |= self.watch.look(self._shown(), stage.name, epoch)
         manifest = self._snapshot()

@@ -175,7 +175,7 @@ def test_labels_that_are_mixed_up_change_if_a_clean_set_proves_that_they_are_wro
     tmp_path: Path, planted: float
 ) -> None:
     evidence = Evidence(watched=0.3, planted=planted)
-    proof = Proof(min_sureness=2.0, changed=0.3, wrong_low=0.28, right=0.95, gain=0.28, low=0.25)
+    proof = Proof(min_margin=2.0, changed=0.3, wrong_low=0.28, right=0.95, gain=0.28, low=0.25)
     made = run(tmp_path, 0.3, skill=4.0, evidence=evidence, confused=True, proof=proof)
     assert not made.found.patterned
     assert not made.found.unsure

@@ -7,7 +7,7 @@ import pytest
 from crowd_making import CLASSES, Crowd, crowd, repaired
 
 from pencil_scale.method.evidence import NoiseModel, Predictions, fit_noise, judge, net_gain, proven_gain
-from pencil_scale.method.proof import SURENESS, Proof, count_by_sureness, prove, shift, sureness
+from pencil_scale.method.proof import MARGINS, SURENESS, Proof, count, margins, no_counts, prove, shift
 
 _MODEL = NoiseModel(temperature=1.0, replaced=0.1, wrong=0.09, wrong_low=0.05, wrong_high=0.1)
 
@@ -25,21 +25,30 @@ def ambiguous(num: int, seed: int = 1) -> Crowd:
     return Crowd(true, given, Predictions.from_logits(logits))
 
 
-def by_sureness(predictions: Predictions, classes: np.ndarray) -> np.ndarray:
-    return count_by_sureness(np.concatenate([predictions.classes, predictions.log_p], 1), classes)
+def counted(predictions: Predictions, classes: np.ndarray) -> np.ndarray:
+    return count(np.concatenate([predictions.classes, predictions.log_p], 1), classes, CLASSES)
 
 
 def proof_of(clean: Crowd, watched: Crowd) -> Proof | None:
-    return prove(by_sureness(clean.predictions, clean.true), by_sureness(watched.predictions, watched.given))
+    return prove(counted(clean.predictions, clean.true), counted(watched.predictions, watched.given))
 
 
-def test_predictions_are_counted_by_how_sure_they_are() -> None:
-    log_p = np.log([0.1, 0.5, 0.5, 1.0])
-    predicted = np.stack([[1, 1, 0, 1], [0, 0, 1, 0], log_p, log_p - 1], 1)
-    right, seen = count_by_sureness(predicted, np.array([1, 1, 1, 1]))
+def test_samples_are_counted_by_the_margin_against_their_class_and_by_how_sure_the_network_is() -> None:
+    log_p = np.log([0.1, 0.5, 0.5, 1.0, 0.5])
+    predicted = np.stack([[1, 1, 0, 1, 0], [0, 0, 1, 0, 1], log_p, log_p - [1, 1, 0.7, 1, 0]], 1)
+    by_margin, by_sureness = count(predicted, np.array([1, 1, 1, 1, 1]), 2)
     even = np.searchsorted(SURENESS, 0.0, side="right")
-    assert (right[0], right[even], right[-1], right.sum()) == (1, 1, 1, 3)
-    assert (seen[0], seen[even], seen[-1], seen.sum()) == (1, 2, 1, 4)
+    assert (by_sureness[0], by_sureness[even], by_sureness[-1], by_sureness.sum()) == (1, 3, 1, 5)
+    just, more = np.searchsorted(MARGINS, [0.1, 0.7])
+    assert (by_margin[0], by_margin[just], by_margin[more], by_margin.sum()) == (3, 1, 1, 5)
+
+
+def test_classes_that_were_not_kept_are_equally_likely_and_less_than_those_that_were() -> None:
+    classes, given = np.array([[3, 1], [3, 1], [3, 1]]), np.array([1, 0, 0])
+    log_p = np.log([[0.6, 0.2], [0.6, 0.2], [0.5, 0.1]])
+    found = margins(classes, log_p, given, 6)  # 0.05 each in the second row; in the third 0.1
+    assert found == pytest.approx(np.log([3, 12, 5]))
+    assert (found[0] < found[1]) & (found[2] <= np.log(5) + 1e-9)
 
 
 def test_a_clean_set_proves_errors_that_follow_the_image() -> None:
@@ -47,7 +56,7 @@ def test_a_clean_set_proves_errors_that_follow_the_image() -> None:
     model, proof = fit_noise(watched.predictions, watched.given), proof_of(clean, watched)
     assert proof is not None
     given, without = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
-    with_it = (repaired(others, replace(model, min_sureness=proof.min_sureness)) == others.true).mean()
+    with_it = (repaired(others, replace(model, min_margin=proof.min_margin)) == others.true).mean()
     assert given < 0.9
     assert with_it > without + 0.03
     assert 0 < proof.low < proof.gain <= with_it - given + 0.01
@@ -66,7 +75,7 @@ def test_a_clean_set_even_an_easier_one_lets_no_weak_network_make_labels_worse(
     others, proof = crowd(8000, noise, skill), proof_of(clean, watched)
     model = fit_noise(watched.predictions, watched.given)
     if proof is not None:
-        model = replace(model, min_sureness=proof.min_sureness)
+        model = replace(model, min_margin=proof.min_margin)
     before, after = (others.given == others.true).mean(), (repaired(others, model) == others.true).mean()
     assert after >= before - 0.002
 
@@ -77,19 +86,19 @@ def test_a_clean_set_of_samples_that_the_network_finds_easy_proves_nothing() -> 
     chosen = Crowd(clean.true[easiest], clean.given[easiest], clean.predictions.take(easiest))
     assert proof_of(clean, watched) is not None
     assert proof_of(chosen, watched) is None
-    seen = [by_sureness(some.predictions, some.given) for some in (clean, chosen, watched)]
+    seen = [counted(some.predictions, some.given) for some in (clean, chosen, watched)]
     assert shift(seen[0], seen[2]) < 0 < shift(seen[1], seen[2])
 
 
 def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:
     watched = ambiguous(2500)
-    seen = by_sureness(watched.predictions, watched.given)
-    assert prove(np.zeros_like(seen), seen) is None
-    assert prove(by_sureness(watched.predictions, watched.true), np.zeros_like(seen)) is None
+    seen = counted(watched.predictions, watched.given)
+    assert prove(no_counts(), seen) is None
+    assert prove(counted(watched.predictions, watched.true), no_counts()) is None
 
 
 def test_a_proven_gain_shrinks_with_the_share_of_labels_that_change() -> None:
-    proof = Proof(min_sureness=2.0, changed=0.2, wrong_low=0.14, right=0.75, gain=0.1, low=0.08)
+    proof = Proof(min_margin=2.0, changed=0.2, wrong_low=0.14, right=0.75, gain=0.1, low=0.08)
     shares = (0.0, 0.1, 0.3)
     found = [net_gain(np.ones(9, bool), np.ones(9, bool), share, 999, _MODEL) for share in shares]
     none, half, more = (proven_gain(proof, *both) for both in zip(found, shares, strict=True))
@@ -101,10 +110,9 @@ def test_a_proven_gain_shrinks_with_the_share_of_labels_that_change() -> None:
 def test_a_proven_change_comes_before_all_others_and_has_likely_classes() -> None:
     watched = ambiguous(2500)
     fitted = fit_noise(watched.predictions, watched.given)
-    model = replace(fitted, min_sureness=1.0, proven_right=0.8)
+    model = replace(fitted, min_margin=1.0, proven_right=0.8)
     judged = judge(watched.predictions, watched.given, model)
-    is_sure = sureness(watched.predictions.log_p[:, 0]) >= 1
-    proven = (watched.predictions.classes[:, 0] != watched.given) & is_sure
+    proven = watched.predictions.margins(watched.given) > 1
     assert judged.log_odds[proven].min() > judged.log_odds[~proven].max()
     assert (judged.rival_right[proven] > judged.given_right[proven]).all()
     assert judged.rival_right[proven].max() == 0.8

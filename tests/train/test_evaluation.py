@@ -1,5 +1,6 @@
 """Evaluation on clean samples: every sample is counted once, over all ranks."""
 
+import numpy as np
 import pytest
 import torch
 from loops import DEMO
@@ -10,7 +11,7 @@ from pencil_scale.config.loader import load_config
 from pencil_scale.labels.owners import Batch
 from pencil_scale.stream.stream import Stream
 from pencil_scale.train import preparation
-from pencil_scale.train.preparation import CleanSet, Preparation, count_right
+from pencil_scale.train.preparation import CleanSet, Preparation, count_clean
 
 PLAIN = ["images.crop=2", "images.pad=0", "images.flip=false", "images.mean=[0,0,0]", "images.std=[1,1,1]"]
 PREPARATION = Preparation(load_config(DEMO, PLAIN), torch.device("cpu"), lambda row, reason: reason)
@@ -30,14 +31,26 @@ def clean_batch(*channels: int, true: list[int], weight: list[float]) -> Batch:
     return Batch(rows, images, torch.tensor(weight), noisy_class=torch.tensor(true))
 
 
+def right_and_seen(counts: np.ndarray) -> list[int]:
+    by_margin, by_sureness = counts.tolist()
+    assert sum(by_margin) == sum(by_sureness)
+    return [by_margin[0], sum(by_margin)]
+
+
 def test_correct_predictions_are_counted_and_unreadable_images_are_not() -> None:
     batches = [clean_batch(0, 1, 2, true=[0, 1, 0], weight=[1, 1, 1]), clean_batch(1, true=[1], weight=[0])]
-    assert count_right(Brightest(), batches, PREPARATION).sum(1).tolist() == [2, 3]
+    assert right_and_seen(count_clean(Brightest(), batches, PREPARATION)) == [2, 3]
+
+
+def test_a_network_that_finds_all_classes_equally_likely_is_not_right_for_all() -> None:
+    black = clean_batch(0, 1, 2, true=[0, 1, 2], weight=[1, 1, 1])
+    black.images.zero_()
+    assert right_and_seen(count_clean(Brightest(), [black], PREPARATION)) == [1, 3]
 
 
 def test_the_network_returns_to_training_mode() -> None:
     model = Brightest().train()
-    count_right(model, [], PREPARATION)
+    count_clean(model, [], PREPARATION)
     assert model.training
 
 
@@ -57,7 +70,7 @@ def counts(shards: Shards, rank: int, world: int) -> tuple[list[int], bool]:
     """What two evaluations in a row counted, which must agree, and whether the set was treated as large."""
     clean = CleanSet(shards.spec(shuffle=False, batch=48), rank, world)
     first, again = (
-        count_right(RedModuloThree(), clean.batches(), PREPARATION).sum(1).tolist() for _ in range(2)
+        right_and_seen(count_clean(RedModuloThree(), clean.batches(), PREPARATION)) for _ in range(2)
     )
     clean.close()
     assert first == again

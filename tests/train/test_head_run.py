@@ -109,9 +109,9 @@ def test_two_workers_train_the_head_as_one_does_and_count_the_clean_set_once(tmp
     for summary in (alone, both):
         name = summary.facts["run"]
         last = json.loads((tmp_path / f"lake/runs/{name}/epochs.json").read_text())[-1]
-        assert sum(last["clean_by_sureness"][1]) == 203
-        assert sum(last["watched_by_sureness"][1]) == summary.facts["watched"] > 100
-        assert last["test_accuracy"] == sum(last["clean_by_sureness"][0]) / 203
+        assert sum(last["clean_counts"][1]) == 203
+        assert sum(last["watched_counts"][1]) == summary.facts["watched"] > 100
+        assert last["test_accuracy"] == last["clean_counts"][0][0] / 203
     one, two = (torch.load(summary.facts["model"], weights_only=True) for summary in (alone, both))
     assert np.allclose(one["1.weight"], two["1.weight"], atol=0.2)
 

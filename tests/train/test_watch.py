@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pencil_scale.config.loader import load_config
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
-from pencil_scale.method.proof import SURENESS
+from pencil_scale.method.proof import no_counts
 from pencil_scale.train.checkpoints import Kept, Progress, Saved
 from pencil_scale.train.preparation import Preparation
 from pencil_scale.train.ranks import Ranks
@@ -100,39 +100,42 @@ def test_the_latest_epoch_that_is_not_clearly_worse_is_the_best() -> None:
     assert not is_best([0.50, 0.49], 100_000)
 
 
-def epoch(stage: str, sure: int, bins: tuple[int, ...] = (9, 20)) -> dict[str, Any]:
-    """An epoch whose network is always right where it is `sure`, and contradicts half of the labels there."""
-    clean, watched = ([[0] * (len(SURENESS) + 1) for _ in range(2)] for _ in range(2))
-    for number in bins:
-        clean[0][number], clean[1][number] = (500, 500) if number >= sure else (100, 500)
-        watched[0][number], watched[1][number] = 250, 500
-    return {"stage": stage, "clean_by_sureness": clean, "watched_by_sureness": watched}
+def epoch(stage: str, errs_up_to: int) -> dict[str, Any]:
+    """An epoch whose network contradicts labels by two margins, and is wrong up to a margin."""
+    clean, watched = no_counts(), no_counts()
+    for margin in (5, 15):
+        clean[0, margin], watched[0, margin] = 200 * (margin <= errs_up_to), 250
+    for counts in (clean, watched):
+        counts[0, 0] = counts[1, 9] = 1000
+        counts[0, 0] -= counts[0, 1:].sum()
+    return {"stage": stage, "clean_counts": clean.tolist(), "watched_counts": watched.tolist()}
 
 
 def test_the_clean_set_proves_only_what_it_proves_of_both_networks_whose_predictions_count() -> None:
-    better, worse = epoch("finetune", sure=9), epoch("pencil", sure=20)
+    better, worse = epoch("finetune", errs_up_to=0), epoch("pencil", errs_up_to=5)
+    useless = epoch("pencil", errs_up_to=15)
     both, first, last = (proof_of(figures, mixes=True) for figures in ([worse, better], [better], [worse]))
     assert both is not None
     assert first is not None
     assert both == last
-    assert first.min_sureness < both.min_sureness
-    assert proof_of([epoch("pencil", sure=99), better], mixes=True) is None
-    assert proof_of([epoch("backbone", sure=99), better], mixes=True) is None
+    assert first.min_margin < both.min_margin
+    assert proof_of([useless, better], mixes=True) is None
+    assert proof_of([useless | {"stage": "backbone"}, better], mixes=True) is None
     assert proof_of([worse, better]) == first  # the last stage has predicted all samples
 
 
 def test_without_watched_samples_the_clean_set_proves_nothing() -> None:
-    some = epoch("finetune", sure=9)
-    del some["watched_by_sureness"]
+    some = epoch("finetune", errs_up_to=0)
+    del some["watched_counts"]
     assert proof_of([some]) is None
     assert proof_of([]) is None
     assert "no samples are watched" in no_proof([some])
 
 
 def test_why_a_clean_set_proves_nothing_is_said() -> None:
-    weak, easy = epoch("finetune", sure=99), epoch("finetune", sure=9)
+    weak, easy = epoch("finetune", errs_up_to=15), epoch("finetune", errs_up_to=0)
     assert "where the network contradicts labels, it may be wrong itself" in no_proof([weak])
-    assert "right for 0.20 of the clean samples, and agrees with 0.50 of the watched" in no_proof([weak])
-    easy["clean_by_sureness"] = [[0] * 20 + [1000] + [0] * (len(SURENESS) - 20)] * 2
+    assert "right for 0.60 of the clean samples, and agrees with 0.50 of the watched" in no_proof([weak])
+    easy["clean_counts"][1].reverse()
     assert proof_of([easy]) is None
     assert "seems to come from another source" in no_proof([easy])
