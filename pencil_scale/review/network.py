@@ -48,6 +48,9 @@ def network_facts(known: Mapping[str, Any], num_classes: int) -> list[Fact]:
         detail = _interval(known, "wrong_labels", "{:,.0f}", 1)
         detail = f"estimated{detail}; errors that follow a pattern are not counted"
         facts.append(Fact("labels wrong at random", f"≈ {known['wrong_labels']:,.0f}", detail))
+    if _is_number(known, "proven_wrong"):
+        detail = "the clean set shows it (evidence.clean), whatever pattern the errors follow"
+        facts.append(Fact("labels proven wrong", f"≥ {known['proven_wrong']:,.0f}", detail))
     if _is_number(known, "gain"):
         detail = _interval(known, "gain", "{:+.1f} %", 100)
         detail = f"of all labels, put right minus spoiled; estimated{detail}"

@@ -273,6 +273,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     bench.keep_figures([{"epoch": 0, "stage": "pencil", "test_accuracy": 0.5, "balanced_agreement": 0.625}])
     facts = {"test_accuracy": 0.875, "watch_agreement": 0.75, "held_because": [], "model": "s3://me:secret@x"}
     facts |= {"wrong_labels": 1494, "wrong_labels_low": 1380, "wrong_labels_high": 1610.4}
+    facts |= {"proven_wrong": 1234}
     facts |= {"gain": 0.123, "gain_low": -0.01, "gain_high": 0.25}
     bench.keep_summary(facts)
     bench.report()
@@ -281,6 +282,7 @@ def test_the_top_of_the_page_says_how_good_the_network_is_and_what_cannot_be_det
     assert "agreement on watched samples 75.0 %" in seen
     assert "training agreement 62.5 %" in seen
     assert "labels wrong at random ≈ 1,494 estimated, 90 % interval 1,380 to 1,610" in seen
+    assert "labels proven wrong ≥ 1,234 the clean set shows it" in seen
     assert "gain of the repair +12.3 % of all labels, put right minus spoiled" in seen
     assert "estimated, 90 % interval -1.0 % to +25.0 %" in seen
     assert seen.index("accuracy on the test set") < seen.index("most frequent change")
