@@ -205,7 +205,7 @@ def write_shards(home: Path, images: Images, given: Classes, prefix: str = "trai
     with wds.ShardWriter(f"{home}/shards/{prefix}-%06d.tar", maxcount=1000, verbose=0) as writer:
         for number, (file, label) in enumerate(zip(images.files, given, strict=True)):
             kind = "png" if file.startswith(b"\x89PNG") else "jpg"
-            writer.write({"__key__": f"{number:08d}", kind: file, "cls": int(label)})
+            writer.write({"__key__": f"{prefix}{number:08d}", kind: file, "cls": int(label)})
 
 
 def command(home: Path, module: str, *words: str) -> tuple[int, str]:
