@@ -71,6 +71,9 @@ def repairs(
             more = [*more, f"data.test={home}/shards/test-*.tar", "evidence.clean=test"]
             command(home, "pipelines.index_shards", "own.yaml", *more)
         outcome = train(home, "ours", seed, more)
+        facts = json.loads((home / "storage" / "runs" / "ours" / "summary.json").read_text())
+        if (used := facts["samples"] + facts["watched"]) != len(given):
+            raise PencilError(f"{images.name}: {used:,} of {len(given):,} samples were used, not all")
         labels = PublishedLabels(find_published(str(home / "storage"), "ours", held=True).manifest)
         decided = np.concatenate([part.decide().corrected_class for part in labels.batches()])
         yield Found(f"ours ({outcome})", decided.astype(np.int64))
