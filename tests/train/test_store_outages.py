@@ -106,14 +106,16 @@ def test_outages_while_shards_are_read_and_checkpoints_saved_do_not_change_the_l
     assert not lake.proxy.outages
 
     lake.proxy.down_for(2, Nth(2, "GET", ".tar"))
-    lake.proxy.down_for(4, Nth(3, "GET", ".tar"))
+    # Long enough for an access to fail twice: botocore repeats each over up to 3 s, and only what takes
+    # longer than 2 s is reported.
+    lake.proxy.down_for(6, Nth(3, "GET", ".tar"))
     # Longer than the patience of the run: worker or controller fail, or both, and the next attempt resumes.
-    # An access gives up after 5 s and two rounds of botocore's own retries, of up to 5 s each.
-    lake.proxy.down_for(20, Nth(2, "PUT", SNAPSHOT))
-    lake.proxy.down_for(20, Nth(7, "PUT", ".arrow"))
-    stormy = lake.train("stormy", "storage.retry_s=5")
+    # An access gives up after 8 s and two rounds of botocore's own retries, of up to 5 s each.
+    lake.proxy.down_for(24, Nth(2, "PUT", SNAPSHOT))
+    lake.proxy.down_for(24, Nth(7, "PUT", ".arrow"))
+    stormy = lake.train("stormy", "storage.retry_s=8")
     assert len(lake.proxy.outages) == 4
-    assert re.search(r"s3://lake/\S+ does not answer .*: retrying for up to 5 s", stormy)
+    assert re.search(r"s3://lake/\S+ does not answer .*: retrying for up to 8 s", stormy)
     assert re.search(r"s3://lake answers again after \d+ s", stormy)
     assert re.search(r"(the controller|worker 0) failed: .*s3://lake/tiny/\S+ unreachable for", stormy)
     assert re.search(r"training with 1 worker from epoch", stormy)
