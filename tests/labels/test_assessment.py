@@ -22,6 +22,7 @@ from pencil_scale.method.proof import Proof
 NUM, CLASSES = 3000, 3
 TRUE = np.arange(NUM) % CLASSES
 ALL = range(NUM)
+INDEXED: dict[tuple[float, range, bool], tuple[np.ndarray, Catalogue]] = {}
 
 
 class Made(NamedTuple):
@@ -64,14 +65,20 @@ def run(
 def noisy_samples(
     folder: Path, noise: float, clean: range = range(0), confused: bool = False
 ) -> tuple[np.ndarray, Catalogue]:
-    """Index samples of which some have a wrong class (`confused`: the next one), but no clean row has."""
+    """Index samples of which some have a wrong class (`confused`: the next one), but no clean row has.
+
+    The same samples are indexed once, in the folder of the test that needs them first.
+    """
     folder.mkdir(exist_ok=True)
+    if (noise, clean, confused) in INDEXED:
+        return INDEXED[noise, clean, confused]
     random, bench = np.random.default_rng(1), Bench(folder)
     wrong = (TRUE + (1 if confused else random.integers(1, CLASSES, NUM))) % CLASSES
     given = np.where(random.random(NUM) < noise, wrong, TRUE)
     given[clean] = TRUE[clean]
     bench.shard("a.tar", [member for row in range(NUM) for member in sample(row, int(given[row]))])
-    return given, bench.index().catalogue
+    INDEXED[noise, clean, confused] = given, bench.index().catalogue
+    return INDEXED[noise, clean, confused]
 
 
 def predicted(skill: float, seed: int = 2) -> np.ndarray:
