@@ -34,7 +34,7 @@ SMALL = [
     *("images.decode=cpu", "images.resize=32", "images.crop=28", "model.backbone=resnet18"),
     *(f"optimizer.batch_per_worker={BATCH}", "optimizer.precision=fp32", "optimizer.compile=off"),
     *("stages.backbone.epochs=1", "stages.pencil.epochs=1", "stages.finetune.epochs=1"),
-    *("workers.count=1", "workers.gpu=false", "workers.cpus=1", "gate.hold=false"),
+    *("workers.count=1", "workers.gpu=false", "workers.in_process=true", "gate.hold=false"),
 ]
 
 

@@ -48,23 +48,13 @@ class Story:
         with typed(self.config):
             return ways_on("tiny", self.summaries["held"]["corrected"])
 
-    def train(self, step: str) -> None:
-        with self.data.start(*HOPELESS) as command:
-            self.codes[step] = command.wait()
-        self.said[step] = command.output
-        self._look(step)
-
     def do(self, step: str, job: Job, *words: str) -> None:
         printed = io.StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             self.codes[step] = job([self.config, *words, *HOPELESS])
         self.said[step] = printed.getvalue()
 
-    def promote(self, step: str) -> None:
-        self.do(step, promote.main, "tiny")
-        self._look(step)
-
-    def _look(self, step: str) -> None:
+    def look(self, step: str) -> None:
         storage = self.data.storage
         self.summaries[step] = self.data.summary()
         self.files[step] = [
@@ -84,7 +74,8 @@ class Story:
 def story(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Story:
     story = Story(TinyData.make(tmp_path_factory.mktemp("held"), num_samples=160))
     page = f"report.page={story.data.folder}/page.html"
-    story.train("held")
+    story.do("held", train.main)
+    story.look("held")
     story.do("again", train.main)
     story.do("export", export_labels.main)
     url = f"export.labels={story.data.storage}/labels/held/tiny.json"
@@ -93,8 +84,10 @@ def story(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Story:
     story.do("subset", balance_subset.main, "subset.by=corrected", "subset.per_class=2")
     story.do("look", review_report.main, page, "report.mlflow=false")
     story.do("why", why.main, "00001")
-    story.promote("released")
-    story.promote("released again")
+    story.do("released", promote.main, "tiny")
+    story.look("released")
+    story.do("released again", promote.main, "tiny")
+    story.look("released again")
     story.do("export, released", export_labels.main, "export.predict=false")
     story.do("again, released", train.main)
     story.do("warned", train.main, "run.name=warned", "gate.hold=false")

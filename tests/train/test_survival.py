@@ -4,7 +4,9 @@ Starting Ray Train takes half a minute on two cores, so one run is killed severa
 its outcome.
 """
 
+import io
 import re
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ STAGES = [stage for stage, epochs in EPOCHS.items() for _ in range(epochs)]
 
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A worker killed in each stage, the driver killed in between, and three workers instead of two.
+    """A worker killed in the first stage and in the last, the command in between, then three workers.
 
     Before the run resumes, a sample is taken down.
     """
@@ -29,13 +31,11 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data = TinyData.make(tmp_path_factory.mktemp("battered"), num_samples=1200)
     with data.start(*AVERAGED) as first:
         first.wait_until((data.storage / "runs" / "tiny" / "lease").exists, "lease of the run")
-        with data.start(*AVERAGED) as intruder:  # while the first one still starts its Ray
-            refused = intruder.wait()
+        with redirect_stderr(io.StringIO()) as intruder:  # while the first one still starts its Ray
+            refused = train.main([str(data.folder / "config.yaml"), *AVERAGED])
         first.wait_for("backbone +epoch 1/")
         first.kill_worker()
         first.wait_for("pencil +epoch 3/")
-        first.kill_worker()
-        first.wait_for("training with", times=3)
         first.kill()
     data.take_down(TAKEN_DOWN)
     with data.start("workers.count=3", *AVERAGED) as second:
@@ -43,7 +43,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         second.kill_worker()
         code = second.wait()
     found = {"data": data, "first": first.output, "second": second.output, "code": code}
-    return {**found, "refused": refused, "intruder": intruder.output, "pid": first.process.pid}
+    return {**found, "refused": refused, "intruder": intruder.getvalue(), "pid": first.process.pid}
 
 
 def test_a_second_command_is_refused_while_the_first_runs_and_takes_over_after_it_was_killed(
@@ -56,9 +56,9 @@ def test_a_second_command_is_refused_while_the_first_runs_and_takes_over_after_i
     assert battered["data"].record()["attempt"] == 2
 
 
-def test_a_run_completes_though_a_worker_is_killed_in_every_stage(battered: dict[str, Any]) -> None:
+def test_a_run_completes_though_it_is_killed_in_every_stage(battered: dict[str, Any]) -> None:
     assert battered["code"] == 0, battered["second"]
-    resumed = [*starts(battered["first"])[1:], *starts(battered["second"])[1:]]
+    resumed = [*starts(battered["first"])[1:], *starts(battered["second"])]
     assert [STAGES[progress.epoch] for _, progress in resumed] == ["backbone", "pencil", "finetune"]
 
 
@@ -66,8 +66,8 @@ def test_every_worker_that_died_is_reported_with_its_reason(battered: dict[str, 
     reported = [
         re.findall(r"^worker \d failed: (\w+: .+)", battered[name], re.M) for name in ("first", "second")
     ]
-    assert len(reported[0]) >= 2, battered["first"]
-    assert len(reported[1]) >= 1, battered["second"]
+    assert reported[0], battered["first"]
+    assert reported[1], battered["second"]
     assert any("It was killed" in reason for reason in reported[0] + reported[1])
     assert not any("common causes" in reason for reason in reported[0] + reported[1])
 
