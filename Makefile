@@ -8,7 +8,7 @@ PYTHON ?= $(shell for found in python3 python3.14 python3.13 python3.12 python3.
 	"$$found" -c '$(SUITABLE)' 2>/dev/null && echo "$$found" && break; done)
 UV := $(shell command -v uv)
 
-.PHONY: help install demo demo-photos test test-image browser quick lint format bench clean
+.PHONY: help install demo demo-photos test test-long test-image browser quick lint format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this page
@@ -32,8 +32,11 @@ demo: install  ## repair digits with 40 % label noise
 demo-photos: install  ## repair labels of photos, 30 % redrawn at random: PENCIL_DATA=FOLDER, or a download
 	@$(BIN)/python -m pipelines.demo_photos
 
-test: install browser  ## run every test this machine can run
-	$(BIN)/pytest -m 'not image' --durations=15
+test: install browser  ## run every test this machine can run, but those of test-long and test-image
+	$(BIN)/pytest -m 'not image and not long' --durations=15
+
+test-long: install  ## lose nodes, links and stores while training runs; takes a quarter of an hour
+	$(BIN)/pytest -m long --durations=0
 
 test-image: install  ## run every step of cluster/Dockerfile in a fresh Debian; needs root
 	$(BIN)/pytest -m image tests/cluster

@@ -15,7 +15,7 @@ from training_runs import TinyData, mlflow_runs, starts
 
 from pencil_scale.train.driver import RESIZE_VARIABLE
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

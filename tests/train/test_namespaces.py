@@ -30,7 +30,7 @@ from benchmarks.processes import family
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.published import PublishedLabels
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 NET = "10.211.77"
 HOST = f"{NET}.1"  # of this namespace, where the object store is
