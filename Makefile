@@ -35,7 +35,7 @@ demo-photos: install  ## repair labels of photos, 30 % redrawn at random: PENCIL
 test: install browser  ## run every test this machine can run, but those of test-long and test-image
 	$(BIN)/pytest -m 'not image and not long' --durations=15
 
-test-long: install  ## lose nodes, links and stores while training runs; takes a quarter of an hour
+test-long: install  ## lose nodes and links while training runs; takes a quarter of an hour
 	$(BIN)/pytest -m long --durations=0
 
 test-image: install  ## run every step of cluster/Dockerfile in a fresh Debian; needs root

@@ -25,7 +25,7 @@ from pencil_scale.storage.folder import Folder
 from pencil_scale.train import __main__ as train
 from pencil_scale.train.checkpoints import SNAPSHOT
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KEEP = 2  # checkpoint.keep
 EPOCHS = {"backbone": 1, "pencil": 2, "finetune": 1}
