@@ -178,8 +178,9 @@ def _choose_training(config: Config, facts: Facts, crop: int, take: Take) -> Non
     for name, (budget, fewest, most) in budgets.items():
         epochs[name] = take(f"stages.{name}.epochs", min(max(round(budget / steps), fewest), most))
         take(f"stages.{name}.rate", rate)
-    half = epochs["finetune"] // 2
-    take("stages.finetune.drop_after", [half] if half else [])
+    if config.stages.finetune.schedule == "steps":
+        half = epochs["finetune"] // 2
+        take("stages.finetune.drop_after", [half] if half else [])
     classes = take("stages.pencil.tuned_classes", TUNED_CLASSES)
     take("stages.pencil.alpha", float(f"{1 / classes:.3g}"))
     # A stage of a few epochs keeps the rate at which a label changes at its third visit.

@@ -56,6 +56,11 @@ def test_twenty_thousand_samples_get_the_numbers_of_the_trials(bare: Path) -> No
     assert config.model.backbone == "pooled_convnet"
 
 
+def test_epochs_at_which_the_rate_drops_are_chosen_only_if_it_drops(bare: Path) -> None:
+    config = complete(bare, 20_000, "stages.finetune.schedule=cosine")
+    assert config.stages.finetune.drop_after is None
+
+
 def test_a_small_set_gets_a_smaller_batch_and_a_lower_rate(bare: Path) -> None:
     config = complete(bare, 2000)
     assert (batch_of(config), config.stages.backbone.rate) == (16, 0.0063)
