@@ -105,7 +105,10 @@ def problems(error: ValidationError, tree: Any, origins: Origins) -> list[str]:
             line = found["msg"].removeprefix("Value error, ") if has_reason else ""
             if at:
                 expected = line or f"expected: {_kind(KEYS[spelt(at)])}"
-                line = f"{spelt(at)}: found {brief(reduce(getitem, at, tree))}; {expected}"
+                value = reduce(getitem, at, tree)
+                # What is wrong with a section as a whole says which of its keys are meant.
+                shown = "" if line and isinstance(value, dict) else f"found {brief(value)}; "
+                line = f"{spelt(at)}: {shown}{expected}"
         where, key = origin(at, origins), spelt(at)
         if where == f"override '{key}'":
             line = line.removeprefix(f"{key}: ")

@@ -135,8 +135,9 @@ def ways_on(name: str, num_changed: int | None = None) -> list[str]:
     page = f"review page (`{review} report.labels={name}`)"
     train = (
         "Weak network or heavy noise: these cannot be told apart. For better labels, train again under "
-        "another run.name, with what it has not had yet: for photos pretrained weights (model.weights) and "
-        "larger images (images.resize), more epochs, no numbers of your own under optimizer and stages."
+        "another run.name, with what it has not had yet: a clean set (evidence.clean), for photos pretrained "
+        "weights (model.weights) and larger images (images.resize), more epochs, no numbers of your own "
+        "under evidence, optimizer and stages."
     )
     if num_changed == 0:
         given = "No label changed: to release them would publish the labels as given"

@@ -181,7 +181,10 @@ class Attempts:
         workers = self._job.config.workers
         missing = what_is_missing(workers) if silent_s > SILENT_S else ""
         is_waiting = silent_s > (SILENT_S if missing else 2 * SILENT_S)
-        why = missing or "the cluster has room for them, but they do not start"
+        why = missing or (
+            "the cluster has room for them, but they do not start; on a busy machine this takes minutes, as "
+            "Ray's workers give way to other processes"
+        )
         if is_waiting and not self._is_waiting:
             print(f"waiting for workers for up to {workers.wait_for_nodes_s:g} s: {why}", flush=True)
         self._is_waiting = is_waiting

@@ -58,7 +58,7 @@ def judge(
         _declined(figures[-1]),
         _patterned(found),
         _no_gain(found),
-        _unsure(found),
+        _unsure(found, evidence),
         _unproven(found, report, evidence),
     ]
     given, corrected = report.given_right, report.corrected_right
@@ -155,16 +155,20 @@ def _no_gain(found: Assessment | None) -> str:
     )
 
 
-def _unsure(found: Assessment | None) -> str:
+def _unsure(found: Assessment | None, evidence: Evidence | None) -> str:
     """Doubt a repair of labels of which hardly any are surely wrong."""
     if found is None or found.noise is None or not found.unsure:
         return ""
     noise = found.noise
-    more = "more samples" if noise.crossed_until else "more samples or a higher evidence.watched"
+    ways = "a better network or more samples"
+    if not noise.crossed_until:
+        ways += " or a higher evidence.watched"
+    if evidence is not None and evidence.clean is None:
+        ways += " or a clean set (evidence.clean)"
     return (
-        f"it is too uncertain how many labels are wrong: probably {noise.wrong:.0%}, but it may be "
-        f"{noise.wrong_low:.0%} to {noise.wrong_high:.0%}, as a weak network and wrong labels look alike; a "
-        f"better network or {more} would tell"
+        f"it is too uncertain how many labels are wrong at random: probably {noise.wrong:.0%}, but it may be "
+        f"{noise.wrong_low:.0%} to {noise.wrong_high:.0%}, as a weak network and wrong labels look alike; "
+        f"{ways} would tell"
     )
 
 
