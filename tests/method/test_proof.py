@@ -90,6 +90,26 @@ def test_a_clean_set_of_samples_that_the_network_finds_easy_proves_nothing() -> 
     assert shift(seen[0], seen[2]) < 0 < shift(seen[1], seen[2])
 
 
+@pytest.mark.parametrize(("num_watched", "num_clean", "share_hard"), [(500, 500, 0.2), (5000, 2000, 0.12)])
+def test_right_labels_are_not_proven_wrong_by_a_clean_set_without_hard_images(
+    num_watched: int, num_clean: int, share_hard: float
+) -> None:
+    def some(num: int, share_hard: float, seed: int) -> Crowd:
+        num_hard = round(num * share_hard)
+        easy, hard = crowd(num - num_hard, 0, 4.0, seed), crowd(num_hard, 0, 1.2, seed + 100)
+        kept = [Predictions.join([easy.predictions, hard.predictions])]
+        return Crowd(*(np.concatenate(both) for both in zip(easy[:2], hard[:2], strict=True)), *kept)
+
+    for seed in range(20):
+        watched = some(num_watched, share_hard, seed)
+        assert proof_of(some(num_clean, 0.0, seed + 50), watched) is None
+    same = [
+        counted(some(num, share_hard, 9 + num).predictions, some(num, share_hard, 9 + num).true)
+        for num in (900, 800)
+    ]
+    assert shift(*same) < 0
+
+
 def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:
     watched = ambiguous(2500)
     seen = counted(watched.predictions, watched.given)

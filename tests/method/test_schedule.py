@@ -220,9 +220,9 @@ def test_mixtures_in_the_first_stage_are_compared_with_given_classes_and_later_w
 
 
 def test_mixtures_without_a_teacher_are_refused_where_labels_move() -> None:
-    with pytest.raises(PencilError, match=r"stages\.pencil: .* mixup: needs teacher"):
+    with pytest.raises(PencilError, match=r"stages\.pencil: mixup: needs teacher"):
         schedule(f"{CIFAR} stages.pencil.mixup=1.0")
-    with pytest.raises(PencilError, match=r"stages\.finetune: .* mixup: with move_labels it needs average"):
+    with pytest.raises(PencilError, match=r"stages\.finetune: mixup: with move_labels it needs average"):
         schedule(f"{CIFAR} stages.finetune.mixup=1.0 stages.finetune.move_labels=true")
 
 
@@ -281,7 +281,7 @@ def test_a_label_can_be_learned_as_if_it_were_surer(own: torch.Tensor | None) ->
 
 def test_a_last_stage_that_could_not_move_labels_well_is_refused() -> None:
     moving = f"{CIFAR} stages.finetune.move_labels=true"
-    with pytest.raises(PencilError, match=r"stages\.finetune: .* move_labels: not together with restart"):
+    with pytest.raises(PencilError, match=r"stages\.finetune: move_labels: not together with restart"):
         schedule(f"{moving} stages.finetune.restart=true")
     falling = schedule(f"{moving} stages.pencil.alpha=0 stages.pencil.lambda=[[0,3000],[129,0]]")
     with pytest.raises(PencilError, match=r"where stages\.pencil\.lambda is 0; let it end above 0"):
