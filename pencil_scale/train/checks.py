@@ -15,8 +15,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference, read_class_names
+from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
@@ -27,6 +32,7 @@ from pencil_scale.storage.urls import filesystem_of, without_passwords
 from pencil_scale.tracking.tracker import find_server
 
 REMEDY = f"run `{program('pipelines.index_shards')}` again with this config, or undo the change"
+MOST_COPIES = 0.01  # of clean images; benchmark datasets have a few
 
 
 class Problems:
@@ -127,6 +133,34 @@ def require_same_shards(name: str, patterns: Iterable[str], catalogue: Catalogue
             f"here, such as {such_as}; they would be counted too: undo the change, or, to replace the set, "
             f"remove {folder} and run `{program('pipelines.index_shards')}` again"
         )
+
+
+def require_other_images(name: str, clean: Catalogue, trained: Catalogue) -> None:
+    """Refuse a clean set for `evidence.clean` whose images are trained on under other ids.
+
+    The network knows them, so it would hardly ever contradict them, and right labels would look wrong.
+    """
+    contents = np.unique(np.concatenate([keys for keys, _ in _images(clean)] or [np.empty(0, "S16")]))
+    known, example = np.empty(0, "S16"), ""
+    for keys, ids in _images(trained):
+        is_copy = contains(contents, keys)
+        if is_copy.any():
+            example = example or ids[int(is_copy.argmax())].as_py()
+            known = np.union1d(known, keys[is_copy])
+    if len(known) > MOST_COPIES * len(contents):
+        raise PencilError(
+            f"evidence.clean: {len(known):,} of {many(len(contents), 'image')} of data.{name} are trained on "
+            f"too, under other ids, such as {example}; the network knows them, so they prove nothing: leave "
+            "them out of the clean set or of training (data.exclude), or leave evidence.clean out"
+        )
+
+
+def _images(catalogue: Catalogue) -> Iterator[tuple[Keys, pa.ChunkedArray]]:
+    """The hashes of all usable images, and the ids of their samples."""
+    for table in catalogue.batches(["sample_id", "status", "content_key"]):
+        usable = pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["content_key"]))
+        used = table.filter(usable)
+        yield hashes_of(used["content_key"]), used["sample_id"]
 
 
 def _unnamed(patterns: Iterable[str], indexed: list[str]) -> list[str]:

@@ -48,7 +48,7 @@ from pencil_scale.stream.stream import Stream, StreamSpec
 from pencil_scale.stream.window_reader import LeftOut
 from pencil_scale.subset.files import read_members
 from pencil_scale.tracking.receiver import check_server
-from pencil_scale.train.checks import Problems, require_same_shards
+from pencil_scale.train.checks import Problems, require_other_images, require_same_shards
 from pencil_scale.train.preparation import Preparation, build_network, has_average, open_features
 
 Rows: TypeAlias = npt.NDArray[np.int64]
@@ -261,6 +261,8 @@ def _check_clean(
         catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
         if record is None:
             require_same_shards(name, getattr(config.data, name), catalogue)
+            if name == config.evidence.clean:
+                require_other_images(name, catalogue, Catalogue.open(config.run.storage))
         if differs := difference(catalogue.class_names, class_names):
             raise PencilError(
                 f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "

@@ -131,9 +131,9 @@ def no_proof(figures: Sequence[Mapping[str, Any]], mixes: bool = False) -> str:
     shares = f"right for {right:.2f} of the clean samples, and agrees with {agree:.2f} of the watched labels"
     if any(shift(*counts) > 0 for counts in compared):
         return (
-            "the clean set proves nothing, because it seems to come from another source: the network is far "
-            f"more, or less, often sure of clean samples than of watched ones (it is {shares}); take clean "
-            "samples at random from the same source"
+            "the clean set proves nothing, because it seems to come from another source: the network is "
+            f"clearly more, or less, often sure of clean samples than of watched ones (it is {shares}); take "
+            "clean samples at random from the same source"
         )
     return (
         "the clean set proves nothing: where the network contradicts labels, it may be wrong itself just as "

@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from catalogue_making import CLASSES, Bench, samples
+from catalogue_making import CLASSES, Bench, samples, write_shard
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
@@ -18,7 +18,7 @@ from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.subset.files import MEMBERS, SubsetWords, write_subset
-from pencil_scale.train.checks import require_agreement
+from pencil_scale.train.checks import require_agreement, require_other_images
 from pencil_scale.train.plan import count, estimate, make_plan
 from pencil_scale.train.run import _copy_weights, _start_or_resume
 
@@ -83,6 +83,26 @@ def test_shards_removed_from_the_list_are_noted_but_not_refused_because_they_kee
         require_agreement(config(bench, f"data.shards={bench.folder}/[01].tar", "data.subset=some"))
         assert "not named here" not in capsys.readouterr().out  # the subset says what is trained on
         assert bench.index(shards=f"{bench.folder}/[01].tar").catalogue.num_ok == 30
+
+
+@pytest.mark.parametrize("num_copies", [0, 12])
+def test_clean_images_that_are_trained_on_under_other_ids_are_no_evidence(
+    bench: Bench, num_copies: int
+) -> None:
+    clean = bench.folder / "clean"
+    clean.mkdir()
+    copies = [(f"copy-{name}", body) for name, body in samples(range(num_copies))]
+    write_shard(clean / "0.tar", [*copies, *samples(range(40, 60))])
+    bench.index(test=f"{clean}/*.tar")
+    trained, test = Catalogue.open(bench.storage), Catalogue.open(bench.storage, None, "test")
+    if num_copies:
+        says = (
+            "evidence.clean: 12 of 32 images of data.test are trained on too, under other ids, such as 0000"
+        )
+        with pytest.raises(PencilError, match=says):
+            require_other_images("test", test, trained)
+    else:
+        require_other_images("test", test, trained)
 
 
 def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench: Bench) -> None:
