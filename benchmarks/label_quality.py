@@ -149,7 +149,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clean", metavar="NAME=GLOB", help="clean images for ours, as Parquet")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="for every training")
-    return parser.parse_args()
+    given = parser.parse_args()
+    named = [*given.parquet, *given.idx, *given.folders]
+    if not given.digits and not named:
+        parser.error("no dataset; name one with --digits, --parquet, --idx or --folders")
+    if odd := [one for one in [*named, *filter(None, [given.clean])] if "=" not in one]:
+        parser.error(f"{odd[0]}: NAME=PLACE was expected")
+    if given.given and given.size is not None:
+        parser.error("--size: not with --given, whose labels are those of all samples in order")
+    return given
 
 
 def main() -> int:

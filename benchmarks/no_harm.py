@@ -140,8 +140,12 @@ def spoil(images: Images, noise: str, seed: int) -> Classes:
         to = (true + 1) % c
     elif kind == "human":
         return confuse(images, rate, random)
-    else:
+    elif kind == "none":
         to = true
+    else:
+        raise SystemExit(
+            f"error: --noise {noise}: symmetric, pairs or human was expected, as in human:0.3; or none"
+        )
     return np.where(wrong, to, true).astype(np.int64)
 
 

@@ -95,9 +95,17 @@ class Cell:
         file = self.folder / "runs" / self.config / name
         return json.loads(file.read_text()) if file.exists() else None
 
+    def claim(self) -> bool:
+        """Note the settings in the cell's folder; false if it has others."""
+        chosen = json.dumps([self.noise, self.num_shards, self.recipe, *self._all_settings()])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = self.folder / "settings.json"
+        if not kept.exists():
+            kept.write_text(chosen)
+        return kept.read_text() == chosen
+
     def run(self) -> None:
         """Make the shards, index them, and train, as far as this has not been done."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self.stored("summary.json") is not None:
             return
         if not (self.folder / "shards" / "done").exists():
@@ -109,9 +117,12 @@ class Cell:
             (self.folder / "shards" / "done").touch()
         config = str(ROOT / "configs" / f"{self.config}.yaml")
         self._command("pipelines.index_shards", config, *self._places())
+        self._command("pencil_scale.train", config, *self._places(), *self._all_settings())
+
+    def _all_settings(self) -> list[str]:
         chosen = {setting.partition("=")[0] for setting in self.overrides}
         settings = [setting for setting in self.settings() if setting.partition("=")[0] not in chosen]
-        self._command("pencil_scale.train", config, *self._places(), *settings, *self.overrides)
+        return [*settings, *self.overrides]
 
     def _places(self) -> list[str]:
         shards = self.folder / "shards"
@@ -182,9 +193,13 @@ def main() -> int:
     parser.add_argument("--shards", type=int, help="thousands of images to train on (45; 50 by the recipe)")
     parser.add_argument("--at-once", type=int, default=4, help="runs at the same time")
     given = parser.parse_intermixed_args()
+    if not (
+        0 < given.length < float("inf") and given.at_once > 0 and (given.shards is None or given.shards > 0)
+    ):
+        parser.error("--length, --shards and --at-once: numbers above 0 were expected")
     if (dataset := given.data.name) not in PAPER:
         parser.error(f"--data {given.data}: a folder named {' or '.join(PAPER)} was expected")
-    noises = given.cells.split(",") if given.cells else list(PAPER[dataset])
+    noises = list(PAPER[dataset] if given.cells is None else dict.fromkeys(given.cells.split(",")))
     unknown = {
         noise for noise in noises if noise not in PAPER[dataset] and not (given.recipe and "#" in noise)
     }
@@ -200,7 +215,7 @@ def main() -> int:
         Cell(
             data,
             str(Path(noise).resolve()) if "#" in noise else noise,
-            folder / noise.rpartition("#")[2].replace(":", "-"),
+            folder / Path(noise).name.replace(".npz#", "-").replace(":", "-"),
             given.length,
             num_shards,
             given.overrides,
@@ -208,14 +223,23 @@ def main() -> int:
         )
         for noise in noises
     ]
+    for cell in cells:
+        if not cell.claim():
+            parser.error(f"--folder: {cell.folder} was begun with other settings; choose another folder")
     how = "the recipe" if given.recipe else f"{given.length:g} of the paper's epochs"
     print(f"{how}; percent after the last epoch, and of right labels")
     print("dataset   noise           cross entropy  paper   ours  labels given  learned  repaired  images/s")
     failed = 0
-    with ThreadPoolExecutor(given.at_once) as pool:
+    pool = ThreadPoolExecutor(given.at_once)
+    try:
         for cell, done in [(cell, pool.submit(cell.run)) for cell in cells]:
-            failed += done.exception() is not None
+            if problem := done.exception():
+                failed += 1
+                if not isinstance(problem, subprocess.CalledProcessError):  # these are in the log
+                    print(problem, file=sys.stderr)
             print(line_of(cell), flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return int(failed > 0)
 
 
