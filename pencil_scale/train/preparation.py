@@ -219,7 +219,7 @@ class Preparation:
         brought = replace(decoded, images=images, weight=decoded.weight.to(self.device, non_blocking=True))
         if len(batch.rows) < FEWEST_ROWS:
             return self._padded(brought)
-        if stage.decay and (stage.mixup or (stage.strong and stage.moves_labels)):
+        if stage.decay and (stage.mixup or stage.strong):
             brought = replace(brought, weak_images=images)  # for the average
         if stage.strong:
             images = strengthen(images, batch.rows, self.config.run.seed, epoch)
