@@ -179,8 +179,8 @@ def line_of(cell: Cell) -> str:
     return f"{shown} {' '.join(columns)} {found['images_per_s']:>9,.0f}"
 
 
-def main() -> int:
-    """Run the cells, and print the table."""
+def parse() -> argparse.Namespace:
+    """Read the command line; its cells are a list."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -209,7 +209,15 @@ def main() -> int:
         parser.error(
             "--length is for the paper's settings; give the recipe's epochs as stages.pencil.epochs=..."
         )
-    data, folder = given.data.resolve(), given.folder.resolve() / dataset
+    given.cells = noises
+    return given
+
+
+def main() -> int:
+    """Run the cells, and print the table."""
+    given = parse()
+    data = given.data.resolve()
+    folder = given.folder.resolve() / data.name
     num_shards = given.shards or (50 if given.recipe else 45)
     cells = [
         Cell(
@@ -221,11 +229,11 @@ def main() -> int:
             given.overrides,
             given.recipe,
         )
-        for noise in noises
+        for noise in given.cells
     ]
     for cell in cells:
         if not cell.claim():
-            parser.error(f"--folder: {cell.folder} was begun with other settings; choose another folder")
+            raise SystemExit(f"error: {cell.folder} was begun with other settings; choose another --folder")
     how = "the recipe" if given.recipe else f"{given.length:g} of the paper's epochs"
     print(f"{how}; percent after the last epoch, and of right labels")
     print("dataset   noise           cross entropy  paper   ours  labels given  learned  repaired  images/s")

@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.catalogue.class_names import difference, read_class_names
-from pencil_scale.catalogue.duplicates import Keys, contains, hashes_of
+from pencil_scale.catalogue.duplicates import Keys, Rows, contains, hashes_of
 from pencil_scale.catalogue.rules import make_overlay
 from pencil_scale.catalogue.shard_urls import expand_braces, lines_of
 from pencil_scale.config.command import program
@@ -135,19 +134,20 @@ def require_same_shards(name: str, patterns: Iterable[str], catalogue: Catalogue
         )
 
 
-def require_other_images(name: str, clean: Catalogue, trained: Catalogue) -> None:
+def require_other_images(name: str, clean: Catalogue, trained: Catalogue, subset: Rows | None) -> None:
     """Refuse a clean set for `evidence.clean` whose images are trained on under other ids.
 
     The network knows them, so it would hardly ever contradict them, and right labels would look wrong.
     """
-    contents = np.unique(np.concatenate([keys for keys, _ in _images(clean)] or [np.empty(0, "S16")]))
-    known, example = np.empty(0, "S16"), ""
-    for keys, ids in _images(trained):
+    contents = np.unique(np.concatenate([np.empty(0, "S16"), *(keys for _, keys in _images(clean))]))
+    known, copies = np.empty(0, "S16"), np.empty(0, np.int64)
+    for rows, keys in _images(trained):
         is_copy = contains(contents, keys)
-        if is_copy.any():
-            example = example or ids[int(is_copy.argmax())].as_py()
-            known = np.union1d(known, keys[is_copy])
+        if subset is not None:
+            is_copy &= np.isin(rows, subset)
+        known, copies = np.union1d(known, keys[is_copy]), np.append(copies, rows[is_copy][:1])
     if len(known) > MOST_COPIES * len(contents):
+        (example,) = trained.read(copies[0], copies[0] + 1, ["sample_id"])["sample_id"].to_pylist()
         raise PencilError(
             f"evidence.clean: {len(known):,} of {many(len(contents), 'image')} of data.{name} are trained on "
             f"too, under other ids, such as {example}; the network knows them, so they prove nothing: leave "
@@ -155,12 +155,11 @@ def require_other_images(name: str, clean: Catalogue, trained: Catalogue) -> Non
         )
 
 
-def _images(catalogue: Catalogue) -> Iterator[tuple[Keys, pa.ChunkedArray]]:
-    """The hashes of all usable images, and the ids of their samples."""
-    for table in catalogue.batches(["sample_id", "status", "content_key"]):
-        usable = pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["content_key"]))
-        used = table.filter(usable)
-        yield hashes_of(used["content_key"]), used["sample_id"]
+def _images(catalogue: Catalogue) -> Iterator[tuple[Rows, Keys]]:
+    """The rows of all usable images, and the hashes of their bytes."""
+    for table in catalogue.batches(["row", "status", "content_key"]):
+        used = table.filter(pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["content_key"])))
+        yield used["row"].to_numpy(), hashes_of(used["content_key"])
 
 
 def _unnamed(patterns: Iterable[str], indexed: list[str]) -> list[str]:

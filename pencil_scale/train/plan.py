@@ -128,6 +128,9 @@ def make_plan(
         outlook = check_outlook(schedule)
     with problems.noted():
         clean = _check_clean(config, record, names)
+        if (proves := config.evidence.clean) in clean and record is None and parent is None:
+            proving = Catalogue.open(config.run.storage, clean[proves].version, proves)
+            require_other_images(proves, proving, catalogue, subset)
     problems.require_none()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [_headline(config, facts, catalogue, num_parameters), *_settings_lines(config, automatic)]
@@ -261,8 +264,6 @@ def _check_clean(
         catalogue = Catalogue.open(config.run.storage, record.clean[name] if record else None, name)
         if record is None:
             require_same_shards(name, getattr(config.data, name), catalogue)
-            if name == config.evidence.clean:
-                require_other_images(name, catalogue, Catalogue.open(config.run.storage))
         if differs := difference(catalogue.class_names, class_names):
             raise PencilError(
                 f"data.{name}: the class list of its catalogue, version {catalogue.version}, {differs}, "

@@ -97,17 +97,14 @@ def test_right_labels_are_not_proven_wrong_by_a_clean_set_without_hard_images(
     def some(num: int, share_hard: float, seed: int) -> Crowd:
         num_hard = round(num * share_hard)
         easy, hard = crowd(num - num_hard, 0, 4.0, seed), crowd(num_hard, 0, 1.2, seed + 100)
-        kept = [Predictions.join([easy.predictions, hard.predictions])]
-        return Crowd(*(np.concatenate(both) for both in zip(easy[:2], hard[:2], strict=True)), *kept)
+        true, given = (np.concatenate(both) for both in zip(easy[:2], hard[:2], strict=True))
+        return Crowd(true, given, Predictions.join([easy.predictions, hard.predictions]))
 
     for seed in range(20):
         watched = some(num_watched, share_hard, seed)
         assert proof_of(some(num_clean, 0.0, seed + 50), watched) is None
-    same = [
-        counted(some(num, share_hard, 9 + num).predictions, some(num, share_hard, 9 + num).true)
-        for num in (900, 800)
-    ]
-    assert shift(*same) < 0
+    alike = (some(num, share_hard, seed=num) for num in (900, 800))
+    assert shift(*(counted(one.predictions, one.true) for one in alike)) < 0
 
 
 def test_a_clean_set_of_which_nothing_was_seen_proves_nothing() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from catalogue_making import CLASSES, Bench, samples, write_shard
+from catalogue_making import CLASSES, Bench, samples
 
 from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.loader import load_config
@@ -18,7 +18,7 @@ from pencil_scale.method.backbones import build_backbone
 from pencil_scale.storage.errors import PencilError
 from pencil_scale.storage.lease import Lease
 from pencil_scale.subset.files import MEMBERS, SubsetWords, write_subset
-from pencil_scale.train.checks import require_agreement, require_other_images
+from pencil_scale.train.checks import require_agreement
 from pencil_scale.train.plan import count, estimate, make_plan
 from pencil_scale.train.run import _copy_weights, _start_or_resume
 
@@ -83,26 +83,6 @@ def test_shards_removed_from_the_list_are_noted_but_not_refused_because_they_kee
         require_agreement(config(bench, f"data.shards={bench.folder}/[01].tar", "data.subset=some"))
         assert "not named here" not in capsys.readouterr().out  # the subset says what is trained on
         assert bench.index(shards=f"{bench.folder}/[01].tar").catalogue.num_ok == 30
-
-
-@pytest.mark.parametrize("num_copies", [0, 12])
-def test_clean_images_that_are_trained_on_under_other_ids_are_no_evidence(
-    bench: Bench, num_copies: int
-) -> None:
-    clean = bench.folder / "clean"
-    clean.mkdir()
-    copies = [(f"copy-{name}", body) for name, body in samples(range(num_copies))]
-    write_shard(clean / "0.tar", [*copies, *samples(range(40, 60))])
-    bench.index(test=f"{clean}/*.tar")
-    trained, test = Catalogue.open(bench.storage), Catalogue.open(bench.storage, None, "test")
-    if num_copies:
-        says = (
-            "evidence.clean: 12 of 32 images of data.test are trained on too, under other ids, such as 0000"
-        )
-        with pytest.raises(PencilError, match=says):
-            require_other_images("test", test, trained)
-    else:
-        require_other_images("test", test, trained)
 
 
 def test_a_list_to_exclude_that_was_indexed_is_agreed_on_until_it_changes(bench: Bench) -> None:
@@ -188,6 +168,22 @@ def test_samples_that_were_taken_down_leave_a_run_that_started_before(checks: Ch
     newest = make_plan(config)  # a new run has the catalogue that knows it
     assert newest.stream.subset is None
     assert newest.catalogue.num_ok == Catalogue.open(checks.storage).num_ok == 5
+
+
+def test_clean_images_that_are_trained_on_under_other_ids_are_no_evidence(checks: CheckBench) -> None:
+    copies = [(f"copy-{name}", body) for name, body in samples(range(3))]
+    checks.shard("clean.tar", [*copies, *samples(range(50, 56))])
+    config = checks.indexed()
+    settings = ["images.crop=4", "evidence.clean=test", "evidence.watched=null"]
+    proving = load_config(checks.folder / "config.yaml", settings)
+    with pytest.raises(PencilError, match=r"3 of 9 images of data.test are trained on too.* such as 000000;"):
+        make_plan(proving)
+    make_plan(config)
+    make_plan(proving, record=STARTED)  # a run that has begun is not ended by it
+    exclude = checks.folder / "exclude.txt"
+    exclude.write_text("000000\n000001\n000002\n")
+    checks.indexed(exclude=str(exclude))
+    make_plan(load_config(checks.folder / "config.yaml", settings))
 
 
 def test_a_resumed_run_keeps_its_automatic_numbers_and_its_global_batch(checks: CheckBench) -> None:
