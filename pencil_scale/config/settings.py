@@ -315,6 +315,11 @@ class Checkpoint(Settings):
     every_steps: Count | None = key(
         "also save after this many steps; null: only after epochs", None, unit="steps"
     )
+    max_time_share: Share = key(
+        "save after an epoch unless that takes more than this share of the time since the last save; 1: "
+        "after every epoch",
+        0.1,
+    )
     keep: Count = key("checkpoints kept while a run trains; a finished run keeps none", 3)
     history: bool = key("keep every label's class after each epoch that moved labels", True)
 

@@ -160,6 +160,9 @@ class Worker:
         self.leaving = ""  # nodes that are about to be taken away
         self.asked_at = time.monotonic()
         self.saved_in: Path | None = None
+        self.saved = self.progress  # of the last checkpoint
+        self.saved_at, self.saving_s = time.monotonic(), 0.0  # when that was, and how long it took
+        self.snapshot: Manifest | None = None  # the last one, of all ranks
         self.unsaved: dict[str, list[Manifest]] = {}  # by checkpoint, until it is committed
         self.store = CheckpointStore(config.run.storage, config.run.name, job.record.id)
         # Hide what lives until the end from the garbage collector, which would search it while the GPU waits.
@@ -245,6 +248,8 @@ class Worker:
         )
         self.report("started", progress=self.progress, record=self.figures, world=self.ranks.world)
         self.progress = loop.run(self.progress)
+        if self.progress != self.saved:
+            self.save(self.progress)
         if self.leaving:
             # Not before the checkpoint is committed: its upload ends with this process.
             ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
@@ -286,7 +291,7 @@ class Worker:
         self._save_pair(progress, self._snapshot())
 
     def close_epoch(self, stage: Stage, progress: Progress, figures: dict[str, Any]) -> None:
-        """Evaluate, study the labels, report to the driver, and save."""
+        """Evaluate, study the labels, report to the driver, and save unless that costs too much time."""
         epoch = progress.epoch - 1
         figures["rows_planned"] = self.stream.num_rows
         self.is_averaged = stage.decay is not None
@@ -310,7 +315,14 @@ class Worker:
             coverage = min(figures["rows_visited"] / max(figures["rows_planned"], 1), 1.0)
             done = {"epoch": progress.epoch, "coverage": coverage}
             self.live.set(done | {"unreadable_images": figures["rows_unreadable"]})
-        self._save_pair(progress, manifest)
+        if self._is_save_due():
+            self._save_pair(progress, manifest)
+
+    def _is_save_due(self) -> bool:
+        """Whether saving after an epoch costs no more than its share of the time; rank 0 decides."""
+        all_s = time.monotonic() - self.saved_at + self.saving_s
+        wanted = self.ranks.rank == 0 and self.saving_s <= self.job.config.checkpoint.max_time_share * all_s
+        return bool(self.ranks.total(wanted))
 
     def readiness(self, schedule: Schedule) -> Readiness:
         """Whether labels may move: from the weights of the best epoch, if the watched samples allow it.
@@ -355,13 +367,23 @@ class Worker:
         """Store the label parts that moved; return the manifest of all ranks' parts."""
         if self.ranks.rank == 0:
             best = [self.watch.best.labels] if self.watch and self.watch.best else []
-            needed = [self.job.labels, *best]
+            # An unchanged part of the last snapshot is not stored again, even if no checkpoint names it.
+            last = [self.snapshot] if self.snapshot else []
+            needed = [self.job.labels, *best, *last]
             self.unsaved = self.store.sweep(self.job.record.attempt, self.unsaved, needed)
         self.ranks.gather(None)  # no rank writes before
         manifest = merge(self.ranks.gather(self.table.snapshot()))
-        return replace(manifest, attempt=self.job.record.attempt, catalogue=self.manifest.catalogue)
+        attempt, catalogue = self.job.record.attempt, self.manifest.catalogue
+        self.snapshot = replace(manifest, attempt=attempt, catalogue=catalogue)
+        return self.snapshot
 
     def _save_pair(self, progress: Progress, manifest: Manifest) -> None:
+        started = time.monotonic()
+        self._report_pair(progress, manifest)
+        self.saved, self.saved_at = progress, time.monotonic()
+        self.saving_s = self.saved_at - started
+
+    def _report_pair(self, progress: Progress, manifest: Manifest) -> None:
         if self.ranks.rank != 0:
             ray.train.report({}, checkpoint=None)
             return

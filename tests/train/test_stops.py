@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray.train
 import torch
 from training_runs import NUM_EPOCHS, ROOT, TinyData, mlflow_runs, require_complete, starts
 
@@ -29,12 +30,33 @@ ALONE += ("stages.finetune.sharpen=2",)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyData]:
-    """An undisturbed run, in this process, on one thread as a worker has."""
+def saved_after() -> list[int]:
+    """The epochs after which the undisturbed run saved."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    ray_session: None, tmp_path_factory: pytest.TempPathFactory, saved_after: list[int]
+) -> Iterator[TinyData]:
+    """An undisturbed run, in this process, on one thread as a worker has; saving may take no time."""
     data = TinyData.make(tmp_path_factory.mktemp("undisturbed"))
-    num_threads = torch.get_num_threads()
+    num_threads, report = torch.get_num_threads(), ray.train.report
+
+    def noted(figures: dict[str, Any], **checkpoint: Any) -> None:
+        saved_after.append(figures["epoch"])
+        report(figures, **checkpoint)
+
     torch.set_num_threads(1)
-    assert train.main([str(data.folder / "config.yaml"), *ALONE, "workers.in_process=true"]) == 0
+    options = [
+        *ALONE,
+        "workers.in_process=true",
+        "checkpoint.every_steps=null",
+        "checkpoint.max_time_share=0",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.train, "report", noted)
+        assert train.main([str(data.folder / "config.yaml"), *options]) == 0
     yield data
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(False)
@@ -141,6 +163,12 @@ def test_one_deterministic_worker_ends_with_the_same_bits_however_often_it_was_i
     labels, others = (table.read(rows) for table in tables)
     assert np.array_equal(labels, others)
     assert (np.abs(labels).max(axis=1) > 0).all()
+
+
+def test_a_run_whose_saving_takes_too_long_saves_after_its_first_epoch_and_at_its_end(
+    undisturbed: TinyData, saved_after: list[int]
+) -> None:
+    assert saved_after == [1, NUM_EPOCHS]
 
 
 def test_a_run_in_this_process_ends_its_label_courier(undisturbed: TinyData) -> None:
