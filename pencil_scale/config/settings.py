@@ -233,6 +233,12 @@ class PencilStage(Settings):
             raise ValueError("mixup: needs teacher, such as 0.998: predictions of mixtures move no label")
         return self
 
+    @model_validator(mode="after")
+    def _rounds_move_labels(self) -> Self:
+        if self.rounds > 1 and self.epochs == 0:
+            raise ValueError("rounds: more than 1 needs epochs above 0, or no label moves in any of them")
+        return self
+
 
 class FinetuneStage(Settings):
     epochs: AutoWhole = key("length of the stage; 0 skips it", None, unit="epochs")
@@ -268,11 +274,30 @@ class FinetuneStage(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _drops_are_used(self) -> Self:
+        if self.schedule == "cosine" and self.drop_after:
+            raise ValueError(
+                "drop_after: not with schedule: cosine, where the rate falls in every epoch; leave it out "
+                "(on the command line: stages.finetune.drop_after=null), or set schedule: steps"
+            )
+        return self
+
 
 class Stages(Settings):
     backbone: BackboneStage = key("cross entropy on the given classes", BackboneStage())
     pencil: PencilStage = key("weights and labels move together", PencilStage())
     finetune: FinetuneStage = key("the learning rate decays, labels are fixed or move on", FinetuneStage())
+
+    @model_validator(mode="after")
+    def _samples_are_predicted(self) -> Self:
+        last = self.finetune
+        if self.pencil.epochs == 0 and last.epochs != 0 and last.mixup and last.average is None:
+            raise ValueError(
+                "finetune.mixup: without a pencil stage it needs finetune.average; what is predicted for "
+                "mixtures says nothing of a sample, so no label could be decided"
+            )
+        return self
 
     @property
     def num_epochs(self) -> int:

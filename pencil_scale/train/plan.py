@@ -335,7 +335,9 @@ def run_trial(plan: RunPlan) -> float:
     """Train for some seconds on a node that has what a worker needs; return images per second."""
     workers, num_classes = plan.config.workers, len(plan.class_names)
     task = ray.remote(num_cpus=workers.cpus, num_gpus=1 if workers.gpu else 0)(train_briefly)
-    return float(ray.get(task.remote(plan.config, plan.stream, num_classes, plan.schedule.stage_at(0))))
+    # After the first stage, where an average of the network may predict as well; most epochs are there.
+    epoch = min(plan.config.stages.backbone.epochs, plan.schedule.epochs - 1)
+    return float(ray.get(task.remote(plan.config, plan.stream, num_classes, plan.schedule.stage_at(epoch))))
 
 
 def train_briefly(config: Config, spec: StreamSpec, num_classes: int, stage: Stage) -> float:

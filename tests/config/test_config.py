@@ -192,6 +192,24 @@ def test_a_broken_override_is_explained_in_one_line(good: Path, override: str, s
         load_config(good, [override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            "stages.finetune.schedule=cosine stages.finetune.drop_after=[3]",
+            "drop_after: not with schedule: cosine",
+        ),
+        ("stages.pencil.rounds=2 stages.pencil.epochs=0", "rounds: more than 1 needs epochs above 0"),
+        ("stages.pencil.epochs=0 stages.finetune.mixup=1", "it needs finetune.average"),
+    ],
+)
+def test_options_of_the_stages_that_contradict_each_other_are_refused(
+    good: Path, overrides: str, says: str
+) -> None:
+    with pytest.raises(PencilError, match=says):
+        load_config(good, overrides.split())
+
+
 def test_a_key_given_twice_on_the_command_line_is_refused(
     good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -202,7 +202,9 @@ def test_a_start_confidence_sets_the_scale() -> None:
 
 
 def test_the_rate_of_the_last_stage_can_fall_along_a_cosine() -> None:
-    stages = schedule(f"{CIFAR} stages.finetune.rate=0.2 stages.finetune.schedule=cosine")
+    stages = schedule(
+        f"{CIFAR} stages.finetune.rate=0.2 stages.finetune.schedule=cosine stages.finetune.drop_after=null"
+    )
     rates = [stages.stage_at(200 + epoch).learning_rate for epoch in (0, 40, 60, 80, 119)]
     assert rates == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0], abs=1e-3)
 

@@ -50,10 +50,12 @@ def test_a_trial_reads_and_computes_as_one_worker_would(
     bench = Bench(tmp_path)
     bench.shard("a.tar", samples(range(40)))
     bench.index()
-    config = load_config(tmp_path / "config.yaml", ["images.crop=4", "optimizer.batch_per_worker=8"])
-    plan = make_plan(config)
+    options = ["images.crop=4", "optimizer.batch_per_worker=8"]
+    options += ["stages.pencil.teacher=0.9", "stages.pencil.mixup=1"]
+    plan = make_plan(load_config(tmp_path / "config.yaml", options))
     monkeypatch.setattr(planning, "TRIAL_S", 0.1)
-    assert train_briefly(plan.config, plan.stream, 3, plan.schedule.stage_at(0)) > 0
+    for epoch in (0, plan.config.stages.backbone.epochs):
+        assert train_briefly(plan.config, plan.stream, 3, plan.schedule.stage_at(epoch)) > 0
     assert plan.weight_bytes > 57_000 * 4
 
 

@@ -26,7 +26,7 @@ ALONE += ("evidence.folds=1", "gate.hold=false")  # so few samples prove nothing
 ALONE += ("stages.pencil.teacher=0.9", "stages.pencil.augment=strong", "stages.finetune.average=0.8")
 ALONE += ("stages.backbone.mixup=0.5", "stages.pencil.mixup=1.0")
 ALONE += ("stages.finetune.restart=true", "stages.finetune.mixup=1.0", "stages.finetune.schedule=cosine")
-ALONE += ("stages.finetune.sharpen=2",)
+ALONE += ("stages.finetune.drop_after=null", "stages.finetune.sharpen=2")
 
 
 @pytest.fixture(scope="module")
