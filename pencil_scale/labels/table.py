@@ -135,6 +135,13 @@ class LabelTable:
         """The values of these rows, in their order: [B], or [B, width]."""
         return self._columns[column].get(*self._find(rows))
 
+    def rows_with(self, role: int) -> Int64s:
+        """The rows of the parts here that have this role, in rising order."""
+        found = [np.zeros(0, np.int64)]
+        for part, batch in self._batches.items():
+            found.append(self.layout.rows_of(part).start + np.flatnonzero(batch["role"].to_numpy() == role))
+        return np.concatenate(found)
+
     def write(
         self, rows: npt.ArrayLike, logits: npt.ArrayLike, predicted: npt.ArrayLike | None, epoch: int
     ) -> None:

@@ -1,6 +1,6 @@
 """Watch: what a run learns, while it trains, from samples that it never trains on.
 
-    watch = Watch(samples, preparation, ranks, owners, saved)       # samples(): their batches
+    watch = Watch(samples, preparation, ranks, owners, saved, planted)       # samples(): their batches
     figures |= watch.look(model, "pencil", epoch)           # after every epoch
     watch.keep(epochs_done, model, labels)                  # if this is the best epoch of its kind so far
     watch.best                                              # the epoch to return to, or to publish
@@ -9,6 +9,10 @@
 One half of the samples selects: it says when labels may start to move, and which epoch is the best. The other
 half judges whether the network got worse while labels moved. No label of these samples is ever learned, so
 agreement with them, noisy as they are, ranks the epochs of a run.
+
+A network that learns wrong labels by heart may predict other samples as well as before. But of the samples in
+which an error was planted it predicts fewer as they were given before: it learns the error. So half of these
+samples count as well when epochs are ranked.
 
 Epochs within a standard error of each other cannot be told apart; the latest of them is the best.
 """
@@ -21,9 +25,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
 from pencil_scale.labels.roles import judges
+from pencil_scale.labels.start_labels import Classes
 from pencil_scale.method.proof import Counts, Proof, no_counts, prove, shift
 from pencil_scale.train.checkpoints import Kept, Saved
 from pencil_scale.train.preparation import Preparation, predict
@@ -44,10 +50,12 @@ class Watch:
         ranks: Ranks,
         owners: Owners,
         saved: Saved | None,
+        planted: tuple[Int64s, Classes] | None = None,
     ) -> None:
+        """`planted` are rows of this rank with a planted error, and the classes they had before."""
         self._samples, self._preparation, self._ranks, self._owners = samples, preparation, ranks, owners
-        figures = saved.figures if saved else []
-        self._seen = [(one["stage"], one["watch_agreement"]) for one in figures]  # of every epoch
+        self._planted = planted or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        self._seen = list(saved.figures) if saved else []  # of every epoch
         self._agree: list[int] = []  # the judging samples that are predicted as given now
         self.num_selecting = 0
         self.agreed = saved.agreed if saved else None  # the same before labels moved
@@ -76,25 +84,39 @@ class Watch:
         }
         if self._preparation.config.evidence.clean is not None:
             figures[WATCHED_COUNTS] = np.sum(self._ranks.gather(counts), axis=0).tolist()
-        if stage == FIRST:
-            self._seen.append((stage, figures["watch_agreement"]))
-            return figures
         if epoch is None:
             self.agreed = self._agree  # before the first epoch of a run whose network has been trained before
             return figures
-        self._seen.append((stage, figures["watch_agreement"]))
+        figures |= self._look_at_planted()
+        self._seen.append({"stage": stage, **figures})
+        if stage == FIRST:
+            return figures
         before, now = set(self.agreed or ()), set(self._agree)
         here = set(rows.tolist())
         return figures | {"watch_lost": len((before & here) - now), "watch_won": len(now - before)}
 
+    def _look_at_planted(self) -> dict[str, float]:
+        """How many of the selecting planted errors were predicted as the class they had before."""
+        rows, given = self._planted
+        here = ~judges(rows)
+        rows, given = rows[here], given[here]
+        known = ~np.isnan(self._owners.table.read(rows, "predicted_log_p")[:, 0])
+        agrees = self._owners.table.read(rows, "predicted_class")[:, 0] == given
+        num, of = (int(self._ranks.total(int(some.sum()))) for some in (agrees & known, known))
+        return {"planted_agreement": num / of, "planted_selecting": of} if of else {}
+
     def agreements(self, first_stage: bool) -> list[float]:
         """The agreement after each epoch before, or after, labels started to move."""
-        return [agreement for stage, agreement in self._seen if (stage == FIRST) == first_stage]
+        return [one["watch_agreement"] for one in self._of(first_stage)]
+
+    def _of(self, first_stage: bool) -> list[dict[str, Any]]:
+        return [one for one in self._seen if (one["stage"] == FIRST) == first_stage]
 
     def keep(self, epoch: int, model: nn.Module, labels: Manifest) -> None:
         """Keep a copy of the last epoch if it is the best so far; `epoch` counts the epochs done."""
-        is_first = self._seen[-1][0] == FIRST
-        if is_best(self.agreements(is_first), self.num_selecting):
+        is_first = self._seen[-1]["stage"] == FIRST
+        scores, nums = zip(*map(score, self._of(is_first)), strict=True)
+        if is_best(scores, nums[-1]):
             weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
             self.best = Kept(epoch, weights, labels)
             if is_first:
@@ -104,6 +126,13 @@ class Watch:
         """Forget the best epoch of the first stage, after which labels move; return it."""
         best, self.best = self.best, None
         return best
+
+
+def score(figures: Mapping[str, Any]) -> tuple[float, int]:
+    """The share of selecting samples, watched and planted, that were predicted as given; and their number."""
+    nums = [figures.get(name, 0) for name in ("watched_selecting", "planted_selecting")]
+    agreements = [figures["watch_agreement"], figures.get("planted_agreement", 0.0)]
+    return float(np.average(agreements, weights=nums if sum(nums) else [1, 0])), sum(nums)
 
 
 def is_best(agreements: Sequence[float], num: int) -> bool:

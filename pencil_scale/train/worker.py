@@ -26,9 +26,12 @@ import ray.train
 import ray.train.torch
 from torch import nn
 
+from pencil_scale.catalogue.catalogue import Catalogue
 from pencil_scale.config.settings import Config
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.features.table import FeatureTable
+from pencil_scale.labels.assessment import given_classes
+from pencil_scale.labels.columns import PLANTED
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
@@ -210,7 +213,12 @@ class Worker:
                 if features is None
                 else partial(self._stream(job.watched, features).batches, 0)
             )
-            self.watch = Watch(samples, self.preparation, self.ranks, self.owners, saved)
+            catalogue = Catalogue.open(config.run.storage, job.record.catalogue_version)
+            planted = self.table.rows_with(PLANTED)
+            before = given_classes(catalogue, planted)
+            self.watch = Watch(
+                samples, self.preparation, self.ranks, self.owners, saved, planted=(planted, before)
+            )
 
     def _stream(self, spec: StreamSpec, features: FeatureTable | None) -> Stream:
         rank, world = self.ranks.rank, self.ranks.world

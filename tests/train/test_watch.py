@@ -22,6 +22,7 @@ from pencil_scale.train.watch import Watch, is_best, no_proof, proof_of
 
 NUM = 40
 ROWS = np.arange(NUM)
+PLANTED = np.arange(NUM, NUM + 20)
 
 
 class Lookup(nn.Module):
@@ -38,15 +39,23 @@ class Lookup(nn.Module):
 
 @pytest.fixture
 def watch(tmp_path: Path) -> Iterator[Watch]:
-    """Forty images, each as bright as its row number, all given class 1."""
+    """Forty images, each as bright as its row number, all given class 1; twenty other rows have errors."""
     plain = ["images.mean=[0,0,0]", "images.std=[1,1,1]", "images.crop=8", "images.pad=0"]
     images = torch.arange(NUM, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8)
     batch = Batch(torch.arange(NUM), images, torch.ones(NUM), noisy_class=torch.ones(NUM, dtype=torch.int64))
     config = load_config(DEMO, plain)
     preparation = Preparation(config, torch.device("cpu"), lambda row, reason: reason)
-    table = new_table(tmp_path, np.ones(NUM, np.int64), names(2))
+    table = new_table(tmp_path, np.ones(NUM + len(PLANTED), np.int64), names(2))
     with Owners(table, 0, 1) as owners:
-        yield Watch(lambda: iter([batch]), preparation, Ranks(), owners, None)
+        planted = PLANTED, np.ones(len(PLANTED), np.int32)
+        yield Watch(lambda: iter([batch]), preparation, Ranks(), owners, None, planted)
+
+
+def train(watch: Watch, epoch: int, num_learned: int) -> None:
+    """Predict the samples with planted errors, as a step does; the first ones as the error."""
+    classes = (torch.arange(len(PLANTED)) >= num_learned).float()
+    predicted = torch.stack([classes, 1 - classes, torch.full_like(classes, -0.1), classes - 3], dim=1)
+    watch._owners.mark(torch.from_numpy(PLANTED), predicted, epoch)
 
 
 def test_agreement_is_counted_apart_for_the_samples_that_select_and_those_that_judge(watch: Watch) -> None:
@@ -69,6 +78,28 @@ def test_the_judging_samples_are_compared_one_by_one_with_the_best_epoch_before_
     model.bright = set(judging[3:])
     found = watch.look(model, "pencil", 2)
     assert (found["watch_lost"], found["watch_won"]) == (3, 0)
+
+
+def test_an_epoch_that_learns_planted_errors_is_not_the_best_though_it_predicts_watched_samples_as_well(
+    watch: Watch,
+) -> None:
+    model = Lookup()
+    model.bright = set(ROWS.tolist())
+    found = []
+    for number, num_learned in enumerate((0, 0, 10)):
+        train(watch, number, num_learned)
+        found.append(watch.look(model, "pencil", number))
+        watch.keep(number + 1, model, None)
+    assert [one["watch_agreement"] for one in found] == [1.0, 1.0, 1.0]
+    selecting = PLANTED[~judges(PLANTED)]
+    assert [one["planted_selecting"] for one in found] == [len(selecting)] * 3
+    shares = [one["planted_agreement"] for one in found]
+    assert shares == [1.0, 1.0, (selecting >= PLANTED[10]).mean()]
+    assert watch.best.epoch == 2
+
+
+def test_planted_errors_that_were_never_predicted_do_not_count(watch: Watch) -> None:
+    assert "planted_agreement" not in watch.look(Lookup(), "backbone", 0)
 
 
 def test_a_network_that_was_trained_before_is_compared_with_itself_at_the_start(watch: Watch) -> None:
