@@ -31,6 +31,7 @@ EVERYTHING: dict[str, dict[str, object]] = {
         "augment": "strong",
         "average": 0.998,
         "schedule": "cosine",
+        "drop_after": "null",
         "move_labels": "true",
         "sharpen": 3,
     },

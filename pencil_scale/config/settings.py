@@ -289,16 +289,6 @@ class Stages(Settings):
     pencil: PencilStage = key("weights and labels move together", PencilStage())
     finetune: FinetuneStage = key("the learning rate decays, labels are fixed or move on", FinetuneStage())
 
-    @model_validator(mode="after")
-    def _samples_are_predicted(self) -> Self:
-        last = self.finetune
-        if self.pencil.epochs == 0 and last.epochs != 0 and last.mixup and last.average is None:
-            raise ValueError(
-                "finetune.mixup: without a pencil stage it needs finetune.average; what is predicted for "
-                "mixtures says nothing of a sample, so no label could be decided"
-            )
-        return self
-
     @property
     def num_epochs(self) -> int:
         """The epochs of all stages and rounds."""
@@ -341,8 +331,8 @@ class Checkpoint(Settings):
         "also save after this many steps; null: only after epochs", None, unit="steps"
     )
     max_time_share: Share = key(
-        "save after an epoch unless that takes more than this share of the time since the last save; 1: "
-        "after every epoch",
+        "write a checkpoint after an epoch unless that takes more than this share of the time since the "
+        "last one; 1: after every epoch",
         0.1,
     )
     keep: Count = key("checkpoints kept while a run trains; a finished run keeps none", 3)

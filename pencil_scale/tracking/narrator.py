@@ -169,7 +169,7 @@ class Narrator:
         self._drawn_at = self._clock()
 
     def _saving(self, **_: Any) -> None:
-        """Write what was reported while the checkpoint is being saved: a resumed run continues after it."""
+        """Write what was reported: a run that resumes continues after its checkpoint."""
         self._tracker.flush_soon()
 
     def _unreadable(self, num: int, names: list[str], **_: Any) -> None:

@@ -37,7 +37,7 @@ WORKERS_EVERY_S = 5.0  # how often the driver asks whether there are workers
 SILENT_S = 30.0  # three beats of a worker, or its start
 RESIZE_VARIABLE, RESIZE_S = "PENCIL_SCALE_RESIZE_S", 60.0  # how often an elastic run considers to grow
 END_S = 10.0  # a controller that was told to end has ended by then
-SAVES = {"saving", "epoch"}  # kinds of events that are followed by a checkpoint
+SAVES = {"saving", "epoch"}  # kinds of events after which a worker that was asked to stop saves
 
 
 def make_job(plan: RunPlan, record: RunRecord, labels: Manifest) -> Job:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from pencil_scale.config.settings import Stages
 from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners
@@ -57,7 +58,7 @@ class Watch:
         self._planted = planted or (np.zeros(0, np.int64), np.zeros(0, np.int32))
         self._seen = list(saved.figures) if saved else []  # of every epoch
         self._agree: list[int] = []  # the judging samples that are predicted as given now
-        self.num_selecting = 0
+        self.num_selecting = int(self._seen[-1]["watched_selecting"]) if self._seen else 0
         self.agreed = saved.agreed if saved else None  # the same before labels moved
         self.best = saved.best if saved else None
         if saved and self.best is None and saved.progress.step == 0 and self._seen:
@@ -126,6 +127,17 @@ class Watch:
         """Forget the best epoch of the first stage, after which labels move; return it."""
         best, self.best = self.best, None
         return best
+
+
+def predicts_plainly(stages: Stages) -> bool:
+    """Whether the stages after the first predict what they train on as plainly as watched samples."""
+    last, pencil = stages.finetune, stages.pencil
+    steps = [(last.epochs, last.mixup, last.augment, last.average)]
+    steps += [(pencil.epochs, pencil.mixup, pencil.augment, pencil.teacher)]
+    return not any(
+        epochs and average is None and (mixup or augment == "strong")
+        for epochs, mixup, augment, average in steps
+    )
 
 
 def score(figures: Mapping[str, Any]) -> tuple[float, int]:

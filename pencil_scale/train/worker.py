@@ -31,12 +31,13 @@ from pencil_scale.config.settings import Config
 from pencil_scale.features.stream import FeatureStream
 from pencil_scale.features.table import FeatureTable
 from pencil_scale.labels.assessment import given_classes
-from pencil_scale.labels.columns import PLANTED
+from pencil_scale.labels.columns import PLANTED, Int64s
 from pencil_scale.labels.exchange import OwnersError
 from pencil_scale.labels.manifest import Manifest, merge, visited
 from pencil_scale.labels.owners import Batch, Owners, owned_parts
 from pencil_scale.labels.report import LabelStudy
 from pencil_scale.labels.run_record import RunRecord
+from pencil_scale.labels.start_labels import Classes
 from pencil_scale.labels.table import LabelTable
 from pencil_scale.method.schedule import Schedule, Stage
 from pencil_scale.storage import retries
@@ -66,7 +67,7 @@ from pencil_scale.train.preparation import (
 )
 from pencil_scale.train.ranks import Ranks
 from pencil_scale.train.step import forget_momentum
-from pencil_scale.train.watch import CLEAN_COUNTS, Watch
+from pencil_scale.train.watch import CLEAN_COUNTS, Watch, predicts_plainly
 
 STOP_EVERY = 8  # steps between two checks for a stop request: each is a collective of all ranks
 LONGEST = 2  # times as long as planned the first stage may last
@@ -213,12 +214,14 @@ class Worker:
                 if features is None
                 else partial(self._stream(job.watched, features).batches, 0)
             )
-            catalogue = Catalogue.open(config.run.storage, job.record.catalogue_version)
-            planted = self.table.rows_with(PLANTED)
-            before = given_classes(catalogue, planted)
-            self.watch = Watch(
-                samples, self.preparation, self.ranks, self.owners, saved, planted=(planted, before)
-            )
+            planted = self._planted() if predicts_plainly(config.stages) else None
+            self.watch = Watch(samples, self.preparation, self.ranks, self.owners, saved, planted)
+
+    def _planted(self) -> tuple[Int64s, Classes]:
+        """The rows of this rank with a planted error, and the classes that they had before."""
+        rows = self.table.rows_with(PLANTED)
+        catalogue = Catalogue.open(self.job.config.run.storage, self.job.record.catalogue_version)
+        return rows, given_classes(catalogue, rows)
 
     def _stream(self, spec: StreamSpec, features: FeatureTable | None) -> Stream:
         rank, world = self.ranks.rank, self.ranks.world

@@ -200,7 +200,6 @@ def test_a_broken_override_is_explained_in_one_line(good: Path, override: str, s
             "drop_after: not with schedule: cosine",
         ),
         ("stages.pencil.rounds=2 stages.pencil.epochs=0", "rounds: more than 1 needs epochs above 0"),
-        ("stages.pencil.epochs=0 stages.finetune.mixup=1", "it needs finetune.average"),
     ],
 )
 def test_options_of_the_stages_that_contradict_each_other_are_refused(

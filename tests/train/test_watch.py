@@ -18,7 +18,7 @@ from pencil_scale.method.proof import no_counts
 from pencil_scale.train.checkpoints import Kept, Progress, Saved
 from pencil_scale.train.preparation import Preparation
 from pencil_scale.train.ranks import Ranks
-from pencil_scale.train.watch import Watch, is_best, no_proof, proof_of
+from pencil_scale.train.watch import Watch, is_best, no_proof, predicts_plainly, proof_of
 
 NUM = 40
 ROWS = np.arange(NUM)
@@ -98,6 +98,24 @@ def test_an_epoch_that_learns_planted_errors_is_not_the_best_though_it_predicts_
     assert watch.best.epoch == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", True),
+        ("stages.finetune.mixup=1", False),
+        ("stages.finetune.mixup=1 stages.finetune.average=0.99", True),
+        ("stages.pencil.augment=strong", False),
+        ("stages.pencil.augment=strong stages.pencil.teacher=0.99", True),
+        ("stages.finetune.mixup=1 stages.finetune.epochs=0", True),
+        ("stages.backbone.mixup=1", True),
+    ],
+)
+def test_planted_errors_count_only_if_they_are_predicted_as_watched_samples_are(
+    overrides: str, expected: bool
+) -> None:
+    assert predicts_plainly(load_config(DEMO, overrides.split()).stages) == expected
+
+
 def test_planted_errors_that_were_never_predicted_do_not_count(watch: Watch) -> None:
     assert "planted_agreement" not in watch.look(Lookup(), "backbone", 0)
 
@@ -113,10 +131,12 @@ def test_a_network_that_was_trained_before_is_compared_with_itself_at_the_start(
 
 def test_a_run_that_resumes_knows_its_best_epoch(watch: Watch) -> None:
     def resumed(step: int, best: Kept | None) -> Kept | None:
-        figures = [{"stage": "backbone", "watch_agreement": 0.5}]
+        figures = [{"stage": "backbone", "watch_agreement": 0.5, "watched_selecting": 600}]
         progress = Progress(epoch=1, step=step)
         saved = Saved("id", {"here": torch.ones(1)}, {}, progress, None, figures, best, agreed=[1])
-        return Watch(None, None, Ranks(), None, saved).best
+        watch = Watch(None, None, Ranks(), None, saved)
+        assert watch.num_selecting == 600  # asked before anything is predicted, where the first stage ended
+        return watch.best
 
     earlier = Kept(1, {"there": torch.ones(1)}, None)
     assert resumed(step=3, best=earlier) is earlier
