@@ -8,7 +8,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WrapValidator
 
@@ -53,6 +53,16 @@ class Shape(str):
 # Marks a key that `method.automatic` fills in when a run starts. Until then it is None, whatever its type
 # says: only a config that is filled in may be trained with.
 AUTOMATIC = WrapValidator(lambda value, check: None if value is None else check(value))
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Between = Annotated[float, Field(gt=0, lt=1)]
+AutoWhole = Annotated[Whole, AUTOMATIC]
+AutoCount = Annotated[Count, AUTOMATIC]
+AutoRate = Annotated[Positive, AUTOMATIC]
+AutoAmount = Annotated[float, Field(ge=0), AUTOMATIC]
 
 
 def one_or_list(times: int = 1) -> BeforeValidator:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pencil_scale.config.settings import PencilStage
+from pencil_scale.config.stages import PencilStage
 from pencil_scale.config.values import Steps
 from pencil_scale.method.automatic import FEWEST_VISITS
 from pencil_scale.method.pencil import LabelOutlook, label_outlook

@@ -16,7 +16,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pencil_scale.config.settings import Optimizer, Stages
+from pencil_scale.config.settings import Optimizer
+from pencil_scale.config.stages import Stages
 from pencil_scale.config.values import Curve
 from pencil_scale.method.pencil import (
     Form,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from pencil_scale.config.settings import Stages
+from pencil_scale.config.stages import Stages
 from pencil_scale.labels.columns import Int64s
 from pencil_scale.labels.manifest import Manifest
 from pencil_scale.labels.owners import Batch, Owners

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pencil_scale.config.settings import Optimizer, Stages
+from pencil_scale.config.settings import Optimizer
+from pencil_scale.config.stages import Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.evidence import TOP, Predictions
 from pencil_scale.method.schedule import Schedule, Stage

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pencil_scale.config.loader import load_config
-from pencil_scale.config.settings import Optimizer, Stages
+from pencil_scale.config.settings import Optimizer
+from pencil_scale.config.stages import Stages
 from pencil_scale.labels.owners import Batch
 from pencil_scale.method.backbones import build_backbone
 from pencil_scale.method.schedule import Schedule, Stage
