@@ -10,7 +10,7 @@ One half of the samples selects: it says when labels may start to move, and whic
 half judges whether the network got worse while labels moved. No label of these samples is ever learned, so
 agreement with them, noisy as they are, ranks the epochs of a run.
 
-A network that learns wrong labels by heart may predict other samples as well as before. But of the samples in
+A network that memorises wrong labels may predict other samples as well as before. But of the samples in
 which an error was planted it predicts fewer as they were given before: it learns the error. So half of these
 samples count as well when epochs are ranked.
 
@@ -55,7 +55,8 @@ class Watch:
     ) -> None:
         """`planted` are rows of this rank with a planted error, and the classes they had before."""
         self._samples, self._preparation, self._ranks, self._owners = samples, preparation, ranks, owners
-        self._planted = planted or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        rows, given = planted or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        self._planted = rows[~judges(rows)], given[~judges(rows)]  # those that select
         self._seen = list(saved.figures) if saved else []  # of every epoch
         self._agree: list[int] = []  # the judging samples that are predicted as given now
         self.num_selecting = int(self._seen[-1]["watched_selecting"]) if self._seen else 0
@@ -99,8 +100,6 @@ class Watch:
     def _look_at_planted(self) -> dict[str, float]:
         """How many of the selecting planted errors were predicted as the class they had before."""
         rows, given = self._planted
-        here = ~judges(rows)
-        rows, given = rows[here], given[here]
         known = ~np.isnan(self._owners.table.read(rows, "predicted_log_p")[:, 0])
         agrees = self._owners.table.read(rows, "predicted_class")[:, 0] == given
         num, of = (int(self._ranks.total(int(some.sum()))) for some in (agrees & known, known))
